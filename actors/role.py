@@ -32,6 +32,7 @@ from pipeline.config import RunConfig
 from pipeline.config.replay import LessonsConfig
 from pipeline.experience.memory import LessonSource, close_source
 from pipeline.metrics.actor import ActorMetrics
+from pipeline.runtime.engine_addresses import engine_addresses
 from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.plugin_guard import interrupting_blocks
 from pipeline.runtime.process import RoleContext
@@ -63,8 +64,6 @@ logger = logging.getLogger(__name__)
 REPORT_SECONDS = 0.5
 READINGS_MAX = 4
 """Readings of one engine's load in a second, by all actors together: it writes some 0.2 MB for each."""
-READ_MAX = 16
-"""Readings by one actor in a second, of all engines together."""
 FLUSH_SECONDS_MAX = 1.5
 """After the drain: for the acknowledgements of what was finished last."""
 
@@ -73,7 +72,8 @@ async def main(ctx: RoleContext) -> None:
     """Serve orders until ``ctx.stopping``. Raises :class:`ConfigurationError` for errors that the user can
     fix."""
     config = ctx.config
-    metrics = ActorMetrics(ctx.registry, tuple(config.environments), config.engine.addresses())
+    addresses = engine_addresses(config.engine, ctx.directory)
+    metrics = ActorMetrics(ctx.registry, tuple(config.environments), addresses.fixed)
     ctx.report(RoleState.LOADING, "the tokenizer")
     environments = {
         name: EnvironmentHost(name, section, threads_max=config.actor.concurrency)
@@ -84,24 +84,26 @@ async def main(ctx: RoleContext) -> None:
     key = find_key(config.engine, "actor_key")
     patience = PausableTimeout() if config.engine.colocate == "sleep" else None
     memory = AnswerMemory(config.actor.answers_bytes_max)
+
+    def connect(url: str) -> EngineClient:
+        return EngineClient(
+            url,
+            request_seconds_max=config.engine.request_seconds_max,
+            vocabulary=vocabulary,
+            model=config.publish.adapter_name if config.publish.lora == "adapter" else None,
+            patience=patience,
+            memory=memory,
+            key=key,
+            run=config.run.id,
+        )
+
     pool = EnginePool(
-        [
-            EngineClient(
-                url,
-                request_seconds_max=config.engine.request_seconds_max,
-                vocabulary=vocabulary,
-                model=config.publish.adapter_name if config.publish.lora == "adapter" else None,
-                patience=patience,
-                memory=memory,
-                key=key,
-                run=config.run.id,
-            )
-            for url in config.engine.addresses()
-        ],
+        [connect(url) for url in addresses.fixed],
+        connect=connect,
         sessions_max=config.actor.sessions_max,
         wait_seconds_max=config.actor.engine_wait_seconds_max,
         metrics=metrics,
-        report_seconds=_report_seconds(config),
+        report_seconds=max(LOAD_SECONDS, config.actor.replicas / READINGS_MAX),
         patience=patience,
     )
     lessons = _lesson_source(config.lessons)
@@ -121,6 +123,7 @@ async def main(ctx: RoleContext) -> None:
             stack.enter_context(gc_policy())
             async with anyio.create_task_group() as group:
                 group.start_soon(pool.watch)
+                group.start_soon(addresses.follow, pool.set_engines)
                 group.start_soon(services.serve)
                 group.start_soon(actor.run)
                 group.start_soon(_keep_reporting, ctx, actor)
@@ -156,11 +159,6 @@ def _report(ctx: RoleContext, actor: Actor) -> None:
         playing=actor.in_flight,
         unacknowledged=actor.unacknowledged,
     )
-
-
-def _report_seconds(config: RunConfig) -> float:
-    """Time between two readings of an engine's load."""
-    return max(LOAD_SECONDS, config.actor.replicas / READINGS_MAX, len(config.engine.addresses()) / READ_MAX)
 
 
 def _renderer(config: RunConfig, folder: Path) -> Renderer:

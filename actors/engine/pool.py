@@ -3,6 +3,8 @@
 *Consumes* requests for a lease and how they ended; *produces* an engine to send to. *Waits* while no engine is fit, at
 most ``wait_seconds_max``; is *unblocked* by the watcher, which probes every engine each ``probe_seconds`` and at once
 when a request failed or found only old weights. Another task reads each engine's load every ``report_seconds``.
+:meth:`EnginePool.set_engines` says which engines there are: one that joined is probed and gets requests once it serves
+the weights that they need; one that left gets none, and its connections close when those under way have ended.
 """
 
 from __future__ import annotations
@@ -10,16 +12,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Set
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import anyio
+import anyio.abc
 
 from actors.engine.base import Engine, EngineReport, PausableTimeout
 from actors.engine.router import (
     STALE_SECONDS,
     UNSTAMPED,
+    EngineState,
     Lease,
     MoveReason,
     Placement,
@@ -34,7 +40,7 @@ from pipeline.errors import (
     EngineRefused,
     EngineUnavailable,
 )
-from pipeline.metrics.actor import ActorMetrics
+from pipeline.metrics.actor import ENGINE_REQUESTS, ActorMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +49,8 @@ PROBE_SECONDS_MAX = 5.0
 """A probe that takes longer counts as no answer; two in a row mean that the engine is down (one: it was busy)."""
 LOAD_SECONDS = 1.0
 """Time between two readings of an engine's load."""
+READ_MAX = 16
+"""Readings of loads in a second, of all engines together."""
 LOOK_AGAIN_SECONDS = 0.05
 """Time between two probes of engines that may be seen with new weights any moment."""
 
@@ -51,13 +59,30 @@ class NoEngineFit(EngineUnavailable):
     """No engine became fit in time. There is no retry, because the request has already waited."""
 
 
+@dataclass(slots=True, eq=False)
+class _Member:
+    """An engine that the pool knows."""
+
+    engine: Engine
+    watching: anyio.CancelScope | None = None
+    """Of the task that probes it."""
+    poked: anyio.Event = field(default_factory=anyio.Event)
+    """Set: probe it at once."""
+    unanswered: int = 0
+    """Probes in a row without an answer."""
+    reading: bool = False
+    """It is being asked for its load."""
+
+
 class EnginePool:
-    """All engines of one actor. Run :meth:`watch` in a task; nothing is fit before its first probes."""
+    """All engines of one actor. Run :meth:`watch` in a task; nothing is fit before its first probes. ``connect`` makes
+    the engine of a base URL, for :meth:`set_engines`; without it ``engines`` are all there are."""
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Sequence[Engine] = (),
         *,
+        connect: Callable[[str], Engine] | None = None,
         sessions_max: int,
         wait_seconds_max: float,
         metrics: ActorMetrics,
@@ -66,16 +91,18 @@ class EnginePool:
         patience: PausableTimeout | None = None,
         jitter: random.Random | None = None,
     ) -> None:
-        if not engines:
+        if not engines and connect is None:
             raise ConfigurationError("expected at least one engine, got none: set engine.replicas or engine.urls")
-        self._engines: Mapping[str, Engine] = {engine.name: engine for engine in engines}
-        if len(self._engines) != len(engines):
+        self._members = {engine.name: _Member(engine) for engine in engines}
+        """Also those that have left, until they are drained."""
+        if len(self._members) != len(engines):
             raise ConfigurationError(f"engine.urls names an engine twice: {[e.name for e in engines]}")
+        self._connect = connect
+        self._watchers: anyio.abc.TaskGroup | None = None
         self.jitter = jitter or random.Random()
-        stale_seconds = max(STALE_SECONDS, 3 * report_seconds)
-        self.router = Router(self._engines, sessions_max, self.jitter.random, stale_seconds)
+        self.router = Router(self._members, sessions_max, self.jitter.random)
         self.wait_seconds_max = wait_seconds_max
-        self._probe_seconds, self._report_seconds = probe_seconds, report_seconds
+        self._probe_seconds, self._report_seconds_min = probe_seconds, report_seconds
         self.patience = patience or PausableTimeout()
         """Timer for limits that stand still while the engines sleep."""
         self._may_sleep = patience is not None
@@ -83,19 +110,44 @@ class EnginePool:
         self._metrics = metrics
         self._placements = {p: metrics.sticky_placements_total.labels(kind=p.value) for p in Placement}
         self._changed = anyio.Event()
-        self._poked = {name: anyio.Event() for name in self._engines}
-        self._unanswered = dict.fromkeys(self._engines, 0)
-        self._reading: set[str] = set()
-        """Engines that are being asked for their load."""
         self._waiting: Counter[int] = Counter()
         self._evicted = 0
 
     async def watch(self) -> None:
         """Probe all engines and read their load until cancelled."""
         async with anyio.create_task_group() as group:
-            for engine in self._engines.values():
-                group.start_soon(self._watch_one, engine)
+            self._watchers = group
+            for member in self._members.values():
+                self._watch(group, member)
             group.start_soon(self._read_loads)
+
+    def set_engines(self, urls: Iterable[str]) -> None:
+        """These are the engines from now on. One that left and comes back is a new one."""
+        wanted, members = tuple(urls), [state.name for state in self.router.members]
+        for url in wanted:
+            if url not in members:
+                self._join(url)
+        for url in members:
+            if url not in wanted:
+                logger.info("engine %s has left", url)
+                self.router.left(url)
+                if (scope := self._members[url].watching) is not None:
+                    scope.cancel()
+        self._announce()
+        self._count_fit()
+
+    def _join(self, url: str) -> None:
+        assert self._connect is not None
+        before = self._members.get(url)
+        member = self._members[url] = _Member(self._connect(url) if before is None else before.engine)
+        self.router.joined(url)
+        if self._watchers is not None:
+            logger.info("engine %s has joined", url)
+            self._watch(self._watchers, member)
+
+    def _watch(self, group: anyio.abc.TaskGroup, member: _Member) -> None:
+        member.watching = anyio.CancelScope()
+        group.start_soon(self._watch_one, member, member.watching)
 
     @asynccontextmanager
     async def lease(
@@ -106,7 +158,7 @@ class EnginePool:
         lease = await self._acquire(session, version_min, avoid, tokens)
         self._metrics.inflight_requests.inc()
         try:
-            yield self._engines[lease.engine]
+            yield self._members[lease.engine].engine
         except EngineError as error:
             self._failed(lease, error)
             raise
@@ -130,11 +182,13 @@ class EnginePool:
         """A reply of so many ``tokens`` bore this policy version: newer knowledge than the last probe's."""
         if tokens:
             self.router.sampled(tokens)
-        if version > self.router.engines[engine].version and self.router.stamped(engine, version, _now()):
+        if version > self.version_of(engine) and self.router.stamped(engine, version, _now()):
             self._announce()
 
     def version_of(self, engine: str) -> int:
-        return self.router.engines[engine].version
+        """Newest version seen there; that of any reply where the engine has left."""
+        state = self.router.engines.get(engine)
+        return sys.maxsize if state is None else state.version
 
     def waiting_for(self) -> str:
         """Reason why requests wait for a lease, in words; empty when none does."""
@@ -145,14 +199,16 @@ class EnginePool:
         """``engine http://… (version 3 < 4)`` when no engine is fit; empty when one is."""
         if self.other_fit(version_min, frozenset()):
             return ""
-        return "engine " + ", ".join(e.describe(version_min) for e in self.router.engines.values())
+        if not self.router.members:
+            return "no engine: none has joined (engine.discovery)"
+        return "engine " + ", ".join(e.describe(version_min) for e in self.router.members)
 
     def statistics(self) -> RouterStatistics:
         return self.router.statistics()
 
     async def close(self) -> None:
-        for engine in self._engines.values():
-            await engine.close()
+        for member in self._members.values():
+            await member.engine.close()
 
     def _answered(self, lease: Lease) -> None:
         if self.router.answered(lease, _now()):
@@ -172,7 +228,11 @@ class EnginePool:
                     self.router.engines[lease.engine].breaker.problem,
                 )
                 self._announce()
-            self._poked[lease.engine].set()
+            self.poke(lease.engine)
+
+    def poke(self, engine: str) -> None:
+        """Probe it at once."""
+        self._members[engine].poked.set()
 
     def reports(self) -> list[EngineReport]:
         """The reports of engines that take requests and have reported lately."""
@@ -212,21 +272,23 @@ class EnginePool:
 
     def _poke(self, version_min: int) -> None:
         """Probe the engines that are not fit at once."""
-        for state in self.router.engines.values():
+        for state in self.router.members:
             if not state.breaker.closed or state.version < version_min:
-                self._poked[state.name].set()
+                self.poke(state.name)
 
-    async def _watch_one(self, engine: Engine) -> None:
-        while True:
-            await self._probe(engine)
-            with anyio.move_on_after(self._probe_seconds):
-                await self._poked[engine.name].wait()
-            self._poked[engine.name] = anyio.Event()
+    async def _watch_one(self, member: _Member, scope: anyio.CancelScope) -> None:
+        with scope:
+            while True:
+                await self._probe(member)
+                with anyio.move_on_after(self._probe_seconds):
+                    await member.poked.wait()
+                member.poked = anyio.Event()
 
-    async def _probe(self, engine: Engine) -> None:
+    async def _probe(self, member: _Member) -> None:
+        engine = member.engine
         state = self.router.engines[engine.name]
         alive, version, problem = False, None, f"no answer within {PROBE_SECONDS_MAX:g} s"
-        self._unanswered[engine.name] += 1
+        member.unanswered += 1
         try:
             with anyio.move_on_after(PROBE_SECONDS_MAX):
                 await engine.health()
@@ -234,12 +296,12 @@ class EnginePool:
                 if self._may_sleep:
                     self._slept(engine.name, sleeping=await engine.is_sleeping())
                 alive, version, problem = True, UNSTAMPED if stamped is None else stamped, ""
-                self._unanswered[engine.name] = 0
+                member.unanswered = 0
         except EngineError as error:
-            self._unanswered[engine.name] = 0
+            member.unanswered = 0
             problem = str(error)
             self._slept(engine.name, sleeping=False)
-        if self._unanswered[engine.name] == 1 and state.alive:
+        if member.unanswered == 1 and state.alive:
             return
         was_alive, now = state.alive, _now()
         changed = self.router.probed(engine.name, now, healthy=alive, version=version, problem=problem)
@@ -247,39 +309,56 @@ class EnginePool:
             logger.info("engine %s is %s %s", engine.name, "up" if alive else "down:", problem)
         if changed or (self._waiting and not state.breaker.closed):
             self._announce()
-        states = self.router.engines.values()
+        self._count_fit()
+
+    def _count_fit(self) -> None:
+        states, now = self.router.members, _now()
         fit = sum(e.fit(0, now) for e in states)
         self._metrics.engines.labels(state="fit").set(fit)
-        self._metrics.engines.labels(state="unfit").set(len(self._engines) - fit)
+        self._metrics.engines.labels(state="unfit").set(len(states) - fit)
         self._metrics.policy_version.set(max((e.version for e in states if e.alive), default=UNSTAMPED))
 
     async def _read_loads(self) -> None:
-        """Ask one engine after another, each once in ``report_seconds``, without waiting for the answers."""
+        """Ask one engine after another, each once in ``report_seconds``, without waiting for the answers. Close the
+        connections of those that have left and are drained."""
         async with anyio.create_task_group() as group:
             while True:
-                for engine in list(self._engines.values()):
-                    if self.router.engines[engine.name].alive and engine.name not in self._reading:
-                        group.start_soon(self._read_load, engine)
-                    await anyio.sleep(self._report_seconds / len(self._engines))
+                states = tuple(self.router.members)
+                seconds = max(self._report_seconds_min, len(states) / READ_MAX)
+                self.router.stale_seconds = max(STALE_SECONDS, 3 * seconds)
+                for state in states:
+                    if state.alive and not state.leaving and not self._members[state.name].reading:
+                        group.start_soon(self._read_load, state, self._members[state.name])
+                    await anyio.sleep(seconds / len(states))
+                if not states:
+                    await anyio.sleep(seconds)
+                for name in self.router.forget_drained():
+                    await self._forget(name)
 
-    async def _read_load(self, engine: Engine) -> None:
-        self._reading.add(engine.name)
-        state, asked_at, report = self.router.engines[engine.name], _now(), None
+    async def _forget(self, name: str) -> None:
+        """The engine has left, and nothing is under way there."""
+        await self._members.pop(name).engine.close()
+        self._metrics.engine_kv_used_ratio.remove(name)
+        for kind in ENGINE_REQUESTS:
+            self._metrics.engine_requests.remove(name, kind)
+
+    async def _read_load(self, state: EngineState, member: _Member) -> None:
+        member.reading, asked_at, report = True, _now(), None
         in_flight = state.in_flight
         try:
             with anyio.move_on_after(PROBE_SECONDS_MAX):
-                report = await engine.report()
+                report = await member.engine.report()
         except EngineError:
             return
         finally:
-            self._reading.discard(engine.name)
-        if report is None:
+            member.reading = False
+        if report is None or state.leaving:
             return
         self._count_prefixes(state.load.report, report)
-        self.router.reported(engine.name, report, in_flight, asked_at)
-        for kind, requests in (("running", report.running), ("waiting", report.waiting)):
-            self._metrics.engine_requests.labels(engine=engine.name, state=kind).set(requests)
-        self._metrics.engine_kv_used_ratio.labels(engine=engine.name).set(report.kv_used)
+        self.router.reported(state.name, report, in_flight, asked_at)
+        for kind, requests in zip(ENGINE_REQUESTS, (report.running, report.waiting), strict=True):
+            self._metrics.engine_requests.labels(engine=state.name, state=kind).set(requests)
+        self._metrics.engine_kv_used_ratio.labels(engine=state.name).set(report.kv_used)
 
     def _count_prefixes(self, before: EngineReport | None, now: EngineReport) -> None:
         """Add what an engine's counters rose by since its last report (they restart with the engine)."""
@@ -294,7 +373,7 @@ class EnginePool:
     def _slept(self, engine: str, *, sleeping: bool) -> None:
         """Time stands still while all engines sleep."""
         (self._asleep.add if sleeping else self._asleep.discard)(engine)
-        if len(self._asleep) == len(self._engines):
+        if len(self._asleep) == len(self.router.members):
             self.patience.fell_asleep()
         else:
             self.patience.woke()

@@ -5,10 +5,10 @@ by the :class:`EngineLoad` of each engine; where an engine has not reported late
 An engine is *fit* for a request when its :class:`Breaker` admits one and its policy version is at least the requested
 one. A session moves only
 
-* when its engine is not fit: it is down, too many of its requests fail, or it has older weights than the session may
-  use;
-* between two turns, to an engine that came back and has less than its share of the sessions, while its own has more.
-  The limit of an engine that came back rises to its share over ``RETURN_SECONDS``, for new sessions too;
+* when its engine is not fit: it is down, too many of its requests fail, it has older weights than the session may
+  use, or it has left;
+* between two turns, to an engine that came back or joined and has less than its share of the sessions, while its own
+  has more. The limit of such an engine rises to its share over ``RETURN_SECONDS``, for new sessions too;
 * between two turns, to an engine that is less busy, if its next turn, or the tokens of ``HORIZON_SECONDS``, take less
   time there although that engine first has to read the prefix. One other engine is looked at each time, drawn at
   random: an engine that has become idle is found by a share of the turns of all actors, and not by all of them at once.
@@ -16,10 +16,14 @@ one. A session moves only
 Engines are seen with new weights one after the other. A session whose engine lags, and a new one, wait
 ``SPREAD_SECONDS`` at most for the others, so that not all of them go to the first.
 
+Engines join and leave at any time. One that joined is fit once its health and its version were seen. One that left gets
+no new requests; it is known until it has no sessions and its requests have ended.
+
 A request that failed is made again elsewhere while its session keeps its engine. So does a request that tries a
 half-open engine.
 
-Invariants, property-tested: the in-flight count of an engine equals its unreleased leases; a session with a lease in
+Invariants, property-tested: no request is sent to an engine that has left, or that joined and was not probed since; the
+in-flight count of an engine equals its unreleased leases; a session with a lease in
 flight is never forgotten; at most ``sessions_max`` idle sessions are remembered; releasing twice or after ``finish``
 changes nothing; while fitness and load do not change no session moves.
 """
@@ -69,8 +73,10 @@ class MoveReason(StrEnum):
     """Its engine was down, or too many requests failed there."""
     LAGGING = "lagging"
     """Its engine had older weights than requested."""
+    LEFT = "left"
+    """Its engine has left the run."""
     RETURNED = "returned"
-    """To an engine that came back and had less than its share."""
+    """To an engine that came back or joined and had less than its share."""
     BUSIER = "busier"
     """Its engine was busier than another, by more than its prefix is worth."""
     EVICTED = "evicted"
@@ -90,14 +96,17 @@ class EngineState:
     """Time at which it came back, until it has its share of the sessions."""
     load: EngineLoad = field(default_factory=EngineLoad)
     was_up: bool = False
-    """True once it has been up: the first time is no return, and moves no conversation."""
+    """True once it has been up: the first time is no return, and moves no conversation. True from the start for an
+    engine that joins others which were up."""
+    leaving: bool = False
+    """It has left the run; requests and sessions may still be there."""
 
     @property
     def alive(self) -> bool:
         return not self.breaker.down
 
     def fit(self, version_min: int, now: float) -> bool:
-        return self.version >= version_min and self.breaker.admits(now)
+        return self.version >= version_min and not self.leaving and self.breaker.admits(now)
 
     def describe(self, version_min: int) -> str:
         """``http://… (version 3 < 4)``."""
@@ -150,10 +159,12 @@ class Router:
         jitter: Callable[[], float],
         stale_seconds: float = STALE_SECONDS,
     ) -> None:
-        self.engines = {name: EngineState(name, Breaker(jitter)) for name in engines}
-        self._states = list(self.engines.values())
+        self.engines: dict[str, EngineState] = {}
+        """All that are known, also those that leave."""
+        self.members: list[EngineState] = []
+        """Those that have not left."""
         self._jitter = jitter
-        self._stale_seconds = stale_seconds
+        self.stale_seconds = stale_seconds
         self._turn_tokens = TURN_TOKENS
         self.prompt_tokens = 0
         """Prompt tokens of all requests."""
@@ -166,6 +177,38 @@ class Router:
         self._moves: Counter[MoveReason] = Counter()
         self._steady = False
         """Every engine takes requests and has its share of the sessions: nothing to try, nobody to move."""
+        for name in engines:
+            self.joined(name)
+
+    def joined(self, engine: str) -> None:
+        """The engine is part of the run, maybe again. It is fit for nothing until it was probed. Harmless when it is a
+        member."""
+        state = self.engines.get(engine)
+        if state is None:
+            others_up = any(e.was_up for e in self.members)
+            state = self.engines[engine] = EngineState(engine, Breaker(self._jitter), was_up=others_up)
+        elif state.leaving:
+            state.leaving, state.version, state.load = False, UNSTAMPED, EngineLoad()
+            state.breaker.went_down("not probed yet")
+        else:
+            return
+        self.members.append(state)
+        self._steady = self._is_steady()
+
+    def left(self, engine: str) -> None:
+        """The engine has left the run: no new requests. Harmless when it is no member."""
+        state = self.engines.get(engine)
+        if state is not None and not state.leaving:
+            state.leaving = True
+            self.members.remove(state)
+            self._steady = self._is_steady()
+
+    def forget_drained(self) -> tuple[str, ...]:
+        """Forget the engines that have left and have neither sessions nor requests; their names."""
+        drained = [e.name for e in self.engines.values() if e.leaving and not e.sessions and not e.in_flight]
+        for name in drained:
+            del self.engines[name]
+        return tuple(drained)
 
     def acquire(
         self, session: str, version_min: int, now: float, avoid: Set[str] = frozenset(), tokens: int = 0
@@ -196,13 +239,14 @@ class Router:
             self._evict()
             return lease
         reason = MoveReason.LAGGING if own.breaker.closed else MoveReason.DIED
+        reason = MoveReason.LEFT if own.leaving else reason
         return self._moved(entry, session, chosen, reason, now, tokens)
 
     def spreading(self, version_min: int, now: float) -> bool:
         """True while an engine that takes requests may be seen with ``version_min`` any moment, as another was."""
         if not (version_min <= self._newest and now - self._newest_at < SPREAD_SECONDS):
             return False
-        return any(e.breaker.closed and e.version < version_min for e in self._states)
+        return any(e.breaker.closed and e.version < version_min for e in self.members)
 
     def reported(self, engine: str, report: EngineReport, in_flight: int, asked_at: float) -> None:
         """The engine said how busy it is. ``in_flight``: requests there, of this actor, when it was asked."""
@@ -210,8 +254,8 @@ class Router:
 
     def reports(self, now: float) -> list[EngineReport]:
         """The reports of engines that take requests and have reported lately."""
-        since = now - self._stale_seconds
-        loads = [state.load for state in self._states if state.breaker.closed]
+        since = now - self.stale_seconds
+        loads = [state.load for state in self.members if state.breaker.closed]
         return [load.report for load in loads if load.report is not None and load.fresh(since)]
 
     def sampled(self, tokens: int) -> None:
@@ -276,7 +320,7 @@ class Router:
 
     def other_fit(self, version_min: int, now: float, avoid: Set[str]) -> bool:
         """True if an engine that is not in ``avoid`` is fit."""
-        return any(e.fit(version_min, now) for e in self.engines.values() if e.name not in avoid)
+        return any(e.fit(version_min, now) for e in self.members if e.name not in avoid)
 
     def engine_of(self, session: str) -> str | None:
         entry = self._sessions.get(session)
@@ -316,7 +360,7 @@ class Router:
             if other is not None and other.name not in avoid:
                 return self._lease(entry, session, other, Placement.ELSEWHERE, now, tokens)
             return self._lease(entry, session, own, Placement.STICKY, now, tokens)
-        for state in self._states:
+        for state in self.members:
             if state is own or state.name in avoid or not state.fit(version_min, now):
                 continue
             if not state.breaker.closed:
@@ -332,9 +376,9 @@ class Router:
         self, entry: _Session, own: EngineState, version_min: int, now: float, avoid: Set[str] = frozenset()
     ) -> EngineState | None:
         """Another engine, drawn at random, where the next turn of a session takes less time than at its own."""
-        if entry.in_flight or len(self._states) == 1:
+        if entry.in_flight or len(self.members) == 1:
             return None
-        other = self._states[int(self._jitter() * len(self._states))]
+        other = self.members[int(self._jitter() * len(self.members))]
         if other is own or other.name in avoid or other.returned_at is not None:
             return None
         if not (other.breaker.closed and other.version >= version_min):
@@ -354,7 +398,7 @@ class Router:
 
     def _loads(self, states: Sequence[EngineState], now: float) -> list[tuple[float | None, float]] | None:
         """(Pace, requests) of each engine; None where one has not reported lately."""
-        since = now - self._stale_seconds
+        since = now - self.stale_seconds
         if not all(state.load.fresh(since) for state in states):
             return None
         return [(state.load.pace(now), state.load.requests(state.in_flight)) for state in states]
@@ -391,7 +435,7 @@ class Router:
 
     def _least_loaded(self, version_min: int, now: float, avoid: Set[str]) -> EngineState | None:
         """An engine that takes requests, rather than one that is tried or that has come back a moment ago."""
-        fit = [e for e in self._states if e.fit(version_min, now)]
+        fit = [e for e in self.members if e.fit(version_min, now)]
         fit = [e for e in fit if e.name not in avoid] or fit
         fit = [e for e in fit if e.breaker.closed] or fit
         fit = [e for e in fit if e.returned_at is None or self._takes(e, now)] or fit
@@ -406,7 +450,7 @@ class Router:
 
     def _share(self) -> float:
         """Sessions of each engine that takes requests, were they equal."""
-        return len(self._sessions) / max(1, sum(e.breaker.closed for e in self.engines.values()))
+        return len(self._sessions) / max(1, sum(e.breaker.closed for e in self.members))
 
     def _takes(self, state: EngineState, now: float) -> bool:
         """True if an engine that came back may have one session more."""
@@ -429,7 +473,7 @@ class Router:
         return True
 
     def _is_steady(self) -> bool:
-        return all(e.breaker.closed and e.returned_at is None for e in self.engines.values())
+        return all(e.breaker.closed and e.returned_at is None for e in self.members)
 
     def _evict(self) -> None:
         """Forget idle sessions, the least recently used first, until the table is within its bound."""

@@ -9,21 +9,33 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import anyio
+
+from actors.servers.join import JoiningEngine, announced_url
 from actors.servers.lock import DIGESTS, MIDDLEWARE, locked_environment
 from actors.servers.progress import limits_environment
 from actors.servers.vllm import SERVED_NAME, vllm_available, vllm_command
 from pipeline.config import RunConfig
+from pipeline.config.explain import free_ports, is_free
+from pipeline.config.rollouts import EngineConfig
 from pipeline.errors import AfterplayError, ConfigurationError
 from pipeline.runtime.children import module_command
-from pipeline.runtime.rundir import AWAIT_MODEL, PREPARE_SECONDS_MAX, RunDirectory
+from pipeline.runtime.engine_addresses import EngineRegistry
+from pipeline.runtime.engine_keys import LEARNER_DIGEST_FILE
+from pipeline.runtime.process import configure_logging, role_name
+from pipeline.runtime.rundir import AWAIT_MODEL, PREPARE_SECONDS_MAX, RunDirectory, take_index
 
 EMBEDDED_BLOCK_SIZE = 16
 
 
-def main(config: RunConfig, index: int, *, await_model: bool = False) -> int:
-    """Replace this process by engine ``index``. Returns 2 on an error, after one line on stderr with the remedy."""
+def main(config: RunConfig, index: int | None, *, await_model: bool = False, joins: bool = False) -> int:
+    """Replace this process by engine ``index``, 0 if None. One that ``joins`` a run that is alive, and each of
+    ``engine.discovery: registry``, is a child process instead, announced in the run directory while it serves. Returns
+    2 on an error, after one line on stderr with the remedy."""
     try:
-        argv, environment = command(config, index, await_model=await_model)
+        if joins or config.engine.discovery == "registry":
+            return _announced(config, index, await_model, joins)
+        argv, environment = command(config, index or 0, await_model=await_model)
     except AfterplayError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -31,13 +43,47 @@ def main(config: RunConfig, index: int, *, await_model: bool = False) -> int:
         argv = in_process_group(argv)
     sys.stdout.flush()
     sys.stderr.flush()
-    if await_model:
-        environment = {**environment, AWAIT_MODEL: str(PREPARE_SECONDS_MAX)}
     os.execve(argv[0], argv, environment)
 
 
-def command(config: RunConfig, index: int, *, await_model: bool = False) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment of engine ``index``, for a process that the caller starts and watches.
+def _announced(config: RunConfig, index: int | None, await_model: bool, joins: bool) -> int:
+    engine, directory = config.engine, RunDirectory(config.run.path)
+    if engine.colocate != "none":
+        raise ConfigurationError(f"engine.colocate is {engine.colocate}, where no engine can join: set it to none")
+    found, _lock = take_index(directory, "engine", index if joins else index or 0, engine.replicas if joins else 0)
+    host, port = _free_address(engine, found) if joins else address(config, found)
+    argv, environment = command(config, found, await_model=await_model, at=(host, port))
+    name, digest = role_name("engine", found), directory.path / LEARNER_DIGEST_FILE
+    configure_logging(name)
+    before = _content(digest)
+    joining = JoiningEngine(
+        config,
+        EngineRegistry(directory.engines),
+        name,
+        announced_url(host, port, config.replay.address),
+        belongs=lambda: before is None or _content(digest) == before,
+    )
+    return anyio.run(joining.run, argv, environment)
+
+
+def _content(file: Path) -> bytes | None:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return None
+
+
+def _free_address(engine: EngineConfig, index: int) -> tuple[str, int]:
+    """Host and port of one more engine: the port of its index if that is free, else another one."""
+    port = engine.port + index
+    return engine.host, port if engine.port and is_free(engine.host, port) else free_ports(engine.host, 1)
+
+
+def command(
+    config: RunConfig, index: int, *, await_model: bool = False, at: tuple[str, int] | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of engine ``index``, for a process that the caller starts and watches; or of one at
+    another address, ``at``.
 
     ``await_model``: the model folder may still be missing; the engine imports its libraries and then waits for it.
 
@@ -47,11 +93,11 @@ def command(config: RunConfig, index: int, *, await_model: bool = False) -> tupl
     engine = config.engine
     if engine.kind == "external":
         raise ConfigurationError("engine.kind is external: the engines at engine.urls are started outside this run")
-    if not 0 <= index < engine.replicas:
+    if at is None and not 0 <= index < engine.replicas:
         raise ConfigurationError(
             f"expected an engine index of 0 to {engine.replicas - 1} (engine.replicas), got {index}"
         )
-    host, port = address(config, index)
+    host, port = at or address(config, index)
     model = RunDirectory(config.run.path).model.absolute()
     if not await_model and not (model / "config.json").exists():
         raise ConfigurationError(
@@ -59,15 +105,16 @@ def command(config: RunConfig, index: int, *, await_model: bool = False) -> tupl
             "alone does"
         )
     require_free(host, port)
+    waits = {AWAIT_MODEL: str(PREPARE_SECONDS_MAX)} if await_model else {}
     kind, reason = engine_kind(config)
     if kind == "vllm":
         arguments, environment = vllm_command(config, model, host, port)
-        environment = locked_environment(engine, environment)
+        environment = locked_environment(engine, {**environment, **waits}, config.run.path)
         return [*arguments, *(["--middleware", MIDDLEWARE] if DIGESTS in environment else [])], environment
     if engine.kind == "vllm":
         print(f"note: {reason}; the embedded engine serves instead (the same routes, slower)", file=sys.stderr)
-    environment = {**os.environ, **_embedded_environment(config), **engine.env}
-    return _embedded_command(config, model, host, port), locked_environment(engine, environment)
+    environment = {**os.environ, **_embedded_environment(config), **engine.env, **waits}
+    return _embedded_command(config, model, host, port), locked_environment(engine, environment, config.run.path)
 
 
 def in_process_group(argv: list[str]) -> list[str]:

@@ -16,11 +16,12 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from pipeline.config.rollouts import EngineConfig
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.engine_keys import find_key, is_loopback
+from pipeline.runtime.engine_keys import find_digests, is_loopback
 
 DIGESTS = "AFTERPLAY_ENGINE_LOCK"
 """Environment variable of the engine: SHA-256 of the actors' key and of the learner's key."""
@@ -131,21 +132,20 @@ async def _answer(send: Send, status: int, message: str) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def locked_environment(engine: EngineConfig, environment: dict[str, str]) -> dict[str, str]:
-    """``environment`` of an engine with digests in place of keys; unchanged without keys.
+def locked_environment(engine: EngineConfig, environment: dict[str, str], run: Path) -> dict[str, str]:
+    """``environment`` of an engine of the run directory ``run`` with digests in place of keys; unchanged without keys.
 
     Raises :class:`ConfigurationError` where the engine would listen beyond loopback without them.
     """
-    actor, learner = find_key(engine, "actor_key"), find_key(engine, "learner_key")
-    if actor is None or learner is None:
+    digests = find_digests(engine, run)
+    if digests is None:
         if not is_loopback(engine.host):
             raise ConfigurationError(
                 f"engine.host is {engine.host}, where others could load weights and pause: set engine.actor_key and "
                 "engine.learner_key (afterplay keys DIR makes both), or engine.host: 127.0.0.1"
             )
         return environment
-    if hmac.compare_digest(actor.encode(), learner.encode()):
+    if hmac.compare_digest(*digests):
         raise ConfigurationError("engine.actor_key and learner_key hold the same key: actors may not load weights")
     known = {where.removeprefix("env:") for where in (engine.actor_key, engine.learner_key) if where is not None}
-    digests = " ".join(sha256(key.encode()).hexdigest() for key in (actor, learner))
-    return {**{name: value for name, value in environment.items() if name not in known}, DIGESTS: digests}
+    return {**{name: value for name, value in environment.items() if name not in known}, DIGESTS: " ".join(digests)}

@@ -249,13 +249,12 @@ class ColocatedKeeper(EngineKeeper):
         if asleep or load_needed(served, target, seen=self._seen):
             await (self._wake_with(target) if asleep else self._load(target, served))
         elif served != target.stamp:
-            self._whole = True
-            await self.control.stamp(target.stamp)
+            await self._stamp_initial(target)
         self._seen = self._served = True
 
     async def _wake_with(self, target: Target) -> None:
         """Wake the engine with the weights of ``target``. Without whole weights it stays asleep, whatever fails."""
-        self.state.live, self._asleep = None, False
+        self.state.live, self._asleep, self._idle = None, False, False
         self._device.woke(self.control.url)
         start = time.perf_counter()
         self.loading = target

@@ -9,13 +9,15 @@ paused, its weights labelled ``withdrawn``, until a load has succeeded. The next
 last; after ``SPOILT_MAX`` in a row the engine is ended, and its supervisor restarts it. One that refused the load
 before it began continues with the weights that it has. An engine counts as live only after it has resumed. Then a probe
 proves which weights it serves (:mod:`learner.weights.probe`), beside its rollouts and without delaying the publication;
-an engine that it refutes is withdrawn and loads again.
+an engine that it refutes is withdrawn and loads again. An engine that has just started, or joined the run, is proved
+before its weights are labelled: until then no actor sends it anything.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +29,7 @@ import anyio
 from learner.data.rows import TokenArray
 from learner.weights.engine_control import EngineControl
 from learner.weights.probe import WeightProbe
-from pipeline.errors import EngineError, EngineRefused, EngineUnavailable
+from pipeline.errors import EngineError, EngineProtocolError, EngineRefused, EngineUnavailable
 from pipeline.schema.weight_stamp import UNSTAMPED, write_stamp
 
 if TYPE_CHECKING:
@@ -169,12 +171,15 @@ class EngineKeeper:
         """True while it serves weights that no probe has proved."""
         self._whole = False
         """True once this process knows that the engine's weights are all of one version."""
+        self._idle = False
+        """True from the start of the engine until its weights have a label: it has no requests that could wait."""
         self._spoilt = 0
         """Loads in a row that began and were not whole, or whose result the probe refuted."""
         self._target: Target | None = None
         self._seen = False
         self._served = False
         """True once it has served a version to this process."""
+        self._left = False
         self._wake = anyio.Event()
         self._changed = anyio.Event()
 
@@ -199,13 +204,25 @@ class EngineKeeper:
 
     async def until_served(self, version: int) -> None:
         """Wait until the engine serves ``version`` (or a newer one)."""
-        while self.state.live is None or self.state.live < version:
+        while not self.serves(version):
             await self._changed.wait()
 
+    def serves(self, version: int) -> bool:
+        """True if the engine serves ``version`` or a newer one."""
+        return self.state.live is not None and self.state.live >= version
+
+    def leave(self) -> None:
+        """The engine has left the run: ``run`` returns after an attempt that is under way, so that no request stays in
+        a paused engine, and whoever waits for an attempt waits no longer."""
+        self._left = True
+        self.state.attempted = sys.maxsize
+        self._tell()
+        self.look_soon()
+
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled, or the engine has left."""
         retry = RETRY_SECONDS
-        while True:
+        while not self._left:
             wake, target = self._wake, self._target
             await self._look(target)
             if target is not None and target is self._target:
@@ -236,7 +253,6 @@ class EngineKeeper:
         else:
             if self.state.trouble:
                 log.info("engine %s serves version %d", self.control.url, target.version)
-            self._unproven |= self.state.live != target.version
             self.state.live, self.state.trouble = target.version, ""
             self.state.lagging = self.state.lagging and target is not self._target
             self._attempted(target)
@@ -246,9 +262,13 @@ class EngineKeeper:
         if load_needed(served, target, seen=self._seen):
             await self._load(target, served)
         elif served != target.stamp:
-            self._whole = True
-            await self.control.stamp(target.stamp)
+            await self._stamp_initial(target)
         self._seen = self._served = True
+
+    async def _stamp_initial(self, target: Target) -> None:
+        """Label the weights that the engine was started with."""
+        self._whole = self._unproven = True
+        await self.control.stamp(target.stamp)
 
     async def _load(self, target: Target, served: str) -> None:
         """Pause, load, stamp, resume. After a failure the engine resumes only if its weights are whole."""
@@ -257,7 +277,7 @@ class EngineKeeper:
         self.loading = target
         try:
             if served == UNSTAMPED:
-                self._whole, self._spoilt = True, 0
+                self._whole, self._spoilt, self._idle = True, 0, True
                 await self.control.withdraw()  # else a learner that takes over takes them for the initial weights
             await self.control.pause()
             await self._replace_weights(target)
@@ -274,7 +294,7 @@ class EngineKeeper:
 
     async def _replace_weights(self, target: Target) -> None:
         """Load into an engine that is paused, and stamp."""
-        before, self._whole = self._whole, False
+        before, self._whole, self._unproven = self._whole, False, True
         if self._spoilt >= SPOILT_MAX:
             self._spoilt = 1
             with contextlib.suppress(EngineRefused):  # it has no lock of ours: somebody else starts it again
@@ -294,8 +314,21 @@ class EngineKeeper:
         except BaseException:
             self._spoilt = max(1, self._spoilt)
             raise
+        if self._idle:
+            await self._prove_idle(target)
         await self.control.stamp(target.stamp)
-        self._whole = True
+        self._whole, self._idle = True, False
+
+    async def _prove_idle(self, target: Target) -> None:
+        """Probe an engine without requests before its weights have a label. Raises :class:`EngineError` where it serves
+        others, or does not answer."""
+        if self._probe is None or target.expected is None:
+            return
+        await self.control.resume()
+        if problem := await self._refutation(target):
+            raise EngineProtocolError(f"{self.control.url}: {problem}")
+        if self._unproven:
+            raise EngineUnavailable(f"{self.control.url} did not answer the probe of version {target.version}")
 
     async def _resume(self) -> None:
         """Let an engine that failed continue with the weights that it has."""
@@ -313,10 +346,9 @@ class EngineKeeper:
 
     async def _prove(self, target: Target, wake: anyio.Event) -> None:
         """Probe the weights that the engine serves, unless that is done; give up when ``wake`` is set."""
-        if self._probe is None or target.expected is None or self.state.live is None or not self._unproven:
+        if self.state.live is None or not self._unproven:
             return
-        difference: float | None = None
-        results = self._probe.metrics.weight_probes_total
+        problem = ""
         async with anyio.create_task_group() as group:
 
             async def give_up() -> None:
@@ -324,32 +356,37 @@ class EngineKeeper:
                 group.cancel_scope.cancel()
 
             group.start_soon(give_up)
-            try:
-                difference = await self._probe.difference(self.control, target.expected)
-            except EngineError as error:
-                self._unproven = isinstance(error, EngineUnavailable)
-                results.labels(result="unanswered").inc()
-                log.warning(
-                    "engine %s: no answer to the probe of version %d: %s", self.control.url, target.version, error
-                )
+            problem = await self._refutation(target)
             group.cancel_scope.cancel()
-        if difference is None:
-            return
+        if problem:
+            self._on_failure()
+            await self._withdraw()
+            self._failed(target, problem)
+
+    async def _refutation(self, target: Target) -> str:
+        """Problem that the probe finds; empty where it proves the weights, or the engine cannot be asked."""
+        if self._probe is None or target.expected is None:
+            return ""
+        results = self._probe.metrics.weight_probes_total
+        try:
+            difference = await self._probe.difference(self.control, target.expected)
+        except EngineError as error:
+            self._unproven = isinstance(error, EngineUnavailable)
+            results.labels(result="unanswered").inc()
+            log.warning("engine %s: no answer to the probe of version %d: %s", self.control.url, target.version, error)
+            return ""
         self._probe.metrics.weight_probe_diff_nats.set(difference)
         self._unproven = False
         if difference <= self._probe.nats_max:
             self._spoilt = 0
             results.labels(result="proven").inc()
-            return
+            return ""
         results.labels(result="refuted").inc()
         self._whole = False
         self._spoilt += 1
-        self._on_failure()
-        await self._withdraw()
-        self._failed(
-            target,
+        return (
             f"it serves other weights: its log-probabilities of the probe differ by {difference:.3g} nats from the "
-            f"learner's (publish.probe_nats_max: {self._probe.nats_max:g})",
+            f"learner's (publish.probe_nats_max: {self._probe.nats_max:g})"
         )
 
     def _failed(self, target: Target, why: str) -> None:
@@ -364,5 +401,8 @@ class EngineKeeper:
 
     def _attempted(self, target: Target) -> None:
         self.state.attempted = max(self.state.attempted, target.version)
+        self._tell()
+
+    def _tell(self) -> None:
         changed, self._changed = self._changed, anyio.Event()
         changed.set()

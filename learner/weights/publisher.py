@@ -1,4 +1,8 @@
-"""Publication of weights to all engines: write a version once, set it as every keeper's target, wait a bounded time."""
+"""Publication of weights to all engines: write a version once, set it as every keeper's target, wait a bounded time.
+
+Engines join and leave meanwhile (:meth:`Publisher.set_engines`): one that joined is brought to the newest version, as
+one that restarted; for one that left nothing waits.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import anyio
+import anyio.abc
 import anyio.to_thread
 import orjson
 from torch import Tensor
@@ -33,6 +39,7 @@ from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.atomic_folder import atomic_folder, remove_leftovers
 from pipeline.runtime.contents import CONTENTS, find_damage, write_contents
 from pipeline.runtime.disk_wait import when_room
+from pipeline.runtime.engine_addresses import EngineAddresses, engine_addresses
 from pipeline.runtime.engine_keys import authorization, find_key
 from pipeline.runtime.rundir import RunDirectory
 
@@ -123,9 +130,12 @@ class Publisher:
         key: str | None = None,
         run: str | None = None,
         probe: WeightProbe | None = None,
+        discovery: EngineAddresses | None = None,
     ) -> None:
-        """``key`` opens the engines' control routes; ``run`` is stamped with the version."""
+        """``key`` opens the engines' control routes; ``run`` is stamped with the version. ``discovery`` is followed
+        from then on; None: ``addresses`` never change."""
         self._addresses = tuple(addresses)
+        self._discovery = discovery
         self._directory = directory
         self._config = config
         self._write = write or (lambda folder, tensors: write_weights(folder, model, tensors, config.dtype))
@@ -140,20 +150,45 @@ class Publisher:
         self.probe = probe
         """Proves which weights an engine serves; None: nothing does."""
         self.keepers: dict[str, EngineKeeper] = {}
+        self._kept: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
+        self._watchers: anyio.abc.TaskGroup | None = None
+        self._target: Target | None = None
+        self._engines_changed = anyio.Event()
 
     async def __aenter__(self) -> Publisher:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True), headers=self._headers
         )
-        timeout = self._config.timeout_seconds
-        for url in self._addresses:
-            control = EngineControl(url, self._session, timeout)
-            self.keepers[url] = self._keeper(control)
+        self.set_engines(self._addresses)
         remove_leftovers(self._directory.weights(0).parent)
         return self
 
-    def _keeper(self, control: EngineControl) -> EngineKeeper:
+    def set_engines(self, urls: Iterable[str]) -> None:
+        """These are the engines from now on."""
+        wanted = tuple(urls)
+        for url in wanted:
+            if url not in self.keepers:
+                keeper = self.keepers[url] = self._keeper(url)
+                if self._target is not None:
+                    keeper.set_target(self._target)
+                if self._watchers is not None:
+                    log.info("engine %s has joined", url)
+                    self._watchers.start_soon(self._watch, url, keeper)
+        for url in [url for url in self.keepers if url not in wanted]:
+            log.info("engine %s has left", url)
+            self.keepers.pop(url).leave()
+        changed, self._engines_changed = self._engines_changed, anyio.Event()
+        changed.set()
+
+    async def _watch(self, url: str, keeper: EngineKeeper) -> None:
+        """Run the keeper of an engine, where it came back after the one from before has ended its attempt."""
+        async with self._kept[url]:
+            await keeper.run()
+
+    def _keeper(self, url: str) -> EngineKeeper:
         timeout = self._config.timeout_seconds
+        assert self._session is not None
+        control = EngineControl(url, self._session, timeout)
         if self.device is None:
             return EngineKeeper(control, self._loader, timeout, self._on_failure, self.probe)
         return ColocatedKeeper(
@@ -167,8 +202,11 @@ class Publisher:
     async def run(self) -> None:
         """Watch the engines until cancelled."""
         async with anyio.create_task_group() as group:
-            for keeper in self.keepers.values():
-                group.start_soon(keeper.run)
+            self._watchers = group
+            for url, keeper in self.keepers.items():
+                group.start_soon(self._watch, url, keeper)
+            if self._discovery is not None:
+                group.start_soon(self._discovery.follow, self.set_engines)
 
     async def publish(
         self,
@@ -221,20 +259,23 @@ class Publisher:
             self._loader.publishing = None
 
     def _set_target(self, target: Target) -> None:
+        self._target = target
         for keeper in self.keepers.values():
             keeper.set_target(target)
 
     async def until_live(self, version: int) -> None:
         """Wait until at least one engine serves ``version`` or a newer one. Unbounded: without engines there is
         nothing to do; the caller shows what it waits for."""
-        async with anyio.create_task_group() as group:
+        while not any(keeper.serves(version) for keeper in self.keepers.values()):
+            async with anyio.create_task_group() as group:
 
-            async def watch(keeper: EngineKeeper) -> None:
-                await keeper.until_served(version)
-                group.cancel_scope.cancel()
+                async def first(event: Callable[[], Awaitable[object]]) -> None:
+                    await event()
+                    group.cancel_scope.cancel()
 
-            for keeper in self.keepers.values():
-                group.start_soon(watch, keeper)
+                for keeper in self.keepers.values():
+                    group.start_soon(first, partial(keeper.until_served, version))
+                group.start_soon(first, self._engines_changed.wait)
 
     def live(self, version: int) -> tuple[str, ...]:
         """Engines that serve ``version``."""
@@ -308,19 +349,21 @@ def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, m
 
     Raises :class:`pipeline.errors.ConfigurationError` when the transfer needs something that is not there.
     """
+    addresses = engine_addresses(config.engine, directory)
     return Publisher(
-        config.engine.addresses(),
+        addresses.fixed,
         directory,
         config.publish,
         policy.model,
         _loader(config),
         metrics.weight_publish_failures_total.inc,
         _writer(config, policy),
-        SharedDevice(config.engine.addresses(), metrics) if config.engine.colocate == "sleep" else None,
+        SharedDevice(addresses.fixed, metrics) if config.engine.colocate == "sleep" else None,
         config.engine.sleep_level,
         find_key(config.engine, "learner_key"),
         config.run.id,
         make_probe(config, directory.model, metrics),
+        addresses,
     )
 
 

@@ -144,6 +144,16 @@ Index = Annotated[
         "StatefulSet.",
     ),
 ]
+FoundIndex = Annotated[
+    int | None,
+    typer.Option(
+        "--index",
+        "-i",
+        metavar="N|VARIABLE",
+        parser=_index,
+        help="As for an actor. Without it 0; the next free one with --join.",
+    ),
+]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, for example runs/tiny.")]
 
 
@@ -237,19 +247,29 @@ def chaos(
 @app.command()
 def engine(
     file: File,
-    index: Index = 0,
+    index: FoundIndex = None,
     sets: Sets = None,
+    join: Annotated[
+        bool,
+        typer.Option("--join", help="Start one more engine for the run of FILE, which is alive; SIGTERM drains it."),
+    ] = False,
     await_model: Annotated[
         bool, typer.Option("--await-model", help="Start before the model folder is prepared, and wait for it.")
     ] = False,
 ) -> None:
     """Run one inference server, on engine.port + index.
 
-    afterplay engine configs/two_engines.yaml --index 1 --set engine.port=8100
+    With --join it takes the next free index, announces itself in the run directory, gets the newest weights and then
+    its share of the conversations. On SIGTERM it gets no new turns, ends when its requests have, and nothing is lost.
+
+      afterplay engine configs/two_engines.yaml --index 1 --set engine.port=8100
+      afterplay engine configs/tiny.yaml --join
     """
     from pipeline.runtime.process import load_main
 
-    raise typer.Exit(load_main("actors.servers.launch:main")(_load(file, sets), index, await_model=await_model))
+    main = load_main("actors.servers.launch:main")
+    config = _load_of_run(file, sets) if join else _load(file, sets)
+    raise typer.Exit(main(config, index, await_model=await_model, joins=join))
 
 
 @app.command()
@@ -265,10 +285,13 @@ def actor(
             "metrics port of index 0.",
         ),
     ] = False,
+    join: Annotated[
+        bool, typer.Option("--join", help="Start one more actor for the run of FILE: take the next free index.")
+    ] = False,
 ) -> None:
     """Run one actor, which takes orders from the replay stage, runs episodes and sends trajectories back.
 
-    afterplay actor runs/tiny/config.yaml --index 1
+    afterplay actor configs/tiny.yaml --join
     afterplay actor cluster.yaml --index 3 --set actor.concurrency=64
     """
     from functools import partial
@@ -276,9 +299,11 @@ def actor(
     from pipeline.runtime.disk_wait import wait_for_room
     from pipeline.runtime.rundir import RunDirectory, take_index
 
-    config = _load(file, sets)
+    config = _load_of_run(file, sets) if join else _load(file, sets)
     directory = RunDirectory(config.run.path)
-    take = partial(take_index, directory, "actor", None if free_index else index)
+    take = partial(take_index, directory, "actor", None if free_index or join else index)
+    if join:
+        take = partial(take, first=config.actor.replicas)
     found, _lock = wait_for_room(take, directory.path, "the lock of the actor's index")
     _role("actor", found, "actors.role:main", config, port_index=0 if free_index else None)
 
@@ -431,6 +456,15 @@ def _load(file: Path, sets: list[str] | None) -> RunConfig:
     from pipeline.config.load import load
 
     return load(file, sets or [])
+
+
+def _load_of_run(file: Path, sets: list[str] | None) -> RunConfig:
+    """As all processes of the run read it: its ports, keys and identity are fixed there."""
+    from pipeline.runtime.rundir import RunDirectory
+
+    config = _load(file, sets)
+    resolved = RunDirectory(config.run.path).config_file
+    return _load(resolved, sets) if resolved.exists() else config
 
 
 def _role(role: str, index: int, main: str, config: RunConfig, port_index: int | None = None) -> NoReturn:

@@ -11,7 +11,8 @@ TOKEN_KINDS = ("prompt", "generated", "discarded")
 SEND_FAILURES = ("timeout", "rejected", "disconnected")
 BACKENDS = ("vllm", "embedded")
 PLACEMENTS = ("first", "sticky", "moved", "elsewhere")
-MOVES = ("died", "lagging", "returned", "busier", "evicted")
+MOVES = ("died", "lagging", "left", "returned", "busier", "evicted")
+ENGINE_REQUESTS = ("running", "waiting")
 ENGINE_ERRORS = ("unavailable", "busy", "refused", "protocol")
 LESSON_SEARCHES = ("found", "none", "timeout", "error", "no_room")
 GUIDED = ("yes", "no")
@@ -75,8 +76,8 @@ class ActorMetrics(MetricSet):
     )
     sticky_moves_total = counter(
         "Sessions that changed or lost their engine; reason = died (down, or too many failures), lagging (old "
-        "weights), returned (to an engine that came back), busier (than another engine, by more than the prefix is "
-        "worth) or evicted (session table full).",
+        "weights), left (the run), returned (to an engine that came back or joined), busier (than another engine, by "
+        "more than the prefix is worth) or evicted (session table full).",
         reason=MOVES,
     )
     sticky_sessions = gauge("Sessions that are bound to an engine.")
@@ -84,7 +85,7 @@ class ActorMetrics(MetricSet):
     engine_requests = gauge(
         "Requests at an engine, as it reports; state = running (in its batch) or waiting.",
         engine="engines",
-        state=("running", "waiting"),
+        state=ENGINE_REQUESTS,
     )
     engine_kv_used_ratio = gauge(
         "Share of an engine's KV cache that requests hold, as it reports; 0 to 1.", engine="engines"

@@ -3,7 +3,8 @@
 The actors' key opens generation, the learner's key also the control routes (weights, pause, sleep). The run file never
 holds a key, only where it is: ``env:NAME`` or ``file:PATH``. ``afterplay run`` makes new keys at each start. That of
 the actors is a file in the run directory, so that more actors may join. That of the learner is in no file: engines and
-learner get it as an environment variable.
+learner get it as an environment variable. Its digest is in the run directory, so that more engines may join, which only
+recognise the key.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
+from hashlib import sha256
 from pathlib import Path
 
 from pipeline.config.explain import ACTOR_KEY_FILE
@@ -84,6 +86,33 @@ def make_actor_key(engine: EngineConfig, run: Path) -> None:
     if engine.actor_key == f"{_FILE}{file}":
         file.unlink(missing_ok=True)
         _write_key(file)
+
+
+LEARNER_DIGEST_FILE = "engine_learner.sha256"
+"""In the run directory while the run lives: the digest of the learner's key."""
+
+
+def write_learner_digest(engine: EngineConfig, run: Path, learner: dict[str, str]) -> None:
+    """Write the digest of the learner's key that is in its environment ``learner``, if we made that key."""
+    if engine.learner_key == LEARNER_KEY:
+        (run / LEARNER_DIGEST_FILE).write_text(_digest(learner[LEARNER_KEY.removeprefix(_ENV)]))
+
+
+def find_digests(engine: EngineConfig, run: Path) -> tuple[str, str] | None:
+    """Digests of the actors' key and of the learner's key; None without keys. An engine that joins a run has the second
+    from the run directory. Raises :class:`ConfigurationError`."""
+    if engine.actor_key is None or engine.learner_key is None:
+        return None
+    actor, file = find_key(engine, "actor_key"), run / LEARNER_DIGEST_FILE
+    if engine.learner_key == LEARNER_KEY and not os.environ.get(LEARNER_KEY.removeprefix(_ENV)) and file.exists():
+        learner = file.read_text().strip()
+    else:
+        learner = _digest(find_key(engine, "learner_key") or "")
+    return _digest(actor or ""), learner
+
+
+def _digest(key: str) -> str:
+    return sha256(key.encode()).hexdigest()
 
 
 def is_loopback(host: str) -> bool:

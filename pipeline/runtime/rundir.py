@@ -231,9 +231,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def take_index(directory: RunDirectory, role: str, index: int | None = None) -> tuple[int, FileLock | None]:
-    """``index``, or the first that no other ``role`` of the run holds. It is ours until the lock is released. On a file
-    system without locks ``index`` is taken without one.
+def take_index(
+    directory: RunDirectory, role: str, index: int | None = None, first: int = 0
+) -> tuple[int, FileLock | None]:
+    """``index``, or the least from ``first`` on that no other ``role`` of the run holds. It is ours until the lock is
+    released. On a file system without locks ``index`` is taken without one.
 
     Raises :class:`StoreError` if another process holds ``index``.
     """
@@ -252,7 +254,7 @@ def take_index(directory: RunDirectory, role: str, index: int | None = None) -> 
             if error.errno not in _NO_LOCKS:
                 raise
             return index, None
-    for free in count():
+    for free in count(first):
         with suppress(StoreError):
             return free, take(free)
     raise AssertionError

@@ -13,7 +13,7 @@ import orjson
 
 from pipeline.config import RunConfig
 from pipeline.config.load import ENVIRONMENT_PREFIX
-from pipeline.runtime.engine_keys import key_environments, make_actor_key
+from pipeline.runtime.engine_keys import key_environments, make_actor_key, write_learner_digest
 from pipeline.runtime.process import EVERYWHERE
 from pipeline.runtime.rundir import RunDirectory, read_json
 from pipeline.supervisor.cluster import Cluster
@@ -47,6 +47,7 @@ def specs_of(
     reads the resolved file in ``directory``, which has ``config``; each process gets the keys of its role."""
     make_actor_key(config.engine, directory.path)
     keys, file = key_environments(config.engine), str(directory.config_file)
+    write_learner_digest(config.engine, directory.path, keys["learner"])
     specs = []
     for place in places:
         command: Sequence[str] = place.command(file)

@@ -29,6 +29,7 @@ from pipeline.config.load import dump
 from pipeline.errors import AfterplayError, ConfigurationError, StoreError
 from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.disk_wait import unless_full, wait_for_room
+from pipeline.runtime.engine_keys import LEARNER_DIGEST_FILE
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import FileLock, RunDirectory, read_json, write_bytes_atomically
 from pipeline.store.evaluation_results import read_results
@@ -143,6 +144,7 @@ def run(
             if cluster is not None:
                 config = cluster.located(config, chosen.places)
             config = with_keys(config, directory)
+            shutil.rmtree(directory.engines, ignore_errors=True)
             write = partial(write_bytes_atomically, directory.config_file, dump(config).encode())
             wait_for_room(write, directory.config_file, "the run file")
             with OrphanReaper(keep_open=(lock,)) as reaper:
@@ -150,6 +152,7 @@ def run(
                 specs = specs_of(places, config, directory, cluster)
                 host = None if host_of is None else host_of(places, config)
                 code = supervise(config, specs, directory, reaper, console, host=host)
+            (directory.path / LEARNER_DIGEST_FILE).unlink(missing_ok=True)
             remove_socket_folder(directory.path)
             return code
     except RunIsAlive as error:

@@ -35,7 +35,7 @@ HISTORIES = int(os.environ.get("AFTERPLAY_SCHEDULES", "100"))
 @pytest.mark.parametrize("block", range(max(1, HISTORIES // PER_TEST)))
 def test_a_run_goes_on_after_every_fault(block: int, tmp_path: Path) -> None:
     for seed in range(block * PER_TEST, (block + 1) * PER_TEST):
-        play(tmp_path, seed)
+        play(tmp_path, seed, joins=seed % 2 == 1)
 
 
 def _never_repeated(log: ControlLog) -> None:
@@ -87,7 +87,7 @@ async def _resumed_or_not(self: EngineControl) -> None:
 
 def _dead_at_once(self: EnginePool, lease: Any, error: EngineError) -> None:
     self.router.failed(lease, 0.0, str(error), down=True)
-    self._poked[lease.engine].set()
+    self.poke(lease.engine)
 
 
 def _trusts_the_store(agree: Callable[..., Any]) -> Callable[..., Any]:

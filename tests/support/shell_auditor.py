@@ -87,7 +87,7 @@ class Auditor:
         used = [
             f"{url} of {actor}"
             for actor, pool in self._sim.playing.pools.items()
-            for url, state in pool.router.engines.items()
+            for state, url in ((state, state.name) for state in pool.router.members)
             if state.breaker.closed and state.version >= 0
             and (not engines[url].up or not engines[url].stamped or actor in engines[url].cut_from)
         ]  # fmt: skip
@@ -156,13 +156,13 @@ class Auditor:
         stamp, weights = write_stamp(sim.config.run.id, version), sim.learner.weights
         bad = [
             f"{e.url} (up {e.up}, paused {e.paused}, label {e.label}, weights {e.weights})"
-            for e in sim.fleet.engines.values()
+            for e in sim.fleet.members
             if (e.up, e.paused, e.label, e.weights) != (True, False, stamp, weights)
         ]
         return bad + [
-            f"{url} at {actor} ({state.breaker.problem}, version {state.version})"
+            f"{state.name} at {actor} ({state.breaker.problem}, version {state.version})"
             for actor, pool in sim.playing.pools.items()
-            for url, state in pool.router.engines.items()
+            for state in pool.router.members
             if state.breaker.down or state.version != version
         ]
 

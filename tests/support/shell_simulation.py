@@ -62,10 +62,13 @@ WALL_SECONDS = 1.7e9
 
 
 class ShellSimulation:
-    """One history. :meth:`play` runs it and audits it. ``faults``: names of those that are drawn."""
+    """One history. :meth:`play` runs it and audits it. ``faults``: names of those that are drawn. ``joins``: engines
+    join and leave."""
 
-    def __init__(self, folder: Path, seed: int, faults: Sequence[str] = tuple(FAULTS)) -> None:
+    def __init__(self, folder: Path, seed: int, faults: Sequence[str] = tuple(FAULTS), *, joins: bool = False) -> None:
         self.rng = rng = random.Random(seed)
+        self._joins = random.Random(f"engines that join {seed}") if joins else None
+        """A stream of its own: the same history without them is not another one."""
         self._faults = [FAULTS[name] for name in faults]
         of_the_wire = Faults(
             seed,
@@ -125,6 +128,8 @@ class ShellSimulation:
                 tasks.start_soon(self._supervise, name, life)
             tasks.start_soon(self._watch)
             tasks.start_soon(self._mischief)
+            if self._joins is not None:
+                tasks.start_soon(self._come_and_go, self._joins)
             await anyio.sleep(FAULT_SECONDS)
             self._become_calm()
             left = UPDATES - (0 if self.learner is None else self.learner.updates)
@@ -139,7 +144,7 @@ class ShellSimulation:
     def _become_calm(self) -> None:
         """No fault from here on."""
         self.calm, self.network.faults, self.disk.error = True, Faults(), 0
-        for engine in self.fleet.engines.values():
+        for engine in self.fleet.members:
             engine.mend()
             if not engine.up:
                 self.start(self.boot, engine)
@@ -184,7 +189,7 @@ class ShellSimulation:
     async def _learner(self) -> None:
         self._learners += 1
         PROCESS.set(f"learner#{self._learners}")
-        self.learner = learner = SimulatedLearner(self.config, self.directory, self.truth, self.rng)
+        self.learner = learner = SimulatedLearner(self.config, self.directory, self.truth, self.rng, self.fleet)
         learner.on_groups = self.auditor.delivered
         self._learner_over = over = anyio.Event()
         scope = anyio.CancelScope()
@@ -227,6 +232,20 @@ class ShellSimulation:
         for at in sorted(rng.uniform(0.5, FAULT_SECONDS - 1) for _ in range(rng.randint(1, 8))):
             await anyio.sleep(at - anyio.current_time())
             rng.choices([fault for fault, _ in self._faults], [weight for _, weight in self._faults])[0](self)
+
+    async def _come_and_go(self, rng: random.Random) -> None:
+        """Engines join, and leave: they serve on for a while, and may end before their requests do."""
+        for at in sorted(rng.uniform(0.5, FAULT_SECONDS - 1) for _ in range(rng.randint(1, 6))):
+            await anyio.sleep(at - anyio.current_time())
+            members = self.fleet.members
+            if len(members) > 1 and rng.random() < 0.5:
+                engine = rng.choice(members)
+                self.fleet.leave(engine)
+                self.after(rng.uniform(0.0, 8.0), engine.die)
+            else:
+                engine = SimulatedEngine(f"http://engine-{len(self.fleet.engines)}:8000", rng, self.start)
+                self.fleet.join(engine)
+                self.start(self.boot, engine)
 
     def kill(self, name: str) -> None:
         """As ``kill -9``."""
@@ -282,6 +301,7 @@ class ShellSimulation:
                 (anyio.to_thread, "run_sync", run_sync),
                 (aiohttp, "ClientSession", lambda **more: self.fleet.session(**more)),
                 (aiohttp, "TCPConnector", lambda **_: None),
+                (actor_role, "engine_addresses", lambda *_: self.fleet),
                 (role, "StageCore", core),
                 (role, "interrupting_blocks", nullcontext),
                 (loop, "time", clock),
@@ -323,10 +343,10 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def play(folder: Path, seed: int, faults: Sequence[str] = tuple(FAULTS)) -> float:
+def play(folder: Path, seed: int, faults: Sequence[str] = tuple(FAULTS), *, joins: bool = False) -> float:
     """One history; the virtual seconds that it took. Raises :class:`Violation` that names the seed."""
     try:
-        return ShellSimulation(folder / str(seed), seed, faults).play()
+        return ShellSimulation(folder / str(seed), seed, faults, joins=joins).play()
     except Exception as error:
         first = next(_leaves(error))
         raise Violation(f"history {seed}: {type(first).__name__}: {first}") from first
@@ -338,7 +358,7 @@ def problem(seed: int) -> str:
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         try:
-            play(Path(folder), seed)
+            play(Path(folder), seed, joins=seed % 2 == 1)
         except Violation as violation:
             return str(violation)
     return ""

@@ -322,13 +322,47 @@ def _completion(tokens: list[int], labels: list[str]) -> dict[str, Any]:
     return {"choices": [{**choice, "weight_versions": spans}]}
 
 
+SEEN_SECONDS = 0.5
+"""Time after which a change of the addresses is seen."""
+
+
 class EngineFleet:
-    """The engines of a run, and the sessions that reach them."""
+    """The engines of a run, the sessions that reach them, and in place of
+    :class:`pipeline.runtime.engine_addresses.EngineAddresses` their addresses."""
 
     def __init__(self, urls: list[str], rng: random.Random, start: Callable[..., None]) -> None:
         self.engines = {url: SimulatedEngine(url, rng, start) for url in urls}
+        """Also those that have left."""
+        self.fixed = tuple(urls)
+        """Engines of the run now."""
+        self._changed = anyio.Event()
         self.held: dict[str, float] = {}
         """Processes that are stopped, and until when."""
+
+    @property
+    def members(self) -> list[SimulatedEngine]:
+        return [self.engines[url] for url in self.fixed]
+
+    def join(self, engine: SimulatedEngine) -> None:
+        """Another engine announces itself."""
+        self.engines[engine.url] = engine
+        self._change((*self.fixed, engine.url))
+
+    def leave(self, engine: SimulatedEngine) -> None:
+        """The engine withdraws; it serves on until it dies."""
+        self._change(tuple(url for url in self.fixed if url != engine.url))
+
+    def _change(self, urls: tuple[str, ...]) -> None:
+        self.fixed = urls
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
+
+    async def follow(self, changed: Callable[[tuple[str, ...]], None]) -> None:
+        """Tell the addresses whenever they change."""
+        while True:
+            changed(self.fixed)
+            await self._changed.wait()
+            await anyio.sleep(SEEN_SECONDS)
 
     def session(self, **_: Any) -> MemorySession:
         """In place of ``aiohttp.ClientSession``."""

@@ -34,7 +34,7 @@ from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.atomic_folder import atomic_folder, remove_leftovers
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.transport.protocol import Limits, Link
-from tests.support.simulated_engine import INITIAL, WEIGHTS_FILE, probe_logprob
+from tests.support.simulated_engine import INITIAL, WEIGHTS_FILE, EngineFleet, probe_logprob
 
 CHECKPOINT_EVERY = 2
 PROBE_IDS = [3, 4, 5]
@@ -58,7 +58,10 @@ class Truth:
 class SimulatedLearner:
     """One process. :meth:`run` it until it is killed, or ends with an error."""
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, truth: Truth, rng: random.Random) -> None:
+    def __init__(
+        self, config: RunConfig, directory: RunDirectory, truth: Truth, rng: random.Random, engines: EngineFleet
+    ) -> None:
+        self._engines = engines
         self.truth, self._config, self._directory, self._rng = truth, config, directory, rng
         remove_leftovers(directory.checkpoints)
         checkpoint = find_resumption(directory.checkpoints).checkpoint
@@ -97,8 +100,8 @@ class SimulatedLearner:
         async with (
             link,
             Publisher(
-                config.engine.addresses(), directory, config.publish, None, write=_write_weights, run=config.run.id,
-                probe=probe,
+                self._engines.fixed, directory, config.publish, None, write=_write_weights, run=config.run.id,
+                probe=probe, discovery=self._engines,  # type: ignore[arg-type]  # it tells addresses in virtual time
             ) as publisher,
             anyio.create_task_group() as tasks,
         ):  # fmt: skip

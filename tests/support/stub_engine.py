@@ -66,6 +66,7 @@ class StubEngine:
         self.reported: EngineReport | None = None
         """Its report of load."""
         self.keep_requests = True
+        self.closed = False
         self.n_requests = 0
         self.in_flight = 0
         self.in_flight_max = 0
@@ -133,7 +134,7 @@ class StubEngine:
         return self.reported
 
     async def close(self) -> None:
-        return None
+        self.closed = True
 
 
 class RefusingEngine(StubEngine):

@@ -32,6 +32,29 @@ class RouterMachine(RuleBasedStateMachine):
         self.router = Router(ENGINES, SESSIONS_MAX, random.Random(0).random)
         self.leases: list[Lease] = []
         self.now = 0.0
+        self.unprobed = set(ENGINES)
+        """Engines that joined, or leave, and were not probed since."""
+
+    @rule(engine=st.sampled_from(ENGINES))
+    def join(self, engine: str) -> None:
+        if engine not in self.members:
+            self.unprobed.add(engine)
+        self.router.joined(engine)
+
+    @rule(engine=st.sampled_from(ENGINES))
+    def leave(self, engine: str) -> None:
+        self.router.left(engine)
+
+    @rule()
+    def forget_drained(self) -> None:
+        leaving = {e.name for e in self.router.engines.values() if e.leaving}
+        busy = {lease.engine for lease in self.leases}
+        gone = set(self.router.forget_drained())
+        assert gone <= leaving - busy
+
+    @property
+    def members(self) -> set[str]:
+        return {state.name for state in self.router.members}
 
     @rule(seconds=st.floats(0, 20))
     def wait(self, seconds: float) -> None:
@@ -39,6 +62,9 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule(engine=st.sampled_from(ENGINES), healthy=st.booleans(), version=st.integers(-1, 3))
     def probe(self, engine: str, healthy: bool, version: int) -> None:
+        if engine not in self.members:
+            return
+        self.unprobed -= {engine} if healthy else set()
         self.router.probed(engine, self.now, healthy=healthy, version=version, problem="" if healthy else "no")
 
     @rule(
@@ -48,6 +74,8 @@ class RouterMachine(RuleBasedStateMachine):
         sampled=st.integers(0, 10**6),
     )
     def report(self, engine: str, running: int, waiting: int, sampled: int) -> None:
+        if engine not in self.members:
+            return
         own = self.router.engines[engine].in_flight
         self.router.reported(engine, EngineReport(running, waiting, sampled=sampled), own, self.now)
 
@@ -69,13 +97,15 @@ class RouterMachine(RuleBasedStateMachine):
         if lease is None:
             return
         self.leases.append(lease)
-        assert lease.engine in fit
+        assert lease.engine in fit <= self.members and lease.engine not in self.unprobed
+        assert self.router.engines[lease.engine].version >= version
         assert lease.trial == (lease.engine not in closed)
         after = self.router.engine_of(session)
         if before is None:
             assert lease.placement is Placement.FIRST and lease.engine not in (avoid if fit - avoid else ())
         elif before not in fit:
             assert lease.placement is Placement.MOVED and after == lease.engine != before
+            assert (lease.move is MoveReason.LEFT) == (before not in self.members)
         elif lease.move is MoveReason.RETURNED:
             assert not busy, "a session comes back between two turns"
             assert sessions[lease.engine] < sessions[before], "and only for balance"
@@ -111,7 +141,9 @@ class RouterMachine(RuleBasedStateMachine):
     @invariant()
     def counts_add_up(self) -> None:
         statistics = self.router.statistics()
+        assert {lease.engine for lease in self.leases} <= self.router.engines.keys(), "a request in flight is forgotten"
         for name, engine in self.router.engines.items():
+            assert engine.leaving == (name not in self.members)
             assert engine.in_flight == sum(lease.engine == name for lease in self.leases)
             assert engine.sessions >= 0
         assert statistics.sessions == sum(statistics.sessions_by_engine.values())
@@ -269,6 +301,83 @@ def test_conversations_return_to_a_restarted_engine_between_turns_as_far_as_bala
     assert counts == sorted(counts) and counts[-1] == 100
     assert counts[1] <= 10 and counts[9] <= 50
     assert router.statistics().moves[MoveReason.RETURNED] == 100
+
+
+def test_an_engine_that_joins_gets_its_share_slowly_and_gives_it_back_when_it_leaves() -> None:
+    router, now = fit_router(0, sessions_max=1000), 0.0
+    for session in range(200):
+        turn(router, str(session))
+    router.joined("b")
+    assert all(turn(router, str(session), now).engine == "a" for session in range(200))
+    router.probed("b", now, healthy=True, version=0)
+    shares = []
+    for _ in range(30):
+        now += 0.5
+        for session in range(200):
+            turn(router, str(session), now)
+        shares.append(router.engines["b"].sessions)
+    assert shares == sorted(shares) and shares[-1] == 100 and shares[1] <= 10
+    in_a_turn = next(str(session) for session in range(200) if router.engine_of(str(session)) == "b")
+    lease = router.acquire(in_a_turn, 0, now)
+    assert lease is not None and lease.engine == "b"
+    router.left("b")
+    for session in range(200):
+        assert turn(router, str(session), now).engine == "a"
+    assert router.forget_drained() == (), "a request is under way there"
+    router.answered(lease, now)
+    router.release(lease)
+    assert router.forget_drained() == ("b",)
+    assert balance(router) == (200,) and router.statistics().moves[MoveReason.LEFT] == 100
+
+
+def test_an_engine_that_left_and_comes_back_is_probed_before_it_gets_anything() -> None:
+    router = fit_router(0, 0)
+    lease = router.acquire("s", 0, 0.0)
+    assert lease is not None
+    router.left(lease.engine)
+    router.joined(lease.engine)
+    assert turn(router, "t").engine != lease.engine
+    router.release(lease)
+    assert turn(router, "s").engine != lease.engine
+    router.probed(lease.engine, 0.0, healthy=True, version=1)
+    assert turn(router, "u", 100.0, version_min=1).engine == lease.engine
+
+
+async def test_engines_come_and_go_and_no_request_is_lost(metrics: ActorMetrics) -> None:
+    engines = {name: StubEngine(f"stub://{name}") for name in "abc"}
+    pool = EnginePool(
+        connect=lambda url: engines[url[-1]], sessions_max=9, wait_seconds_max=1000, metrics=metrics,
+        probe_seconds=0.01, report_seconds=0.01,
+    )  # fmt: skip
+
+    async def leased() -> str:
+        async with pool.lease("s", 0) as engine:
+            return engine.name
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(pool.watch)
+        assert pool.trouble(0) == "no engine: none has joined (engine.discovery)"
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as waiting:
+                waiting.start_soon(leased)
+                await anyio.lowlevel.checkpoint()
+                pool.set_engines(["stub://a"])
+            async with pool.lease("s", 0) as engine:
+                assert engine.name == "stub://a"
+                pool.set_engines(["stub://b"])
+                assert await leased() == "stub://b"
+                assert not engines["a"].closed, "a request is under way there"
+            while not engines["a"].closed:
+                await anyio.sleep(0.001)
+            assert set(pool.router.engines) == {"stub://b"}
+            pool.set_engines(["stub://b", "stub://c"])
+            pool.set_engines(["stub://c"])
+            assert await leased() == "stub://c"
+            seen = {
+                label for sample in metrics.engine_requests.collect()[0].samples for label in [sample.labels["engine"]]
+            }
+            assert "stub://a" not in seen
+        group.cancel_scope.cancel()
 
 
 async def test_lease_is_released_however_the_block_ends(metrics: ActorMetrics) -> None:

@@ -131,7 +131,7 @@ def counted(services: Services, tool: str, outcome: str) -> float:
 
 
 def engine_of(services: Services) -> StubEngine:
-    (engine,) = services.pool._engines.values()
+    (engine,) = [m.engine for m in services.pool._members.values()]
     assert isinstance(engine, StubEngine)
     return engine
 

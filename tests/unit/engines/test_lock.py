@@ -24,6 +24,7 @@ from pipeline.supervisor.processes import ProcessSpec, specs_of
 ACTOR, LEARNER = "a" * 43, "b" * 43
 DIGEST_PAIR = " ".join(sha256(key.encode()).hexdigest() for key in (ACTOR, LEARNER))
 LOCK = RouteLock(DIGEST_PAIR)
+RUN = Path("runs/none")
 UNKNOWN = ("/", "/docs", "/server_info", "/reset_prefix_cache", "/metricsx", "//pause", "/pause/", "/PAUSE",
            "/v1/pause", "/health/../pause", "/inference/v1/abort_requests", "/start_profile")  # fmt: skip
 
@@ -119,26 +120,44 @@ async def test_the_last_resort_ends_the_servers_process_group(monkeypatch: pytes
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.3", "engine.example"])
 def test_an_engine_beyond_loopback_without_keys_is_refused(host: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"engine\.actor_key"):
-        locked_environment(EngineConfig(host=host), {})
+        locked_environment(EngineConfig(host=host), {}, RUN)
     make_key_files(tmp_path)
     places = {f"{role}_key": f"file:{tmp_path}/engine_{role}.secret" for role in ("actor", "learner")}
-    assert DIGESTS in locked_environment(EngineConfig(host=host, **places), {})
+    assert DIGESTS in locked_environment(EngineConfig(host=host, **places), {}, RUN)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.9"])
 def test_an_engine_on_loopback_may_be_started_without_keys(host: str) -> None:
-    assert locked_environment(EngineConfig(host=host), {"A": "b"}) == {"A": "b"}
+    assert locked_environment(EngineConfig(host=host), {"A": "b"}, RUN) == {"A": "b"}
 
 
 def test_the_engine_knows_digests_and_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = EngineConfig(actor_key="env:KEY_A", learner_key="env:KEY_L")
     monkeypatch.setenv("KEY_A", ACTOR)
     monkeypatch.setenv("KEY_L", LEARNER)
-    environment = locked_environment(engine, {"KEY_A": ACTOR, "KEY_L": LEARNER, "HOME": "/"})
+    environment = locked_environment(engine, {"KEY_A": ACTOR, "KEY_L": LEARNER, "HOME": "/"}, RUN)
     assert environment == {"HOME": "/", DIGESTS: DIGEST_PAIR}
     monkeypatch.setenv("KEY_L", ACTOR)
     with pytest.raises(ConfigurationError, match="same key"):
-        locked_environment(engine, {})
+        locked_environment(engine, {}, RUN)
+
+
+def test_an_engine_that_joins_a_run_recognises_its_keys_and_is_given_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AFTERPLAY_ENGINE_LEARNER_KEY", raising=False)
+    config = resolve(run_config(tmp_path, port=0))
+    directory = RunDirectory(config.run.path).create()
+    specs = specs_of(plan(config, Inventory((Node("here"),))).places, config, directory)
+    (learner,) = (spec.environment for spec in specs if spec.name == "learner")
+    environment = locked_environment(config.engine, {}, directory.path)
+    lock = RouteLock(environment[DIGESTS])
+    assert lock.refusal("/pause", [f"Bearer {learner['AFTERPLAY_ENGINE_LEARNER_KEY']}"]) is None
+    actor_key = find_key(config.engine, "actor_key")
+    assert lock.refusal("/inference/v1/generate", [f"Bearer {actor_key}"]) is None
+    assert lock.refusal("/pause", [f"Bearer {actor_key}"]) is not None
+    written = b"".join(path.read_bytes() for path in directory.path.rglob("*") if path.is_file())
+    assert learner["AFTERPLAY_ENGINE_LEARNER_KEY"].encode() not in written
 
 
 def run_config(directory: Path, **engine: Any) -> RunConfig:

@@ -534,3 +534,50 @@ def test_vllm_transfer_without_a_gpu_names_the_remedy():
 
     with pytest.raises(ConfigurationError, match="weight_transfer=files"):
         VllmTransferLoader("nccl", 10.0)
+
+
+async def test_an_engine_that_joins_is_proved_before_it_is_labelled_and_one_that_leaves_delays_nothing(
+    engines, weights, tmp_path, probe, registry
+):
+    first, second = engines
+    first.score = second.score = -1.5
+    publisher, directory = publisher_of([first.url], tmp_path, weights[0], probe=probe, timeout=1000)
+    async with running(publisher):
+        with anyio.fail_after(60):
+            await publisher.publish(1, weights[1], np.full(4, -1.4, np.float32))
+            publisher.set_engines([first.url, second.url])
+            await publisher.keepers[second.url].until_served(1)
+            assert (second.version, second.paused) == ("1", False)
+            assert second.loaded == [str(directory.weights(1).absolute())]
+            proof = second.calls.index("/inference/v1/generate")
+            stamps = [i for i, path in enumerate(second.calls) if path == "/update_weight_version"]
+            assert stamps[0] < second.calls.index("/collective_rpc") < proof < stamps[1], "withdrawn, loaded, proved"
+            await second.stop()
+            async with anyio.create_task_group() as group:
+                first.faults["/collective_rpc"] = "hang"
+                group.start_soon(publisher.publish, 2, weights[1])
+                await until(lambda: first.calls.count("/collective_rpc") == 2)
+                publisher.set_engines([])
+            assert publisher.keepers == {}
+            async with anyio.create_task_group() as group:
+                group.start_soon(publisher.until_live, 2)
+                first.faults.clear()
+                publisher.set_engines([first.url])
+                await anyio.lowlevel.checkpoint()
+                first.released.set()
+    assert first.version == "2"
+
+
+async def test_an_engine_that_joins_with_other_weights_is_never_labelled(engines, weights, tmp_path, probe, registry):
+    good, bad = engines
+    good.score, bad.score = -1.5, -3.0
+    publisher, _ = publisher_of([good.url], tmp_path, weights[0], probe=probe)
+    async with running(publisher):
+        with anyio.fail_after(60):
+            await publisher.publish(1, weights[1], np.full(4, -1.4, np.float32))
+            publisher.set_engines([good.url, bad.url])
+            await until(lambda: (probes(registry, "refuted") or 0) >= 2)
+            assert bad.version == "withdrawn" and publisher.live(1) == (good.url,)
+            bad.score = -1.5
+            await publisher.keepers[bad.url].until_served(1)
+    assert bad.version == "1"

@@ -137,7 +137,7 @@ def test_vllm_gets_the_sizes_and_the_gpus_of_its_place_and_ports_of_its_own(
 ) -> None:
     monkeypatch.setattr(launch, "vllm_available", lambda device: (True, "vllm 0 on GPU"))
     monkeypatch.setattr(vllm, "_build", lambda: ("vllm", "0", False))
-    monkeypatch.setattr(launch, "locked_environment", lambda engine, environment: environment)
+    monkeypatch.setattr(launch, "locked_environment", lambda engine, environment, run: environment)
     sets = ["placement.tensor_parallel=2", "placement.data_parallel=2", f"run.directory={tmp_path}"]
     inventory = Inventory((Node("here", tuple(map(str, range(16)))),))
     config = resolve(plan(load(FILE, sets, environment={}), inventory).config)
