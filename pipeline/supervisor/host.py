@@ -1,4 +1,4 @@
-"""Where the processes of a run live: on this machine, or where a launcher puts them."""
+"""Hosts of the processes of a run: this machine, or the machines of a launcher."""
 
 from __future__ import annotations
 

@@ -193,6 +193,7 @@ def test_the_schema_knows_only_errors() -> None:
         ("typer", ("pipeline/cli/",)),
         ("pyarrow", ("pipeline/tasks/parquet.py",)),
         ("datasets", ("pipeline/tasks/huggingface.py",)),
+        ("ray", ("pipeline/launchers/ray.py",)),
     ],
 )
 def test_a_library_lives_in_its_home(library: str, homes: tuple[str, ...]) -> None:
