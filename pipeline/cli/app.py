@@ -163,7 +163,7 @@ def run(
     sets: Sets = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over: empty the run directory first.")] = False,
     on: Annotated[
-        str, typer.Option("--on", metavar="WHERE", help="local (this machine), slurm or kubernetes.")
+        str, typer.Option("--on", metavar="WHERE", help="local (this machine), ray, slurm or kubernetes.")
     ] = "local",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be started or submitted, and do nothing else.")
@@ -288,6 +288,13 @@ def actor(
     join: Annotated[
         bool, typer.Option("--join", help="Start one more actor for the run of FILE: take the next free index.")
     ] = False,
+    own_address: Annotated[
+        bool,
+        typer.Option(
+            "--own-address",
+            help="Listen on the metrics port of index 0, for replicas that have an address each, as pods.",
+        ),
+    ] = False,
 ) -> None:
     """Run one actor, which takes orders from the replay stage, runs episodes and sends trajectories back.
 
@@ -305,7 +312,7 @@ def actor(
     if join:
         take = partial(take, first=config.actor.replicas)
     found, _lock = wait_for_room(take, directory.path, "the lock of the actor's index")
-    _role("actor", found, "actors.role:main", config, port_index=0 if free_index else None)
+    _role("actor", found, "actors.role:main", config, port_index=0 if free_index or own_address else None)
 
 
 @replay_app.command(START)
