@@ -14,7 +14,9 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from pipeline.errors import ConfigurationError
 from pipeline.launchers.launcher import Launch
 from pipeline.launchers.ray_keeper import Keeper, has_disk
 from pipeline.launchers.ray_placement import PlacementGroup, Seat, describe, lacking, placement_groups
+from pipeline.runtime.disk_wait import unless_full
 from pipeline.runtime.process import ADDRESS, ExitCode
 from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
 from pipeline.store.store import store_path
@@ -223,6 +226,8 @@ class RayHost:
         self._namespace = ray.get_runtime_context().namespace
         self._keepers = ray.remote(Keeper)
         self._urls: dict[str, str] = {}
+        self._urls_wait = False
+        """The file of the engines' addresses could not be written: the disk is full."""
         self._count = 0
         self._children: set[RayChild] = set()
         self._end_earlier()
@@ -263,6 +268,8 @@ class RayHost:
         from ray.exceptions import RayError
 
         url = None if child.url is None else f"{child.url}/health"
+        if self._urls_wait:
+            self._write_urls()
         with anyio.move_on_after(2 * PROBE_SECONDS_MAX):
             try:
                 answer: HealthAnswer = await child.keeper.check.remote(spec.name, url, child.gang)
@@ -304,7 +311,8 @@ class RayHost:
 
     def _write_urls(self) -> None:
         text = "".join(f"{url}\n" for _, url in sorted(self._urls.items()))
-        write_bytes_atomically(engine_urls(self._directory), text.encode())
+        path = engine_urls(self._directory)
+        self._urls_wait = not unless_full(partial(write_bytes_atomically, path, text.encode()), path)
 
     async def _begin(self, spec: ProcessSpec, keeper: Any, node: Node, waiting: Waiting) -> RayChild | None:
         """Start the process under ``keeper``; None where its disk is missing."""
@@ -377,10 +385,12 @@ class RayHost:
     def _end_earlier(self) -> None:
         """End the keepers of an earlier driver of this run, which we cannot watch."""
         for name in self._ray.util.list_named_actors():
-            self._ray.kill(self._ray.get_actor(name))
+            with suppress(ValueError):  # it has ended meanwhile
+                self._ray.kill(self._ray.get_actor(name))
         for group in self._ray.util.placement_group_table().values():
             if str(group["name"]).startswith(f"{self._namespace}/") and group["state"] != "REMOVED":
-                self._ray.util.remove_placement_group(self._ray.util.get_placement_group(group["name"]))
+                with suppress(ValueError):
+                    self._ray.util.remove_placement_group(self._ray.util.get_placement_group(group["name"]))
 
     def _table(self, name: str) -> dict[str, Any]:
         table: dict[str, Any] = self._ray.util.placement_group_table(self._groups[name])

@@ -60,10 +60,14 @@ def test_a_replay_stage_never_starts_beside_another_disk(tmp_path: Path) -> None
     for folder in (directory.path, here, elsewhere):
         folder.mkdir()
     assert "which has the folder" in claim_disk(tmp_path / "none" / "s", directory), "nothing is made for it"
-    assert has_disk(str(here / "s"), str(directory.path)) and not has_disk(str(tmp_path / "none/s"), str(directory.path))
+    assert has_disk(str(here / "s"), str(directory.path)) and not has_disk(
+        str(tmp_path / "none/s"), str(directory.path)
+    )
     assert claim_disk(here / "s", directory) == ""
     assert claim_disk(here / "s", directory) == "", "it comes back to the same disk"
-    assert claim_disk(elsewhere / "s", directory) == f"its disk, which has {here / 's.disk'}".replace("here", "elsewhere")
+    assert claim_disk(elsewhere / "s", directory) == f"its disk, which has {here / 's.disk'}".replace(
+        "here", "elsewhere"
+    )
     assert has_disk(str(here / "s"), str(directory.path)) and not has_disk(str(elsewhere / "s"), str(directory.path))
 
 
