@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import signal
 import sys
 import tempfile
 import time
@@ -75,8 +76,13 @@ def to_the_end(folder: Path) -> dict[str, Any]:
 
 
 def worker_lost(folder: Path) -> dict[str, Any]:
-    with two_nodes(folder) as cluster, cluster.run(TINY, "worker", [*ROLES, "run.total_steps=60"]) as run:
-        return lose_worker(cluster, run, run.directory.store_file, 12, lambda: None)
+    """The head has room for all processes once the worker is lost, and for the learner only then."""
+    with two_nodes(folder, head_cpus=16, worker_cpus=6) as cluster:
+        cluster.reserve(13)
+        with cluster.run(TINY, "worker", [*ROLES, "run.total_steps=40"]) as run:
+            run.until_step(1, START_SECONDS_MAX)
+            cluster.release()
+            return lose_worker(cluster, run, run.directory.store_file, 10, lambda: None)
 
 
 def disk_lost(folder: Path) -> dict[str, Any]:
@@ -84,14 +90,14 @@ def disk_lost(folder: Path) -> dict[str, Any]:
     real, seen = folder / "worker-disk", folder / "private"
     (real / "disk").mkdir(parents=True)
     seen.mkdir()
-    overrides = ["run.total_steps=40", "checkpoint.every=5", f"replay.store={seen / 'disk' / 'replay.sqlite'}"]
+    overrides = ["run.total_steps=24", "checkpoint.every=5", f"replay.store={seen / 'disk' / 'replay.sqlite'}"]
     with two_nodes(folder, worker_disk=(real, seen)) as cluster, cluster.run(TINY, "disk", overrides) as run:
 
         def come_back() -> None:
             run.until("the wait for the node", lambda: b"replay waits for" in run.output.read_bytes(), RUN_SECONDS_MAX)
             cluster.start(cluster.worker)
 
-        return lose_worker(cluster, run, real / "disk" / "replay.sqlite", 8, come_back)
+        return lose_worker(cluster, run, real / "disk" / "replay.sqlite", 6, come_back)
 
 
 def lose_worker(
@@ -125,6 +131,7 @@ def main() -> int:
     if reason := missing():
         print(f"SKIPPED: {reason}", file=sys.stderr)
         return SKIPPED
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or the cluster would stay
     results: dict[str, Any] = (read_json(options.json) if options.json else None) or {"scenes": {}}
     results |= {"ray": metadata.version("ray"), "python": platform.python_version(), "file": "configs/tiny.yaml"}
     for name in options.scene or SCENES:

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,7 +44,6 @@ LOOK_SECONDS = 0.5
 """Time between two looks at a placement group that has no nodes yet."""
 PATIENCE_SECONDS = 5.0
 """Wait for a node from which on the user reads of it."""
-LOST = -signal.SIGKILL
 
 
 def launch(request: Launch) -> int:
@@ -118,15 +116,14 @@ class RayCluster(Cluster):
         found = Cluster.addressed(self, config)
         return found.model_copy(update={"replay": found.replay.model_copy(update={"address": "ipc://"})})
 
-    def located(self, config: RunConfig, places: Sequence[Place]) -> RunConfig:
+    def located(self, config: RunConfig, places: Iterable[Place]) -> RunConfig:
         """A copy with the address of the replay stage, and the file with those of the engines. An engine that shares
         its device with the learner stays on its node and has a fixed address."""
         engine, address = config.engine, {node.name: node.address for node in self.inventory.nodes}
         if engine.kind != "external" and not engine.urls:
             changed = {"discovery": f"file:{engine_urls(RunDirectory(config.run.path))}"}
             if engine.colocate != "none":
-                node = next((place.node for place in places if place.role == "engine"), places[0].node)
-                changed = {"host": address[node]}
+                changed = {"host": next(address[place.node] for place in places if place.role == "engine")}
             engine = engine.model_copy(update=changed)
         head = self.inventory.nodes[0].address
         replay = config.replay.model_copy(

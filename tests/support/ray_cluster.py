@@ -112,6 +112,22 @@ class RayCluster:
             node.kill()
         raise AfterplayError(f"ray start failed {START_ATTEMPTS} times: {log.read_text()[-2000:]}")
 
+    def reserve(self, cpus: int) -> None:
+        """Take cores of the head, so that what needs more than the others goes to the worker."""
+        bundle = {"CPU": cpus, f"node:{self.head.address}": 0.001}
+        self._tell(
+            f"ray.get(ray.util.placement_group([{bundle!r}], name='reserved', lifetime='detached').ready(), timeout=60)"
+        )
+
+    def release(self) -> None:
+        """Give them back."""
+        self._tell("ray.util.remove_placement_group(ray.util.get_placement_group('reserved'))")
+
+    def _tell(self, statement: str) -> None:
+        program = f"import ray; ray.init(address='{self.head.address}:{PORT}', namespace='tests'); {statement}"
+        command = self.head.command([sys.executable, "-c", program])
+        subprocess.run(command, check=True, env=_environment(), timeout=START_SECONDS_MAX, capture_output=True)
+
     @contextmanager
     def run(self, file: Path, name: str, overrides: Sequence[str]) -> Iterator[RunHandle]:
         """``afterplay run FILE --on ray`` on the head."""
