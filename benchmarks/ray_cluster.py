@@ -33,7 +33,7 @@ TINY = ROOT / "configs" / "tiny.yaml"
 SKIPPED = 77
 START_SECONDS_MAX = 300.0
 RUN_SECONDS_MAX = 600.0
-ROLES = ("engine.replicas=2", "actor.replicas=2", "checkpoint.every=5")
+ROLES = ("engine.replicas=2", "actor.replicas=2", "checkpoint.every=1")
 
 
 def nodes_of(run: RunHandle) -> dict[str, list[str]]:
@@ -79,7 +79,7 @@ def worker_lost(folder: Path) -> dict[str, Any]:
     """The head has room for all processes once the worker is lost, and for the learner only then."""
     with two_nodes(folder, head_cpus=16, worker_cpus=6) as cluster:
         cluster.reserve(13)
-        with cluster.run(TINY, "worker", [*ROLES, "run.total_steps=40"]) as run:
+        with cluster.run(TINY, "worker", [*ROLES, "run.total_steps=30"]) as run:
             run.until_step(1, START_SECONDS_MAX)
             cluster.release()
             return lose_worker(cluster, run, run.directory.store_file, 10, lambda: None)

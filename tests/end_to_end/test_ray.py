@@ -16,6 +16,6 @@ def test_a_lost_node_costs_restarts_and_no_trajectory(tmp_path: Path) -> None:
         pytest.skip(f"no Ray cluster: {reason}")
     found = worker_lost(tmp_path)
     assert (found["exit_code"], found["audit"], found["orders"]["in_flight"]) == (0, [], 0)
-    assert found["steps"] == 40
+    assert found["steps"] == 30
     assert found["restarts"], "some process was on the lost node"
     assert not any("10.77.0.2" in nodes for nodes in found["nodes_after"].values())
