@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -83,6 +84,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="requests of an engine in one forward pass")
     parser.add_argument("--out", type=Path, help="JSON file of the result")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes end
     rows = []
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch) / "slow"
@@ -93,6 +95,7 @@ def main() -> None:
         overrides += [f"engine.env={json.dumps({'PYTHONPATH': path})}", "groups.groups_per_step=8"]
         run = stack.enter_context(start_run(TINY, Path(scratch), "elastic", overrides))
         joined: list[subprocess.Popen[bytes]] = []
+        stack.callback(lambda: [process.kill() for process in joined])
         run.until_step(1, SECONDS_MAX)
         for wanted in options.engines:
             seconds = settle(run, joined, wanted)
@@ -100,9 +103,7 @@ def main() -> None:
             row = {"engines": wanted, "seconds_until_used": round(seconds, 1), **measured(run, options.seconds)}
             rows.append(row)
             print(row, flush=True)
-        for process in joined:
-            process.terminate()
-            process.wait(SECONDS_MAX)
+        settle(run, joined, 1)
         run.interrupt()
         ledger = run.ledger(rows=True)
     result = {

@@ -8,6 +8,8 @@ the metrics, the gateway where the run has one. With ``--address ipc://`` the hu
 For each port the time is cut into cycles: quiet, fuzz, quiet, control. In the control the same traffic goes to a
 port of nobody, so its loss is what the attacker's own CPU time takes from the run on shared cores. A ratio is the rate
 of trajectories in a window divided by that of the quiet ones beside it. The median over the cycles is reported.
+With ``--core 1`` the attacker has that core for itself and the run the others (Linux), as if it came from another
+machine.
 """
 
 from __future__ import annotations
@@ -222,34 +224,45 @@ class Peer:
 Attack = Connections | Peer
 
 
-def _attack(attack: Attack, addresses: Sequence[Address], drawn: Sequence[Any], rate: float, result: Any) -> None:
+def _move_to(core: int | None) -> None:
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+
+
+def _attack(
+    attack: Attack, addresses: Sequence[Address], drawn: Sequence[Any], rate: float, core: int | None, result: Any
+) -> None:
+    _move_to(core)
     started = time.process_time()
     sent = attack.run(addresses, drawn, rate)
     sent.cpu_seconds = time.process_time() - started
     result.put(sent)
 
 
-def in_a_process(attack: Attack, addresses: Sequence[Address], drawn: Sequence[Any], rate: float) -> Sent:
+def in_a_process(
+    attack: Attack, addresses: Sequence[Address], drawn: Sequence[Any], rate: float, core: int | None
+) -> Sent:
     context = multiprocessing.get_context("fork")
     result = context.SimpleQueue()
-    process = context.Process(target=_attack, args=(attack, addresses, drawn, rate, result), daemon=True)
+    process = context.Process(target=_attack, args=(attack, addresses, drawn, rate, core, result), daemon=True)
     process.start()
     sent: Sent = result.get()
     process.join()
     return sent
 
 
-def _nobody(server: socket.socket) -> None:
+def _nobody(server: socket.socket, core: int | None) -> None:
+    _move_to(core)
     while True:
         with suppress(OSError):
             server.accept()[0].close()
 
 
 @contextmanager
-def port_of_nobody() -> Iterator[Address]:
+def port_of_nobody(core: int | None) -> Iterator[Address]:
     """A port whose connections are closed at once, in another process."""
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as server:
-        process = multiprocessing.get_context("fork").Process(target=_nobody, args=(server,), daemon=True)
+        process = multiprocessing.get_context("fork").Process(target=_nobody, args=(server, core), daemon=True)
         process.start()
         try:
             yield ("127.0.0.1", server.getsockname()[1])
@@ -336,9 +349,9 @@ def difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[
     return {key: n for key, value in after.items() if (n := value - before.get(key, 0.0))}
 
 
-def fuzz(run: RunHandle, target: Target, count: int, seed: int, cycles: int, rate: float, quiet: float) -> None:
+def fuzz(run: RunHandle, target: Target, options: argparse.Namespace) -> None:
     """All cycles of one port."""
-    each = count // cycles
+    each, cycles = options.count // options.cycles, options.cycles
     before, memory = refused(run), Memory(run)
     first, pids = memory.look(), pids_of(run)
     memory.start()
@@ -355,16 +368,16 @@ def fuzz(run: RunHandle, target: Target, count: int, seed: int, cycles: int, rat
         return result
 
     for cycle in range(cycles):
-        window("quiet", partial(time.sleep, quiet))
-        drawn = target.attack.draw(seed * 1000 + cycle, each)
-        attack = partial(in_a_process, target.attack, drawn=drawn, rate=rate)
+        window("quiet", partial(time.sleep, options.quiet))
+        drawn = target.attack.draw(options.seed * 1000 + cycle, each)
+        attack = partial(in_a_process, target.attack, drawn=drawn, rate=options.rate, core=options.core)
         add(target.sent, window("fuzz", partial(attack, target.addresses(run))))
-        window("quiet", partial(time.sleep, quiet))
-        with port_of_nobody() as nobody:
+        window("quiet", partial(time.sleep, options.quiet))
+        with port_of_nobody(options.core) as nobody:
             add(target.control, window("control", partial(attack, [nobody])))
         if run.process.poll() is not None:
             raise SystemExit(f"the run ended while {target.name} was fuzzed:\n{run.tail()}")
-    window("quiet", partial(time.sleep, quiet))
+    window("quiet", partial(time.sleep, options.quiet))
     memory.close()
     last = memory.look()
     target.memory = {
@@ -490,6 +503,8 @@ def free_port() -> int:
 
 def measure(arguments: argparse.Namespace, folder: Path, start: Start = start_run) -> dict[str, Any]:
     """Start the run, fuzz its ports, stop it and audit it."""
+    if arguments.core is not None:
+        os.sched_setaffinity(0, os.sched_getaffinity(0) - {arguments.core})
     overrides = ["run.total_steps=1000000", "metrics.port=0", *arguments.set]
     for role, name in KEYS.items():
         os.environ[name] = secrets.token_hex(16)
@@ -515,7 +530,7 @@ def measure(arguments: argparse.Namespace, folder: Path, start: Start = start_ru
         pids = pids_of(run)
         for target in chosen:
             print(f"{target.name} …", flush=True)
-            fuzz(run, target, arguments.count, arguments.seed, arguments.cycles, arguments.rate, arguments.quiet)
+            fuzz(run, target, arguments)
             print(f"  {dict(target.sent.outcomes.most_common(8))}", flush=True)
         goal = run.steps()[-1]["step"] + AFTERWARDS_STEPS
         run.until_step(goal, START_SECONDS_MAX)
@@ -531,6 +546,7 @@ def measure(arguments: argparse.Namespace, folder: Path, start: Start = start_ru
         "file": str(arguments.file),
         "address": arguments.address,
         "rate": arguments.rate,
+        "core": arguments.core,
         "seed": arguments.seed,
         "cycles": arguments.cycles,
         "ports": [
@@ -587,6 +603,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quiet", type=float, default=5.0, help="seconds of a quiet window")
     parser.add_argument("--settle", type=int, default=20, help="updates before the first window")
     parser.add_argument("--address", default="tcp://127.0.0.1:0", help="replay.address")
+    parser.add_argument("--core", type=int, help="the core of the attacker, which the run does not use")
     parser.add_argument("--ports", nargs="*", help="beginnings of the names of ports")
     parser.add_argument("--set", action="append", default=[], help="as for afterplay run")
     parser.add_argument("--json", type=Path)

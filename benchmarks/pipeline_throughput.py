@@ -160,6 +160,7 @@ def through_afterplay(trajectories: int, tokens: int, turns: int) -> tuple[float
             f"run.total_steps={steps}",
             f"groups.groups_per_step={GROUPS}",
             f"groups.n_rollout={ROLLOUTS}",
+            f"actor.concurrency={SLOTS}",
             "staleness.max=3",
             "environments={bench: {name: arithmetic}}",
         ]

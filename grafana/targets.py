@@ -18,6 +18,7 @@ import yaml
 
 from grafana.prometheus_process import Target
 from pipeline.config import RunConfig
+from pipeline.runtime.engine_addresses import engine_addresses
 from pipeline.runtime.rundir import RunDirectory
 
 OUTPUT = Path(__file__).parent / "prometheus" / "targets.json"
@@ -37,7 +38,7 @@ def targets_of_run(directory: Path) -> list[Target]:
         port = json.loads(path.read_text()).get("metrics_port")
         if port and role != "engine":
             found.append(Target(f"afterplay-{role}", f"{host}:{port}"))
-    found += [Target("afterplay-engine", urlsplit(url).netloc) for url in config.engine.addresses()]
+    found += [Target("afterplay-engine", urlsplit(url).netloc) for url in engine_addresses(config.engine, run).now()]
     return found
 
 

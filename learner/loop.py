@@ -154,14 +154,16 @@ class LearnerLoop:
             prefetching.cancel_scope.cancel()
         await self._session.consumed(update, trained_facts(batch, report, choice))
         self.version += 1
-        with self._clock.stage("publish"):
-            await self._start_publication(tasks, await self._snapshot())
-        times = self._clock.lap()
-        left_out = self._config.groups.groups_per_step - len(batch.groups)
-        done = Update(batch, report, times, self._last_publication, choice, self._writer.saved, left_out)
-        record_step(self._metrics, done)
-        write = partial(self._lines.write, step_line(done))
-        await when_room(write, self._ctx.directory.metrics_file, f"the line of step {update + 1} in metrics.jsonl")
+        try:
+            with self._clock.stage("publish"):
+                await self._start_publication(tasks, await self._snapshot())
+        finally:  # the update is made and reported, also where the process is stopped now
+            times = self._clock.lap()
+            left_out = self._config.groups.groups_per_step - len(batch.groups)
+            done = Update(batch, report, times, self._last_publication, choice, self._writer.saved, left_out)
+            record_step(self._metrics, done)
+            write = partial(self._lines.write, step_line(done))
+            await when_room(write, self._ctx.directory.metrics_file, f"the line of step {update + 1} in metrics.jsonl")
         self._log_step(batch, report)
         updates = self._trainer.updates
         if updates % self._config.checkpoint.every == 0 or self._keeps_best(updates):

@@ -119,6 +119,7 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
         allow_time_limits(ctx, several_ranks=start.rank_zero is not None)
         async with ctx.waiting(RoleState.WAITING_FOR_REPLAY, f"an answer from {config.replay.address}"):
             recorded = await session.welcome()
+        publisher.identify(session.epoch)
         version = choose_version(start.progress, recorded, published_versions(ctx.directory))
         log.info("starting with %d updates as version %d", start.trainer.updates, version)
         updates = start.trainer.updates

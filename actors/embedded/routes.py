@@ -17,6 +17,7 @@ from actors.embedded.requests import EngineRequest, Refused
 from actors.servers.connections import Handler, parting
 from actors.servers.lock import OPEN, RouteLock, error_body
 from pipeline.errors import WireError
+from pipeline.runtime.engine_keys import LEARNER_HEADER
 from pipeline.transport.frames import json_object
 
 _HELP = {
@@ -159,7 +160,8 @@ class Routes:
 def _guard(lock: RouteLock) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        refusal = lock.refusal(request.path, request.headers.getall("Authorization", []))
+        authorizations, learners = (request.headers.getall(name, []) for name in ("Authorization", LEARNER_HEADER))
+        refusal = lock.refusal(request.path, authorizations, learners)
         if refusal is not None:
             return parting(_json(error_body(*refusal), refusal[0]))
         answer = await handler(request)

@@ -65,13 +65,13 @@ class _Member:
 
     engine: Engine
     watching: anyio.CancelScope | None = None
-    """Of the task that probes it."""
+    """Scope of the task that probes it."""
     poked: anyio.Event = field(default_factory=anyio.Event)
     """Set: probe it at once."""
     unanswered: int = 0
     """Probes in a row without an answer."""
     reading: bool = False
-    """It is being asked for its load."""
+    """True while it is asked for its load."""
 
 
 class EnginePool:

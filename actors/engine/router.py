@@ -99,7 +99,7 @@ class EngineState:
     """True once it has been up: the first time is no return, and moves no conversation. True from the start for an
     engine that joins others which were up."""
     leaving: bool = False
-    """It has left the run; requests and sessions may still be there."""
+    """True once it has left the run; requests and sessions may still be there."""
 
     @property
     def alive(self) -> bool:
@@ -160,9 +160,9 @@ class Router:
         stale_seconds: float = STALE_SECONDS,
     ) -> None:
         self.engines: dict[str, EngineState] = {}
-        """All that are known, also those that leave."""
+        """All engines that are known, also those that leave."""
         self.members: list[EngineState] = []
-        """Those that have not left."""
+        """Engines that have not left."""
         self._jitter = jitter
         self.stale_seconds = stale_seconds
         self._turn_tokens = TURN_TOKENS

@@ -3,7 +3,7 @@
 *consumes* signals and the server's health; *produces* an announcement every ``RENEW_SECONDS`` while the server is
 healthy. To leave it withdraws the announcement, waits until actors and learner have looked again and no request is
 under way, at most ``engine.request_seconds_max``, and stops the server. Turns that are longer than one request
-(``engine.part_tokens``) go on at other engines from the tokens that they have. A second signal stops at once.
+(``engine.part_tokens``) continue at other engines from the tokens that they have. A second signal stops at once.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ The actors' key opens generation, the learner's key also the control routes; hea
 route that is not listed is closed to all. vLLM takes :class:`EngineLock` as ASGI middleware (``--middleware``), the
 embedded engine asks :class:`RouteLock`, so no request makes another hop. The engine knows only digests of the keys.
 
+Learner processes are numbered by the replay stage. While an engine hears from one, it refuses all with lower numbers: a
+process that was stopped, replaced and goes on changes no weights and no labels.
+
 One route is the lock's own: ``POST /afterplay/end`` with the learner's key kills the server's process group. Its
 supervisor starts it again: the last resort where weights cannot be loaded any more.
 """
@@ -12,8 +15,10 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from hashlib import sha256
 from pathlib import Path
@@ -21,12 +26,15 @@ from typing import Any
 
 from pipeline.config.rollouts import EngineConfig
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.engine_keys import find_digests, is_loopback
+from pipeline.runtime.engine_keys import LEARNER_HEADER, find_digests, is_loopback
 
 DIGESTS = "AFTERPLAY_ENGINE_LOCK"
 """Environment variable of the engine: SHA-256 of the actors' key and of the learner's key."""
 MIDDLEWARE = "actors.servers.lock.EngineLock"
 END = "/afterplay/end"
+SILENCE_SECONDS_MAX = 60.0
+"""Without a request of the newest learner process, which asks every second. Then any process may take its place."""
+_DIGITS_MAX = 15
 OPEN = frozenset({"/health", "/metrics", "/metrics/"})
 GENERATION = frozenset(
     {"/inference/v1/generate", "/v1/completions", "/v1/models", "/tokenize", "/weight_info", "/is_sleeping"}
@@ -51,11 +59,34 @@ CONTROL = frozenset(
 )
 
 
+class LearnerFence:
+    """Refuses learner processes that another one has replaced, while that one is heard from. A lower number may be
+    right after a longer silence: a new run, or a store that was lost, counts from 1 again."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._newest = 0
+        self._heard = -math.inf
+
+    def refusal(self, numbers: Iterable[str]) -> tuple[int, str] | None:
+        """Status and reason for which a learner's request may not pass; None where it may. ``numbers``: the values of
+        all its ``X-Afterplay-Learner`` headers; a request without one passes (vLLM's own weight transfer)."""
+        for shown in numbers:
+            if not (shown.isascii() and shown.isdecimal() and len(shown) <= _DIGITS_MAX):
+                return 400, f"expected {LEARNER_HEADER} to be the number of a learner process, got {shown[:40]!r}"
+            number, now = int(shown), self._clock()
+            if number < self._newest and now < self._heard + SILENCE_SECONDS_MAX:
+                return 409, f"learner process {number} was replaced by process {self._newest}: it must end"
+            self._newest, self._heard = number, now
+        return None
+
+
 class RouteLock:
     """Decides about requests. ``digests``: ``ACTORS LEARNER``, both SHA-256 in hexadecimal."""
 
     def __init__(self, digests: str) -> None:
         self._actor, self._learner = (bytes.fromhex(digest) for digest in digests.split())
+        self._fence = LearnerFence()
 
     @classmethod
     def of_environment(cls) -> RouteLock | None:
@@ -63,9 +94,10 @@ class RouteLock:
         digests = os.environ.get(DIGESTS)
         return cls(digests) if digests else None
 
-    def refusal(self, path: str, authorizations: Iterable[str]) -> tuple[int, str] | None:
-        """Status and reason for which a request may not pass; None where it may. ``authorizations``: the values of all
-        its Authorization headers. Both keys are compared in constant time."""
+    def refusal(self, path: str, authorizations: Iterable[str], learners: Iterable[str] = ()) -> tuple[int, str] | None:
+        """Status and reason for which a request may not pass; None where it may. ``authorizations`` and ``learners``:
+        the values of all its Authorization and ``X-Afterplay-Learner`` headers. Both keys are compared in constant
+        time."""
         if path in OPEN:
             return None
         values = list(authorizations)
@@ -77,7 +109,9 @@ class RouteLock:
                 401,
                 "expected one Authorization header with a key of this engine (engine.actor_key or learner_key)",
             )
-        if path in GENERATION or (is_learner and path in CONTROL):
+        if is_learner and path in GENERATION | CONTROL:
+            return self._fence.refusal(learners)
+        if path in GENERATION:
             return None
         if path in CONTROL:
             return (
@@ -109,8 +143,7 @@ class EngineLock:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        shown = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
-        refusal = self._lock.refusal(scope["path"], shown)
+        refusal = self._lock.refusal(scope["path"], _values(scope, "authorization"), _values(scope, LEARNER_HEADER))
         if refusal is not None:
             await _answer(send, *refusal)
         elif scope["path"] == END:
@@ -118,6 +151,11 @@ class EngineLock:
             os.killpg(0, signal.SIGKILL)
         else:
             await self._app(scope, receive, send)
+
+
+def _values(scope: Scope, header: str) -> list[str]:
+    name = header.lower().encode()
+    return [value.decode("latin-1") for key, value in scope["headers"] if key == name]
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:

@@ -43,6 +43,13 @@ class EngineControl:
     async def resume(self) -> None:
         await self._call("POST", "/resume", seconds=min(RESUME_SECONDS_MAX, self._timeout_seconds))
 
+    async def is_paused(self) -> bool:
+        """True while it keeps requests without sampling."""
+        answer = await self._call("GET", "/is_paused", seconds=min(WATCH_SECONDS_MAX, self._timeout_seconds))
+        if not isinstance(answer.get("is_paused"), bool):
+            raise EngineProtocolError(f"expected is_paused of {self.url}, got {str(answer)[:_TEXT_MAX]}")
+        return bool(answer["is_paused"])
+
     async def sleep(self, level: int) -> None:
         """Give the device up: the KV cache, and the weights (``level`` 1: kept in host memory, 2: discarded). Requests
         in flight are kept, and computed again from their tokens after waking. Harmless when asleep."""

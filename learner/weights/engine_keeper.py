@@ -7,10 +7,11 @@ look at the engine. An engine that is down or slow only lags; it blocks nothing 
 A load is not atomic: vLLM replaces weights layer by layer. An engine in which a load began and did not succeed stays
 paused, its weights labelled ``withdrawn``, until a load has succeeded. The next one first undoes what is left of the
 last; after ``SPOILT_MAX`` in a row the engine is ended, and its supervisor restarts it. One that refused the load
-before it began continues with the weights that it has. An engine counts as live only after it has resumed. Then a probe
-proves which weights it serves (:mod:`learner.weights.probe`), beside its rollouts and without delaying the publication;
-an engine that it refutes is withdrawn and loads again. An engine that has just started, or joined the run, is proved
-before its weights are labelled: until then no actor sends it anything.
+before it began continues with the weights that it has. An engine counts as live only after it has resumed. One that is
+paused later, by a request that was given up and came late, is resumed. Then a probe proves which weights it serves
+(:mod:`learner.weights.probe`), beside its rollouts and without delaying the publication; an engine that it refutes is
+withdrawn and loads again. An engine that has just started, or joined the run, is proved before its weights are
+labelled: until then no actor sends it anything.
 """
 
 from __future__ import annotations
@@ -263,6 +264,9 @@ class EngineKeeper:
             await self._load(target, served)
         elif served != target.stamp:
             await self._stamp_initial(target)
+        elif await self.control.is_paused():
+            log.warning("engine %s was paused after it had resumed: it resumes again", self.control.url)
+            await self.control.resume()
         self._seen = self._served = True
 
     async def _stamp_initial(self, target: Target) -> None:

@@ -40,7 +40,7 @@ from pipeline.runtime.atomic_folder import atomic_folder, remove_leftovers
 from pipeline.runtime.contents import CONTENTS, find_damage, write_contents
 from pipeline.runtime.disk_wait import when_room
 from pipeline.runtime.engine_addresses import EngineAddresses, engine_addresses
-from pipeline.runtime.engine_keys import authorization, find_key
+from pipeline.runtime.engine_keys import LEARNER_HEADER, authorization, find_key
 from pipeline.runtime.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -198,6 +198,11 @@ class Publisher:
     async def __aexit__(self, *args: object) -> None:
         if self._session is not None:
             await self._session.close()
+
+    def identify(self, epoch: int) -> None:
+        """Send the number of this learner process with every request: engines refuse it once it was replaced."""
+        if self._session is not None:
+            self._session.headers[LEARNER_HEADER] = str(epoch)
 
     async def run(self) -> None:
         """Watch the engines until cancelled."""

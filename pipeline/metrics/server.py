@@ -20,6 +20,8 @@ from pipeline.errors import ConfigurationError
 SHARE_MAX = 0.1
 """Share of the time in which the text of the metrics may be made."""
 CONNECTIONS_MAX = 32
+RATE_MAX, BURST_MAX = 100.0, 200.0
+"""New connections a second that are served, and how many at once: each costs a thread."""
 Health = Callable[[], tuple[bool, dict[str, Any]]]
 """Returns if the process is well, and details about it. Called in the server's thread."""
 
@@ -114,6 +116,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(*args)
         self._open: dict[socket.socket, None] = {}
         self._changing = threading.Lock()
+        self._tokens, self._seen = BURST_MAX, time.monotonic()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._changing:
@@ -125,6 +128,16 @@ class _Server(ThreadingHTTPServer):
             with contextlib.suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)  # its thread notices, and closes it
         super().process_request(request, client_address)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """False for a connection beyond :data:`RATE_MAX`: it is closed at once, before a thread serves it."""
+        now = time.monotonic()
+        self._tokens = min(BURST_MAX, self._tokens + RATE_MAX * (now - self._seen))
+        self._seen = now
+        if self._tokens < 1.0:
+            return False
+        self._tokens -= 1.0
+        return True
 
     def shutdown_request(self, request: Any) -> None:
         with self._changing:

@@ -103,12 +103,19 @@ class EngineAddresses:
     then."""
     registry: EngineRegistry | None = None
 
+    def now(self) -> tuple[str, ...]:
+        """All base URLs now; blocks. Raises as ``look``."""
+        return tuple(dict.fromkeys((*self.fixed, *(url for look in self._looks() if look for url in look()))))
+
+    def _looks(self) -> tuple[Callable[[], tuple[str, ...]] | None, ...]:
+        return self.look, None if self.registry is None else self.registry.read
+
     async def follow(self, changed: Changed) -> None:
         """Call ``changed`` with all base URLs, at once and whenever they differ, until cancelled."""
         known: tuple[str, ...] | None = None
         found: list[tuple[str, ...]] = [(), ()]
         trouble = ""
-        looks = (self.look, None if self.registry is None else self.registry.read)
+        looks = self._looks()
         while True:
             for i, look in enumerate(looks):
                 try:

@@ -20,6 +20,8 @@ from pipeline.config.rollouts import LEARNER_KEY, EngineConfig
 from pipeline.errors import ConfigurationError
 
 _ENV, _FILE = "env:", "file:"
+LEARNER_HEADER = "X-Afterplay-Learner"
+"""HTTP header of control requests: the number that the replay stage gave this learner process."""
 _KEYS = {
     "engine": ("actor_key", "learner_key"),
     "actor": ("actor_key",),

@@ -355,7 +355,8 @@ class WireHub(Endpoint):
         if answer.replaced is not None:
             self._silence.forget(answer.replaced.connection)
             reason = f"another connection under the name {answer.replaced.name} took its place: names must be unique"
-            self._tell(answer.replaced.connection, WireMessage(Kind.REFUSED, {"reason": reason, "final": True}))
+            refused = WireMessage(Kind.REFUSED, {"reason": reason, "final": True, "replaced": True})
+            self._tell(answer.replaced.connection, refused)
         if answer.cut:
             peer = self._peers.of(connection)
             if peer is not None:

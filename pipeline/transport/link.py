@@ -41,6 +41,8 @@ class Session:
     """DOWN → GREETING → CONNECTED → DOWN …; LEAVING and ENDED are final.
 
     While GREETING only the answer to the last HELLO counts: whatever else comes was meant for an earlier connection.
+    A session whose name another one took greets once more: it may have been a late HELLO of a process that is gone. Of
+    two that are there, one is refused again and ends.
     """
 
     limits: Limits
@@ -50,6 +52,7 @@ class Session:
     end_reason: str = ""
     down_reason: str = ""
     counters: TransportStatistics = field(default_factory=TransportStatistics)
+    _was_replaced: bool = False
 
     @property
     def ended(self) -> bool:
@@ -97,7 +100,11 @@ class Session:
             return self.lose(f"the hub said bye: {message.header.get('reason', 'no reason given')}")
         answers = self.state is State.GREETING and self._is_answered(message)
         if message.kind is Kind.REFUSED and (answers or message.header.get("final")):
-            self.end(f"refused by the hub: {message.header.get('reason', 'no reason given')}")
+            reason = f"refused by the hub: {message.header.get('reason', 'no reason given')}"
+            if message.header.get("replaced") and not self._was_replaced:
+                self._was_replaced = True
+                return self.lose(reason)
+            self.end(reason)
             return Event(EventKind.MESSAGE, HUB, message, self.end_reason)
         if message.kind is Kind.WELCOME and answers:
             self.state = State.CONNECTED

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from actors.engine.pool import EnginePool
+from actors.servers.lock import LearnerFence
 from learner.weights.engine_control import EngineControl
 from learner.weights.engine_keeper import EngineKeeper
 from pipeline.errors import EngineError
@@ -110,6 +111,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
     "a stranger is taken for the learner": (Peers, "_hello", _without_keys(Peers._hello), 3),
     "any claim is believed": (learner_control, "whole", _unbounded, 5),
     "groups that nobody got may be trained": (LearnerControl, "_require_delivered", lambda self, text: None, 1),
+    "a learner that was replaced labels engines": (LearnerFence, "refusal", lambda self, numbers: None, 1290),
     "an engine samples with half of its weights": (EngineKeeper, "_withdraw", EngineKeeper._resume, 5),
 }
 """Class or module, name, replacement, and the first history whose audit fails with it."""

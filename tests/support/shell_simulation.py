@@ -168,12 +168,14 @@ class ShellSimulation:
 
     def _ended(self, name: str, errors: BaseExceptionGroup[Exception]) -> None:
         """A process ended with an error. Reasons to: a disk that gives errors, and an impossible claim, which is also
-        what the learner tells a store that went back."""
+        what the learner tells a store that went back. Such a store may also take a late HELLO of the learner before for
+        that of a newer one."""
         leaves = list(_leaves(errors))
         if any(isinstance(error, Violation) for error in leaves):
             raise errors
         reasons = ["Input/output error", "disk I/O error"]
-        reasons += ["refused what this learner told"] if self.may_be_refused else []
+        if self.may_be_refused:
+            reasons += ["refused what this learner told", "was replaced by process"]
         if not any(reason in str(error) for error in leaves for reason in reasons):
             self.unexpected.append(f"{name}: {leaves!r}")
 

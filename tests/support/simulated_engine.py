@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -27,6 +27,8 @@ import aiohttp
 import anyio
 import orjson
 
+from actors.servers.lock import LearnerFence
+from pipeline.runtime.engine_keys import LEARNER_HEADER
 from pipeline.schema.weight_stamp import UNSTAMPED, WITHDRAWN
 
 PROCESS: ContextVar[str] = ContextVar("simulated_process", default="")
@@ -103,12 +105,14 @@ class SimulatedEngine:
         self._control = anyio.Lock()
         self._exchanges: set[_Exchange] = set()
         self.boots = 0
+        self.fence = LearnerFence(anyio.current_time)
         self._begin_outage()
 
     def boot(self) -> None:
         self.up, self.paused, self.unfinished = True, False, False
         self.label, self.weights = UNSTAMPED, INITIAL
         self.boots += 1
+        self.fence = LearnerFence(anyio.current_time)
         self._control = anyio.Lock()
 
     def die(self) -> None:
@@ -157,18 +161,22 @@ class SimulatedEngine:
         changed, self._changed = self._changed, anyio.Event()
         changed.set()
 
-    async def serve(self, client: str, method: str, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
-        """Status and JSON of the answer."""
+    async def serve(
+        self, client: str, method: str, path: str, body: Mapping[str, Any], learners: Iterable[str] = ()
+    ) -> tuple[int, Any]:
+        """Status and JSON of the answer. ``learners``: see :class:`LearnerFence`."""
         if not self.answers(client):
             await anyio.sleep_forever()
         if not self.up:
             raise _refused(self.url)
         if path == GENERATE:
             status, answer = await self._generate(client, body)
-        elif method == "POST":
-            status, answer = await self._controlled(path, body)
+        elif method == "GET":
+            status, answer = self.look(path, learners)
+        elif (refusal := self.fence.refusal(learners)) is not None:
+            status, answer = refusal[0], {"error": {"message": refusal[1]}}
         else:
-            status, answer = self.look(path)
+            status, answer = await self._controlled(path, body)
         if not self.answers(client):
             await anyio.sleep_forever()
         return status, answer
@@ -177,10 +185,13 @@ class SimulatedEngine:
         """False while the connection of a process is cut."""
         return not self.cut_from or client.partition("#")[0] not in self.cut_from
 
-    def look(self, path: str) -> tuple[int, Any]:
+    def look(self, path: str, learners: Iterable[str] = ()) -> tuple[int, Any]:
         """Answer a GET."""
         if not self.up:
             raise _refused(self.url)
+        refusal = self.fence.refusal(learners)
+        if refusal is not None:
+            return refusal[0], {"error": {"message": refusal[1]}}
         match path:
             case "/weight_info":
                 return 200, {"weight_version": self.label}
@@ -387,6 +398,7 @@ class MemorySession:
     """Requests of one process to the engines of a fleet."""
 
     def __init__(self, fleet: EngineFleet, process: str) -> None:
+        self.headers: dict[str, str] = {}
         self._fleet = fleet
         self._process = process
 
@@ -399,13 +411,14 @@ class MemorySession:
         host, slash, path = address.partition("/")
         engine = self._fleet.engines[f"{scheme}://{host}"]
         body = json if json is not None else orjson.loads(data) if data else {}
+        learners = [self.headers[LEARNER_HEADER]] if LEARNER_HEADER in self.headers else []
         held = self._fleet.held.get(self._process, 0.0) > anyio.current_time()
         if method == "GET" and not held and engine.answers(self._process):
-            status, answer = engine.look(slash + path)
+            status, answer = engine.look(slash + path, learners)
         else:
             with anyio.fail_after(timeout.total):
                 await anyio.sleep_until(self._fleet.held.get(self._process, 0.0))
-                status, answer = await engine.serve(self._process, method, slash + path, body)
+                status, answer = await engine.serve(self._process, method, slash + path, body, learners)
         yield _Response(status, orjson.dumps(answer))
 
     async def close(self) -> None:

@@ -113,6 +113,7 @@ class SimulatedLearner:
             for task in (session.run, publisher.run, writer.run):
                 tasks.start_soon(task)
             recorded = await session.welcome()
+            publisher.identify(session.epoch)
             self.version = choose_version(self._progress, recorded, published_versions(directory))
             await self._start_publication(tasks.start_soon, initial=not self.resumed)
             while self.updates < config.run.total_steps:

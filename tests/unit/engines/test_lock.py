@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from actors.servers.lock import CONTROL, DIGESTS, END, GENERATION, OPEN, EngineLock, RouteLock, locked_environment
+from actors.servers.lock import (
+    CONTROL,
+    DIGESTS,
+    END,
+    GENERATION,
+    OPEN,
+    SILENCE_SECONDS_MAX,
+    EngineLock,
+    LearnerFence,
+    RouteLock,
+    locked_environment,
+)
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.rollouts import LEARNER_KEY, EngineConfig
@@ -73,6 +84,33 @@ def test_a_header_that_is_not_exactly_one_key_opens_nothing(headers: tuple[str, 
     assert {status(path, *headers) for path in OPEN} == {200}
 
 
+def test_a_learner_process_that_was_replaced_is_refused_while_its_successor_is_heard() -> None:
+    now = 0.0
+    fence = LearnerFence(lambda: now)
+
+    def status(*numbers: str) -> int:
+        refusal = fence.refusal(numbers)
+        return 200 if refusal is None else refusal[0]
+
+    assert [status("3"), status("3"), status("4"), status("3"), status("4"), status()] == [200, 200, 200, 409, 200, 200]
+    now += SILENCE_SECONDS_MAX - 1
+    assert [status("3"), status("4"), status("3")] == [409, 200, 409]
+    now += SILENCE_SECONDS_MAX  # nobody is left of those that were numbered up to 4
+    assert [status("1"), status("4"), status("1")] == [200, 200, 409]
+    assert [status(wrong) for wrong in ("", "-1", "five", "9" * 16, "\u0663")] == [400] * 5
+
+
+def test_only_the_learners_key_speaks_for_a_learner_process() -> None:
+    lock = RouteLock(DIGEST_PAIR)
+
+    def passes(path: str, key: str, number: str) -> bool:
+        return lock.refusal(path, [f"Bearer {key}"], [number]) is None
+
+    assert passes("/weight_info", ACTOR, "99") and passes("/pause", LEARNER, "2")
+    assert not any(passes(path, LEARNER, "1") for path in ("/pause", "/update_weight_version", "/weight_info"))
+    assert passes("/weight_info", ACTOR, "1")
+
+
 async def asked(monkeypatch: pytest.MonkeyPatch, scope: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     """The scopes that reached the application, and the messages of the middleware itself."""
     monkeypatch.setenv(DIGESTS, DIGEST_PAIR)
@@ -102,6 +140,9 @@ async def test_the_middleware_passes_what_is_allowed_and_answers_the_rest_itself
     assert (seen, sent[0]["status"]) == ([], 401)
     seen, sent = await asked(monkeypatch, {"type": "websocket", "path": "/v1/realtime", "headers": headers})
     assert (seen, sent[0]["type"]) == ([], "websocket.close")
+    wrong = {"type": "http", "path": "/pause", "headers": [*headers, (b"x-afterplay-learner", b"-1")]}
+    seen, sent = await asked(monkeypatch, wrong)
+    assert (seen, sent[0]["status"]) == ([], 400)
     start = {"type": "lifespan"}
     assert await asked(monkeypatch, start) == ([start], [])
 

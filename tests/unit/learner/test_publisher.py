@@ -36,7 +36,8 @@ class FakeEngine:
 
     async def start(self, port=0):
         app = web.Application()
-        app.router.add_get("/weight_info", self._handle)
+        for path in ("/weight_info", "/is_paused"):
+            app.router.add_get(path, self._handle)
         for path in ("/pause", "/resume", "/collective_rpc", "/update_weight_version", "/afterplay/end",
                      "/inference/v1/generate"):  # fmt: skip
             app.router.add_post(path, self._handle)
@@ -76,6 +77,8 @@ class FakeEngine:
             return web.json_response({"error": "no"}, status=fault)
         if path == "/weight_info":
             return web.json_response({"weight_version": self.version})
+        if path == "/is_paused":
+            return web.json_response({"is_paused": self.paused})
         if path == "/pause":
             assert request.query["mode"] == "keep"
             self.paused = True

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from pipeline.metrics.server import CONNECTIONS_MAX, MetricsServer
+from pipeline.metrics.server import BURST_MAX, CONNECTIONS_MAX, RATE_MAX, MetricsServer
 
 
 @pytest.fixture
@@ -59,6 +59,20 @@ def test_clients_that_leave_or_send_rubbish_are_not_worth_a_line(
     assert b"x 3.0" in get(server)
     printed = capfd.readouterr()
     assert printed.out + printed.err == ""
+
+
+def test_a_flood_of_connections_is_closed_at_once_and_answered_again_when_it_is_over(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    accepts = server._server.verify_request  # type: ignore[union-attr]
+    assert sum(accepts(None, None) for _ in range(1000)) == BURST_MAX
+    now[0] += 0.5
+    assert sum(accepts(None, None) for _ in range(1000)) == RATE_MAX / 2
+    monkeypatch.undo()
+    server._server._seen -= 10  # type: ignore[union-attr]
+    assert b"x 3.0" in get(server)
 
 
 class Slow:
