@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +81,14 @@ def _unbounded(header: Any, key: str, least: int = 0, most: int = 0, **more: Any
     return whole(header, key, 0, **more)
 
 
-async def _resumed_or_not(self: EngineControl) -> None:
-    with suppress(EngineError):
-        await self._call("POST", "/resume")
+def _blind_to_pauses(call: Callable[..., Any]) -> Callable[..., Any]:
+    async def blind(self: EngineControl, method: str, path: str, *more: Any, **named: Any) -> Any:
+        if path == "/is_paused":
+            return {"is_paused": False}
+        with suppress(EngineError) if path == "/resume" else nullcontext():
+            return await call(self, method, path, *more, **named)
+
+    return blind
 
 
 def _dead_at_once(self: EnginePool, lease: Any, error: EngineError) -> None:
@@ -102,7 +107,7 @@ def _trusts_the_store(agree: Callable[..., Any]) -> Callable[..., Any]:
 MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
     "what was under way is not repeated": (ControlLog, "repeat", _never_repeated, 0),
     "two names on one connection": (Peers, "_hello", _forgotten_without_a_word(Peers._hello), 20),
-    "an engine that did not resume is live": (EngineControl, "resume", _resumed_or_not, 48),
+    "an engine that did not resume is live": (EngineControl, "_call", _blind_to_pauses(EngineControl._call), 48),
     "one failed request is the death of an engine": (EnginePool, "_failed", _dead_at_once, 6),
     "a store that went back is trusted": (ReplayStore, "_agree", _trusts_the_store(ReplayStore._agree), 0),
     "a duplicate is never acknowledged": (Ingest, "_unexpected", _silent_about_duplicates(Ingest._unexpected), 0),
