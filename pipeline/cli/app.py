@@ -152,8 +152,25 @@ def run(
     file: File,
     sets: Sets = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over: empty the run directory first.")] = False,
+    on: Annotated[
+        str, typer.Option("--on", metavar="WHERE", help="local (this machine), slurm or kubernetes.")
+    ] = "local",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be started or submitted, and do nothing else.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="With --dry-run: write it to files in DIR instead.")
+    ] = None,
+    nodes: Annotated[str, typer.Option("--nodes", metavar="N|NAME:GPUS,…", help="Machines, not with --on local.")] = "",
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=0, help="GPUs of each machine, not with --on local.")
+    ] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- ARGUMENT…]", help="Arguments for sbatch, or for helm.", show_default=False),
+    ] = None,
 ) -> None:
-    """Run FILE on this machine, with all processes, until training is done.
+    """Run FILE on this machine, with all processes, until training is done; or --on a cluster.
 
     Starts engines, actors, replay stage and learner, restarts processes that die, shows progress, and writes a run
     directory (run.directory/run.name). Rerun to resume; --fresh starts over. Ctrl-C stops the run cleanly within ten
@@ -162,10 +179,15 @@ def run(
       afterplay run configs/tiny.yaml
       afterplay run configs/tiny.yaml --fresh --set run.total_steps=20
       afterplay run configs/two_engines.yaml --set actor.replicas=2
+      afterplay run configs/gpu.yaml --on slurm --nodes 2 --gpus 8 -- --partition=gpu --time=12:00:00
+      afterplay run configs/gpu.yaml --on kubernetes --gpus 8 --dry-run
     """
-    from pipeline.supervisor.run import run as run_all
+    from pipeline.launchers.launcher import Launch, launch
 
-    raise typer.Exit(run_all(_load(file, sets), fresh))
+    if out is not None and not dry_run:
+        _refuse("--out: expected --dry-run beside it, which writes files and starts nothing")
+    request = Launch(_load(file, sets), fresh, dry_run, out, nodes, gpus, tuple(arguments or ()))
+    raise typer.Exit(launch(on, request))
 
 
 @app.command()

@@ -65,6 +65,10 @@ READER_SECONDS_MAX = 60.0
 """Without a scrape for longer, nobody reads the metrics."""
 LOOK_SECONDS = 0.05
 STDERR = 2
+ADDRESS = "AFTERPLAY_ADDRESS"
+"""Environment variable: address of this machine for the others of the run, set by a launcher."""
+EVERYWHERE = ("0.0.0.0", "::", "")
+"""Hosts of a server that listens on all interfaces."""
 LAG_PROBE_SECONDS = 0.5
 """Period of the measurements of the event loop's delay."""
 BLOCKED_SECONDS_MAX = 1.0
@@ -411,6 +415,8 @@ def _process_file(directory: RunDirectory, name: str) -> Iterator[None]:
 def _announce(ctx: RoleContext, port: int, background: TaskGroup) -> None:
     """Write ``processes/NAME.json``; while the disk is full beside the work of the role."""
     path, host = ctx.directory.process_file(ctx.name), ctx.config.metrics.host
+    if host in EVERYWHERE:
+        host = os.environ.get(ADDRESS, host)
     record = {"pid": os.getpid(), "metrics_host": host, "metrics_port": port, "started_at": time.time()}
     write = partial(write_json_atomically, path, record)
     if not disk_wait.unless_full(write, path):

@@ -6,7 +6,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -14,7 +14,9 @@ import orjson
 from pipeline.config import RunConfig
 from pipeline.config.load import ENVIRONMENT_PREFIX
 from pipeline.runtime.engine_keys import key_environments, make_actor_key
+from pipeline.runtime.process import EVERYWHERE
 from pipeline.runtime.rundir import RunDirectory, read_json
+from pipeline.supervisor.cluster import Cluster
 from pipeline.supervisor.plan import Place
 from pipeline.supervisor.restarts import Rule
 
@@ -30,27 +32,40 @@ class ProcessSpec:
     probed: bool = True
     """False: it counts as healthy while it runs."""
     environment: dict[str, str] = field(default_factory=dict)
+    here: bool = True
+    """False: the command starts the process elsewhere, under another process id."""
 
     @property
     def name(self) -> str:
         return self.rule.name
 
 
-def specs_of(places: Iterable[Place], config: RunConfig, directory: RunDirectory) -> list[ProcessSpec]:
-    """The places of a plan as processes of this machine. Everything reads the resolved file in ``directory``, which
-    has ``config``; each process gets the keys of its role."""
+def specs_of(
+    places: Iterable[Place], config: RunConfig, directory: RunDirectory, cluster: Cluster | None = None
+) -> list[ProcessSpec]:
+    """The places of a plan as processes of this machine, or as commands that start them on ``cluster``. Everything
+    reads the resolved file in ``directory``, which has ``config``; each process gets the keys of its role."""
     make_actor_key(config.engine, directory.path)
     keys, file = key_environments(config.engine), str(directory.config_file)
-    return [
-        ProcessSpec(
-            place.rule,
-            place.command(file),
-            f"{config.engine.addresses()[place.index]}/health" if place.role == "engine" else None,
-            probed=not place.rule.once,
-            environment={**place.environment, **keys.get(place.role, keys["other"])},
+    specs = []
+    for place in places:
+        command: Sequence[str] = place.command(file)
+        environment = {**place.environment, **keys.get(place.role, keys["other"])}
+        if cluster is not None:
+            located = replace(place, environment={**place.environment, **cluster.environment(place, config)})
+            command = cluster.command(located, command)
+        url = f"{config.engine.addresses()[place.index]}/health" if place.role == "engine" else None
+        specs.append(
+            ProcessSpec(
+                place.rule,
+                command,
+                url,
+                probed=not place.rule.once,
+                environment=environment,
+                here=cluster is None,
+            )
         )
-        for place in places
-    ]
+    return specs
 
 
 def child_environment(extra: dict[str, str]) -> dict[str, str]:
@@ -95,13 +110,13 @@ def check_health(url: str) -> HealthAnswer:
         return HealthAnswer(False)
 
 
-def health_url(directory: RunDirectory, name: str, pid: int) -> str | None:
-    """URL of a role's ``/healthz``, once process ``pid`` has written its port."""
+def health_url(directory: RunDirectory, name: str, pid: int | None) -> str | None:
+    """URL of a role's ``/healthz``, once process ``pid`` has written its port; None: any process."""
     record = read_json(directory.process_file(name))
-    if record is None or record.get("pid") != pid:
+    if record is None or pid not in (None, record.get("pid")):
         return None
     host = record.get("metrics_host", "127.0.0.1")
-    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::', '') else host}:{record['metrics_port']}/healthz"
+    return f"http://{'127.0.0.1' if host in EVERYWHERE else host}:{record['metrics_port']}/healthz"
 
 
 def _read(healthy: bool, body: bytes) -> HealthAnswer:

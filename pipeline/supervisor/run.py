@@ -34,6 +34,7 @@ from pipeline.runtime.rundir import FileLock, RunDirectory, read_json, write_byt
 from pipeline.store.evaluation_results import read_results
 from pipeline.store.ledger import read_ledger
 from pipeline.store.store import store_path
+from pipeline.supervisor.cluster import Cluster
 from pipeline.supervisor.disk import describe_disk, remove_published
 from pipeline.supervisor.display import Display, clock
 from pipeline.supervisor.inventory import local_inventory
@@ -108,11 +109,14 @@ def with_keys(config: RunConfig, directory: RunDirectory) -> RunConfig:
     return config.model_copy(update={"transport": config.transport.model_copy(update={"curve": directory.keys})})
 
 
-def run(config: RunConfig, fresh: bool = False, console: Console | None = None) -> ExitCode:
-    """Run to the end. Raises :class:`ConfigurationError`; other failures are printed and give the exit code."""
+def run(
+    config: RunConfig, fresh: bool = False, console: Console | None = None, cluster: Cluster | None = None
+) -> ExitCode:
+    """Run to the end, on this machine or on ``cluster``. Raises :class:`ConfigurationError`; other failures are printed
+    and give the exit code."""
     console = console or Console(highlight=False)
     directory = RunDirectory(config.run.path.absolute())
-    inventory = local_inventory()
+    inventory = local_inventory() if cluster is None else cluster.inventory
     chosen = plan(config, inventory).fitting()
     for sentence in chosen.reasons:
         console.print(sentence, soft_wrap=True)
@@ -128,13 +132,15 @@ def run(config: RunConfig, fresh: bool = False, console: Console | None = None) 
                 )
                 return ExitCode(finished["exit_code"])
             directory.finished_file.unlink(missing_ok=True)
-            config = resolve(chosen.config)
+            config = resolve(chosen.config if cluster is None else cluster.addressed(chosen.config))
             wait_for_room(directory.create, directory.path, "the run directory")
             config = with_keys(config, directory)
+            if cluster is not None:
+                config = cluster.located(config, chosen.places)
             write = partial(write_bytes_atomically, directory.config_file, dump(config).encode())
             wait_for_room(write, directory.config_file, "the run file")
             with OrphanReaper(keep_open=(lock,)) as reaper:
-                specs = specs_of(plan(config, inventory).places, config, directory)
+                specs = specs_of(plan(config, inventory).places, config, directory, cluster)
                 code = supervise(config, specs, directory, reaper, console)
             remove_socket_folder(directory.path)
             return code

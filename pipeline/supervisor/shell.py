@@ -161,7 +161,8 @@ class Supervisor:
             bound_log(self._directory.log_file(name), self._log_bytes_max)
 
     async def _probe(self, name: str, pid: int) -> None:
-        url = self._specs[name].health_url or health_url(self._directory, name, pid)
+        spec = self._specs[name]
+        url = spec.health_url or health_url(self._directory, name, pid if spec.here else None)
         answer = HealthAnswer(False)
         if url is not None:
             answer = await anyio.to_thread.run_sync(check_health, url, abandon_on_cancel=True)

@@ -1,0 +1,56 @@
+"""``afterplay run FILE --on NAME``: the registry of launchers, and what each is asked for.
+
+A launcher takes the plan of a run (:mod:`pipeline.supervisor.plan`) and decides only where its processes run and who
+starts them again. Their messages go over ZeroMQ and HTTP as on one machine. Another launcher is a function from
+:class:`Launch` to an exit code, and an entry in :data:`LAUNCHERS`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigurationError
+from pipeline.runtime.process import load_main
+
+LAUNCHERS = {
+    "local": "pipeline.launchers.local:launch",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One call of ``afterplay run``."""
+
+    config: RunConfig
+    fresh: bool = False
+    """Empty the run directory first."""
+    dry_run: bool = False
+    """Print what would be started or submitted, and do nothing else."""
+    out: Path | None = None
+    """Folder for the files of a dry run; None: they are printed."""
+    nodes: str = ""
+    """``N`` or ``NAME:GPUS,…``, as :func:`pipeline.supervisor.inventory.given_inventory` reads it."""
+    gpus: int | None = None
+    """GPUs of each node."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments for the program that takes the run: ``sbatch``, ``helm``."""
+
+
+def launch(name: str, request: Launch) -> int:
+    """Start or submit a run with the launcher ``name``; returns the exit code. Raises :class:`ConfigurationError`."""
+    if name not in LAUNCHERS:
+        raise ConfigurationError(f"--on: expected {', '.join(LAUNCHERS)}, got {name!r}")
+    return cast(Callable[[Launch], int], load_main(LAUNCHERS[name]))(request)
+
+
+def require_program(name: str, remedy: str) -> str:
+    """Path of a program. Raises :class:`ConfigurationError` if it is not on the PATH."""
+    path = shutil.which(name)
+    if path is None:
+        raise ConfigurationError(f"expected the program {name} on the PATH, found none: {remedy}")
+    return path

@@ -1,0 +1,82 @@
+"""Several machines under one supervisor: the command that starts a process there, and the addresses of all processes.
+
+Every machine has the run directory at the same path. It brings run file, keys and new weights to each process, and the
+ports and logs of each to the supervisor, which runs on the first node.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from pipeline.config import RunConfig
+from pipeline.config.explain import split_address
+from pipeline.config.load import ENVIRONMENT_PREFIX
+from pipeline.runtime.engine_keys import is_loopback
+from pipeline.runtime.process import ADDRESS
+from pipeline.supervisor.inventory import Inventory
+from pipeline.supervisor.plan import Place
+
+ANY_HOST = "0.0.0.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The machines of a run, for :func:`pipeline.supervisor.run.run`."""
+
+    inventory: Inventory
+    """The first node is the one of the supervisor and of the replay stage."""
+    command: Callable[[Place, Sequence[str]], Sequence[str]]
+    """Command on this machine that runs the given one of a place on the place's node, with the variables in
+    ``place.environment``. It passes SIGTERM on, and ends with the exit code of the process there."""
+
+    def addressed(self, config: RunConfig) -> RunConfig:
+        """A copy in which the replay stage listens on TCP, and engines and metrics beyond loopback where nodes have
+        such addresses. Ports of 0 are left to :func:`pipeline.config.explain.resolve`."""
+        nodes, replay = self.inventory.nodes, config.replay
+        if replay.address.startswith("ipc://"):
+            replay = replay.model_copy(update={"address": f"tcp://{_bracketed(nodes[0].address)}:0"})
+        changed = {"replay": replay}
+        if not all(is_loopback(node.address) for node in nodes):
+            sections = {"engine": config.engine, "metrics": config.metrics}
+            changed |= {
+                name: section.model_copy(update={"host": ANY_HOST})
+                for name, section in sections.items()
+                if is_loopback(section.host)
+            }
+        return config.model_copy(update=changed)
+
+    def located(self, config: RunConfig, places: Iterable[Place]) -> RunConfig:
+        """A copy with the address of each engine that the run starts. ``config`` has its ports."""
+        engine = config.engine
+        if engine.kind == "external" or engine.urls:
+            return config
+        address = {node.name: node.address for node in self.inventory.nodes}
+        urls = tuple(
+            f"http://{_bracketed(address[place.node])}:{engine.port + place.index}"
+            for place in places
+            if place.role == "engine"
+        )
+        return config.model_copy(update={"engine": engine.model_copy(update={"urls": urls})})
+
+    def environment(self, place: Place, config: RunConfig) -> dict[str, str]:
+        """Variables of a place on its node: its address, and the interface that the replay stage binds."""
+        address = {node.name: node.address for node in self.inventory.nodes}
+        variables = {ADDRESS: address[place.node]}
+        if place.role == "replay":
+            host, port = split_address(config.replay.address)
+            variables[f"{ENVIRONMENT_PREFIX}REPLAY__ADDRESS"] = f"tcp://{_bracketed(_interface(host))}:{port}"
+        return variables
+
+
+def _interface(host: str) -> str:
+    """Numeric address to bind: ZeroMQ binds no host names."""
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return ANY_HOST
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
