@@ -265,6 +265,13 @@ def actor(
             "metrics port of index 0.",
         ),
     ] = False,
+    own_address: Annotated[
+        bool,
+        typer.Option(
+            "--own-address",
+            help="Listen on the metrics port of index 0, for replicas that have an address each, as pods.",
+        ),
+    ] = False,
 ) -> None:
     """Run one actor, which takes orders from the replay stage, runs episodes and sends trajectories back.
 
@@ -280,7 +287,7 @@ def actor(
     directory = RunDirectory(config.run.path)
     take = partial(take_index, directory, "actor", None if free_index else index)
     found, _lock = wait_for_room(take, directory.path, "the lock of the actor's index")
-    _role("actor", found, "actors.role:main", config, port_index=0 if free_index else None)
+    _role("actor", found, "actors.role:main", config, port_index=0 if free_index or own_address else None)
 
 
 @replay_app.command(START)

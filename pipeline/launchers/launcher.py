@@ -19,6 +19,8 @@ from pipeline.runtime.process import load_main
 
 LAUNCHERS = {
     "local": "pipeline.launchers.local:launch",
+    "slurm": "pipeline.launchers.slurm:launch",
+    "kubernetes": "pipeline.launchers.kubernetes:launch",
 }
 
 

@@ -1,0 +1,156 @@
+{{- define "afterplay.labels" -}}
+app.kubernetes.io/name: afterplay
+app.kubernetes.io/instance: {{ .root.Values.name }}
+app.kubernetes.io/component: {{ .role }}
+{{- end }}
+
+{{- define "afterplay.metadata" -}}
+name: {{ .root.Values.name }}-{{ .role }}
+labels:
+  {{- include "afterplay.labels" . | nindent 2 }}
+{{- end }}
+
+{{/* Pods start again when the run file changes, which they read once. */}}
+{{- define "afterplay.podMetadata" -}}
+labels:
+  {{- include "afterplay.labels" . | nindent 2 }}
+annotations:
+  checksum/config: {{ .root.Values.config | sha256sum }}
+  {{- with (index .root.Values.pods .role).annotations }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end }}
+
+{{- define "afterplay.guarded" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end }}
+
+{{/* Settings of a pod: no rights, a grace longer than the drain, and where it may run. */}}
+{{- define "afterplay.pod" -}}
+automountServiceAccountToken: false
+enableServiceLinks: false
+terminationGracePeriodSeconds: {{ .root.Values.graceSeconds }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile:
+    type: RuntimeDefault
+{{- with .root.Values.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with omit (index .root.Values.pods .role) "annotations" }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "afterplay.image" -}}
+image: "{{ .root.Values.image.repository }}:{{ .root.Values.image.tag }}"
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+securityContext:
+  {{- include "afterplay.guarded" . | nindent 2 }}
+{{- end }}
+
+{{/* GPUs are requested by their limit. Without one, a container sees none. */}}
+{{- define "afterplay.resources" -}}
+{{- $place := index .root.Values .role -}}
+resources:
+  requests:
+    cpu: {{ $place.cpus | quote }}
+    memory: {{ $place.memory }}
+  {{- if or $place.gpus $place.memoryLimit }}
+  limits:
+    {{- with $place.memoryLimit }}
+    memory: {{ . }}
+    {{- end }}
+    {{- with $place.gpus }}
+    nvidia.com/gpu: {{ . | quote }}
+    {{- end }}
+  {{- end }}
+{{- end }}
+
+{{- define "afterplay.mounts" -}}
+- {name: config, mountPath: /etc/afterplay, readOnly: true}
+- {name: runs, mountPath: /runs}
+- {name: scratch, mountPath: /tmp, subPath: tmp}
+- {name: scratch, mountPath: /home/afterplay, subPath: home}
+- {name: shm, mountPath: /dev/shm}
+{{- end }}
+
+{{- define "afterplay.volumes" -}}
+- name: config
+  configMap:
+    name: {{ .root.Values.name }}-config
+- name: runs
+  persistentVolumeClaim:
+    claimName: {{ .root.Values.runs.claim | default (printf "%s-runs" .root.Values.name) }}
+- name: scratch
+  emptyDir: {}
+- name: shm
+  emptyDir:
+    medium: Memory
+{{- end }}
+
+{{/* CURVE keys of a role. Afterplay refuses secret files that others can read, and a mounted secret is readable by the
+group; so the pod's own keys are copied, and only the copy is mounted in the role's container. */}}
+{{- define "afterplay.keysInit" -}}
+- name: keys
+  {{- include "afterplay.image" . | nindent 2 }}
+  command: ["sh", "-ec"]
+  args:
+    - umask 077; cp {{ .files }} /keys/; chmod 600 /keys/*
+  resources:
+    requests: {cpu: 10m, memory: 32Mi}
+    limits: {memory: 64Mi}
+  volumeMounts:
+    - {name: secret, mountPath: /secret, readOnly: true}
+    - {name: keys, mountPath: /keys}
+{{- end }}
+
+{{- define "afterplay.keysVolumes" -}}
+- name: secret
+  secret:
+    secretName: {{ .root.Values.name }}-{{ .role }}-keys
+- name: keys
+  emptyDir:
+    medium: Memory
+    sizeLimit: 16Mi
+{{- end }}
+
+{{- define "afterplay.engineKey" -}}
+- name: {{ .variable }}
+  valueFrom:
+    secretKeyRef:
+      name: {{ .root.Values.name }}-engine-keys
+      key: {{ .key }}
+{{- end }}
+
+{{/* A role that answers no more is started again; before its first answer it has startSeconds. */}}
+{{- define "afterplay.probes" -}}
+startupProbe:
+  httpGet: {path: {{ .path }}, port: {{ .port }}}
+  periodSeconds: 5
+  timeoutSeconds: 4
+  failureThreshold: {{ div (add (index .root.Values .role).startSeconds 4) 5 }}
+livenessProbe:
+  httpGet: {path: {{ .path }}, port: {{ .port }}}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: {{ max 1 (div .root.Values.stuckSeconds 10) }}
+{{- end }}
+
+{{/* Pods of the run in these roles. */}}
+{{- define "afterplay.peers" -}}
+- podSelector:
+    matchLabels:
+      app.kubernetes.io/name: afterplay
+      app.kubernetes.io/instance: {{ .name }}
+    matchExpressions:
+      - {key: app.kubernetes.io/component, operator: In, values: [{{ join ", " .roles }}]}
+{{- end }}

@@ -1,0 +1,240 @@
+"""Kubernetes: values of the Helm chart from a run file, keys as secrets, and the installation.
+
+``afterplay run FILE --on kubernetes`` needs ``helm`` and ``kubectl``. The chart beside this file starts the same
+commands as every other launcher: replay stage, engines and actors are stateful sets, the learner is a job, which ends
+with the run. Kubernetes starts again what ends; each pod finds the others by the names of its services. The same
+command updates a run that was installed before, and continues it.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import orjson
+
+from pipeline.config import RunConfig
+from pipeline.config.explain import ACTOR_KEY_FILE
+from pipeline.config.load import dump, dump_yaml
+from pipeline.errors import ConfigurationError
+from pipeline.launchers.launcher import Launch, require_program
+from pipeline.runtime.engine_keys import LEARNER_KEY_FILE, make_key_files
+from pipeline.runtime.process import ExitCode, metrics_port
+from pipeline.runtime.rundir import PREPARE_SECONDS_MAX, write_bytes_atomically
+from pipeline.supervisor.inventory import Inventory, Node, given_inventory
+from pipeline.supervisor.plan import RENDEZVOUS_PORT, Place, Plan, plan
+from pipeline.transport.curve import make_keys
+
+CHART = Path(__file__).with_name("chart")
+VALUES = "values.yaml"
+HUB_PORT, ENGINE_PORT, METRICS_PORT = 5555, 8100, 9400
+LIBRARIES_BYTES = 2 * 2**30
+"""Memory of a process besides the buffers that its place counts. A guess, which ``--set ROLE.memory=…`` replaces."""
+SCALE_MAX = 4
+"""Times ``actor.replicas``: most actors of the autoscaler, each with keys from the start."""
+START_SECONDS = 300
+COMMAND_SECONDS_MAX = 600.0
+NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+
+
+def launch(request: Launch) -> int:
+    """Install or update the run. A dry run shows the values, and the manifests where helm is. Raises
+    :class:`ConfigurationError`."""
+    values = values_of(request)
+    if request.dry_run:
+        return _show(values, request)
+    helm = require_program("helm", "install Helm 3 or newer, or see the values with --dry-run")
+    kubectl = require_program("kubectl", "install it and choose a cluster with `kubectl config use-context`")
+    name = values["name"]
+    namespace = _namespace(request.arguments)
+    secrets = secrets_of(name, values["actor"]["podsMax"])
+    last = secrets[-1]["metadata"]["name"]
+    if _run([kubectl, *namespace, "get", "secret", last], check=False).returncode:
+        listed = {"apiVersion": "v1", "kind": "List", "items": secrets}
+        _run([kubectl, *namespace, "create", "-f", "-"], stdin=orjson.dumps(listed))
+    # A job cannot be changed. The learner drains, and the new one resumes.
+    _run([kubectl, *namespace, "delete", "job", f"{name}-learner", "--ignore-not-found", "--wait"])
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / VALUES
+        file.write_text(dump_yaml(values))
+        done = _run([helm, "upgrade", "--install", name, str(CHART), "--values", str(file), *request.arguments])
+    print(done.stdout, end="")
+    print(f"kubectl get pods -l app.kubernetes.io/instance={name} shows the pods; helm uninstall {name} ends the run")
+    return ExitCode.FINISHED
+
+
+def _show(values: dict[str, Any], request: Launch) -> int:
+    """Print the values, and what ``helm template`` makes of them; or write both to files."""
+    text = dump_yaml(values)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = request.out or Path(temporary)
+        write_bytes_atomically(folder / VALUES, text.encode())
+        helm = which("helm")
+        command = ["template", values["name"], str(CHART), "--values", str(folder / VALUES), *request.arguments]
+        manifests = "" if helm is None else _run([helm, *command]).stdout
+        if request.out is not None and manifests:
+            write_bytes_atomically(folder / "manifests.yaml", manifests.encode())
+    if request.out is None:
+        print(f"# values for {CHART}\n{text}---\n{manifests}", end="")
+    if helm is None:
+        print("# helm is not on the PATH: without it there are only the values")
+    return ExitCode.FINISHED
+
+
+def values_of(request: Launch) -> dict[str, Any]:
+    """Values of the chart. Raises :class:`ConfigurationError` for what pods cannot do."""
+    nodes = request.nodes or "1"
+    chosen = plan(request.config, given_inventory(request.gpus, nodes, Inventory((Node("here"),)))).fitting()
+    config = chosen.config
+    name = config.run.name
+    if not NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"run.name: expected at most 40 lower-case letters, digits and hyphens, as names in Kubernetes are, got "
+            f"{name!r}: use --set run.name=NAME"
+        )
+    if config.engine.colocate != "none":
+        raise ConfigurationError(
+            f"engine.colocate is {config.engine.colocate}, but two pods cannot share a GPU: give the run a GPU more "
+            "(--gpus 2) and set colocate: none"
+        )
+    config = config_in_pods(config, name)
+    return {
+        "name": name,
+        "config": dump(config),
+        "graceSeconds": math.ceil(config.supervisor.drain_seconds_max) + 10,
+        "stuckSeconds": math.ceil(config.supervisor.stuck_seconds_max),
+        **_roles(config, chosen),
+    }
+
+
+def config_in_pods(config: RunConfig, name: str) -> RunConfig:
+    """A copy with the addresses, folders and keys of pods."""
+    engine = config.engine
+    if engine.kind != "external":
+        engine = engine.model_copy(
+            update={
+                "host": "0.0.0.0",
+                "port": 0,  # each has that of its URL
+                "urls": tuple(f"http://{name}-engine-{i}.{name}-engine:{ENGINE_PORT}" for i in range(engine.replicas)),
+                "actor_key": "env:AFTERPLAY_ENGINE_ACTOR_KEY",
+                "learner_key": "env:AFTERPLAY_ENGINE_LEARNER_KEY",
+            }
+        )
+    sections = {
+        "run": {"directory": Path("/runs"), "id": config.run.id or name},
+        "replay": {"address": f"tcp://{name}-replay:{HUB_PORT}", "store": "/store/replay.sqlite"},
+        "transport": {"curve": Path("/keys")},
+        "metrics": {"host": "0.0.0.0", "port": METRICS_PORT},
+    }
+    changed = {key: getattr(config, key).model_copy(update=values) for key, values in sections.items()}
+    return config.model_copy(update={"engine": engine, **changed})
+
+
+def _roles(config: RunConfig, chosen: Plan) -> dict[str, dict[str, Any]]:
+    places: dict[str, list[Place]] = {"engine": [], "learner": [], "replay": [], "actor": []}
+    for place in chosen.places:
+        if place.role in places:
+            places[place.role].append(place)
+    ranks = places["learner"][0].gang
+    if ranks is not None and ranks.count * ranks.nodes != ranks.size:
+        raise ConfigurationError(
+            f"learner.ranks is {ranks.size} on {ranks.nodes} nodes: expected equal numbers of ranks, since the pods of "
+            "a job are equal; give a multiple"
+        )
+    more: dict[str, dict[str, Any]] = {
+        "replay": {"port": HUB_PORT, "metricsPort": metrics_port("replay", 0, METRICS_PORT)},
+        "learner": {
+            "pods": len(places["learner"]),
+            "ranksPerPod": ranks.count if ranks else config.learner.ranks,
+            "ranksPort": RENDEZVOUS_PORT,
+            "restarts": config.supervisor.restarts_max,
+            "metricsPort": metrics_port("learner", 0, METRICS_PORT),
+        },
+        "engine": {
+            "pods": len(places["engine"]),
+            "port": ENGINE_PORT,
+            "shares": config.engine.weight_transfer != "files",
+        },
+        "actor": {
+            "pods": config.actor.replicas,
+            "podsMax": SCALE_MAX * config.actor.replicas,
+            "concurrency": config.actor.concurrency,
+            "metricsPort": metrics_port("actor", 0, METRICS_PORT),
+        },
+    }
+    start = {
+        "engine": math.ceil(config.engine.start_seconds_max + PREPARE_SECONDS_MAX),
+        "learner": math.ceil(START_SECONDS + PREPARE_SECONDS_MAX),
+    }
+    return {
+        role: {**_resources(found), "startSeconds": start.get(role, START_SECONDS), **more[role]}
+        for role, found in places.items()
+    }
+
+
+def _resources(places: Iterable[Place]) -> dict[str, Any]:
+    """Requests of each pod of a role; the largest of its places."""
+    found = list(places)
+    memory = LIBRARIES_BYTES + max((place.memory_bytes for place in found), default=0)
+    return {
+        "cpus": max((place.cpus for place in found), default=1),
+        "memory": f"{math.ceil(memory / 2**20)}Mi",
+        "gpus": max((len(place.gpus) for place in found), default=0),
+    }
+
+
+def secrets_of(name: str, actors: int) -> list[dict[str, Any]]:
+    """New secrets: the CURVE keys of each role, and the keys of the engines. Each role mounts its own alone."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "keys"
+        make_keys(folder, actors)
+        make_key_files(folder)
+        files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    public = {file: data for file, data in files.items() if file.endswith(".key")}
+    pairs = {file: data for file, data in files.items() if file.endswith((".key", ".key_secret"))}
+    owned = {
+        "replay-keys": {**public, "server.key_secret": files["server.key_secret"]},
+        "learner-keys": {k: v for k, v in pairs.items() if k.startswith("learner.") or k == "server.key"},
+        "actor-keys": {k: v for k, v in pairs.items() if k.startswith("actor-") or k == "server.key"},
+        "engine-keys": {"actor": files[ACTOR_KEY_FILE], "learner": files[LEARNER_KEY_FILE]},
+    }
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": f"{name}-{suffix}", "labels": {"app.kubernetes.io/instance": name}},
+            "type": "Opaque",
+            "data": {file: base64.b64encode(data).decode() for file, data in data_of.items()},
+        }
+        for suffix, data_of in owned.items()
+    ]
+
+
+def _namespace(arguments: Iterable[str]) -> list[str]:
+    """The arguments for helm that kubectl needs too: cluster and namespace."""
+    text, found = list(arguments), []
+    for option, short in (("--namespace", "-n"), ("--kubeconfig", ""), ("--kube-context", "")):
+        for i, argument in enumerate(text):
+            if argument in (option, short) and i + 1 < len(text):
+                found.append(f"{option.replace('kube-context', 'context')}={text[i + 1]}")
+            elif argument.startswith(f"{option}="):
+                found.append(argument.replace("kube-context", "context"))
+    return found
+
+
+def _run(command: list[str], stdin: bytes = b"", check: bool = True) -> subprocess.CompletedProcess[str]:
+    """A finished program. Raises :class:`ConfigurationError` with what it said if it fails."""
+    done = subprocess.run(
+        command, input=stdin.decode(), capture_output=True, text=True, timeout=COMMAND_SECONDS_MAX, check=False
+    )
+    if check and done.returncode:
+        said = (done.stderr or done.stdout).strip()
+        raise ConfigurationError(f"{' '.join([Path(command[0]).name, *command[1:3]])} failed: {said}")
+    return done

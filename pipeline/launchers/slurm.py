@@ -1,0 +1,199 @@
+"""SLURM: a batch job whose first node runs the supervisor, and a job step for each process.
+
+``afterplay run FILE --on slurm`` submits the job. Inside a job, also one of ``salloc``, the same command runs it: the
+supervisor starts each process on its node by ``srun --overlap`` (:mod:`pipeline.launchers.slurm_step`).
+
+SIGTERM means drain. SLURM sends it some time before the limit of the job (``--signal=B:TERM@SECONDS``), and before a
+preemption where the cluster has ``PreemptParameters=send_user_signal``. A drained job puts itself back into the queue
+and resumes from the run directory; ``scancel`` ends it for good. A job that loses a node other than the first goes on
+without it (``--no-kill``).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import orjson
+
+from pipeline.config.load import dump
+from pipeline.errors import ConfigurationError
+from pipeline.launchers.launcher import Launch, require_program
+from pipeline.runtime.children import module_command
+from pipeline.runtime.process import ExitCode
+from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
+from pipeline.supervisor.cluster import Cluster
+from pipeline.supervisor.inventory import Inventory, Node, given_inventory
+from pipeline.supervisor.plan import Place, Plan, plan
+from pipeline.supervisor.run import prepare_directory, run, run_lock
+
+JOB = "SLURM_JOB_ID"
+NOTICE_SECONDS = 60
+"""SLURM sends the signal up to a minute late, so the notice is so much longer than the drain."""
+COMMAND_SECONDS_MAX = 60.0
+"""For one command of SLURM."""
+SCRIPT, FILE, LOG = "slurm.sh", "slurm.yaml", "slurm.log"
+"""Job script, its run file, and its output, in the run directory."""
+
+
+def launch(request: Launch) -> int:
+    """Submit a job, or run inside of one. Raises :class:`ConfigurationError`."""
+    if request.dry_run or JOB not in os.environ:
+        return submit(request)
+    if request.arguments or request.nodes or request.gpus is not None:
+        raise ConfigurationError(
+            f"--nodes, --gpus and arguments for sbatch are for a new job, but this is already job {os.environ[JOB]} of "
+            f"SLURM, which has its nodes: omit them, or unset {JOB} to submit another job"
+        )
+    return run_job(os.environ[JOB], request)
+
+
+def submit(request: Launch) -> int:
+    """Write script and run file, and submit them. The copy of the run file is what the job reads, so later changes of
+    the original have no effect on it."""
+    if not re.fullmatch(r"\d*", request.nodes):
+        raise ConfigurationError(f"--nodes: expected a number, for SLURM chooses the nodes, got {request.nodes!r}")
+    if not request.dry_run:
+        require_program("sbatch", "run this on a login node of the cluster, or see the job with --dry-run")
+    inventory = given_inventory(request.gpus, request.nodes or "1", Inventory((Node("here"),)))
+    chosen = plan(request.config, inventory).fitting()
+    directory = RunDirectory(request.config.run.path.absolute())
+    folder = directory.path if request.out is None else request.out.absolute()
+    text = job_script(chosen, request.arguments, folder)
+    if request.dry_run and request.out is None:
+        print(text, end="")
+        return ExitCode.FINISHED
+    if not request.dry_run:
+        with run_lock(directory, mark=False):
+            prepare_directory(directory, request.config.run.resume, request.fresh)
+            directory.create()
+    # A job that is requeued finds its run.
+    resumed = request.config.run.model_copy(update={"resume": "auto", "directory": directory.path.parent})
+    write_bytes_atomically(folder / FILE, dump(request.config.model_copy(update={"run": resumed})).encode())
+    write_bytes_atomically(folder / SCRIPT, text.encode())
+    if request.dry_run:
+        print(f"submit it with: sbatch {folder / SCRIPT}")
+        return ExitCode.FINISHED
+    number = command_output("sbatch", "--parsable", str(folder / SCRIPT)).split(";")[0].strip()
+    print(
+        f"submitted as job {number}: {folder / LOG} has its output, afterplay status {directory.path} its state, and "
+        f"scancel {number} ends it"
+    )
+    return ExitCode.FINISHED
+
+
+def job_script(chosen: Plan, arguments: Sequence[str], folder: Path) -> str:
+    """The script for sbatch: its nodes, cores and GPUs are those of the plan. ``arguments`` come last and win."""
+    config = chosen.config
+    cores = Counter[str]()
+    gpus: dict[str, set[str]] = {}
+    for place in chosen.places:
+        cores[place.node] += 0 if place.rule.once else place.cpus
+        gpus.setdefault(place.node, set()).update(place.gpus)
+    most = max(map(len, gpus.values()))
+    options = [
+        f"--job-name={config.run.name}",
+        f"--nodes={len(gpus)}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={max(cores.values())}",
+        *([f"--gpus-per-node={most}"] if most else []),
+        f"--signal=B:TERM@{math.ceil(config.supervisor.drain_seconds_max) + NOTICE_SECONDS}",
+        "--requeue",
+        "--no-kill",
+        "--open-mode=append",
+        f"--output={folder / LOG}",
+        f"--chdir={Path.cwd()}",
+        *arguments,
+    ]
+    command = module_command("pipeline.cli.app", "run", str(folder / FILE), "--on", "slurm")
+    lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options), f"exec {shlex.join(command)}"]
+    return "\n".join(lines) + "\n"
+
+
+def run_job(job: str, request: Launch) -> int:
+    """Run to the end on the nodes of ``job``. If the run was stopped before, the job goes back into the queue."""
+    directory = RunDirectory(request.config.run.path.absolute())
+    inventory = job_inventory()
+    cluster = Cluster(inventory, partial(step_command, inventory))
+    code = run(request.config, request.fresh, cluster=cluster)
+    stopped = code in (ExitCode.FINISHED, ExitCode.FORCED) and not directory.finished_file.exists()
+    if stopped and goes_back(command_output("scontrol", "-o", "show", "job", job)):
+        print(f"job {job} goes back into the queue, and continues from {directory.path}", flush=True)
+        command_output("scontrol", "requeue", job)
+    return code
+
+
+def goes_back(shown: str) -> bool:
+    """True for a batch job that may be requeued and that nobody has cancelled. ``shown``: its ``scontrol show job``."""
+    facts = dict(re.findall(r"(\w+)=(\S*)", shown))
+    return (facts.get("JobState"), facts.get("BatchFlag"), facts.get("Requeue")) == ("RUNNING", "1", "1")
+
+
+def job_inventory() -> Inventory:
+    """The nodes of this job, this one first: GPUs and cores as a step sees them, addresses as SLURM knows them."""
+    describe = module_command("pipeline.launchers.slurm_step", "describe")
+    nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    lines = command_output(
+        "srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none",
+        "--input=none", *describe,
+    ).splitlines()  # fmt: skip
+    found = {facts["name"]: facts for facts in map(orjson.loads, lines)}
+    here = os.environ.get("SLURMD_NODENAME", "")
+    names = sorted(found, key=lambda name: (name != here, name))
+    shown = {name: command_output("scontrol", "-o", "show", "node", name) for name in names}
+    addresses = {name: re.search(r"\bNodeAddr=(\S+)", text) for name, text in shown.items()}
+    return Inventory(
+        tuple(
+            Node(
+                name,
+                tuple(found[name]["gpus"]),
+                found[name]["cpus"],
+                found[name]["memory_bytes"],
+                match[1] if (match := addresses[name]) else name,
+            )
+            for name in names
+        ),
+        "; ".join(dict.fromkeys(facts["lack"] for facts in found.values() if facts["lack"])),
+    )
+
+
+def step_command(inventory: Inventory, place: Place, command: Sequence[str]) -> list[str]:
+    """Command on the first node that runs ``command`` as a step: on the node of the plan, or on another one if that is
+    lost and the process needs no GPU of it."""
+    nodes = sorted(inventory.nodes, key=lambda node: node.name != place.node)
+    others = nodes[1:]
+    turn = place.index % len(others) if others else 0
+    return [
+        *module_command("pipeline.launchers.slurm_step", "run"),
+        place.name,
+        ",".join(f"{node.name}={node.address}" for node in (nodes[0], *others[turn:], *others[:turn])),
+        "pinned" if place.gpus else "free",
+        *(f"{name}={value}" for name, value in place.environment.items()),
+        "--",
+        *command,
+    ]
+
+
+def command_output(name: str, *arguments: str) -> str:
+    """Standard output of a program of SLURM. Raises :class:`ConfigurationError` with what it said if it fails."""
+    program = require_program(name, "run this where SLURM is installed")
+    try:
+        done = subprocess.run(
+            [program, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_SECONDS_MAX,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigurationError(f"{name} did not answer within {COMMAND_SECONDS_MAX:g} s: is slurmctld up?") from error
+    if done.returncode:
+        raise ConfigurationError(f"{shlex.join([name, *arguments])} failed: {(done.stderr or done.stdout).strip()}")
+    return done.stdout

@@ -1,0 +1,123 @@
+"""Values of the Helm chart, generated from run files; the manifests where helm can be found."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import orjson
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from pipeline.cli.app import app
+from pipeline.config import RunConfig
+from pipeline.config.load import load, loads
+from pipeline.errors import ConfigurationError
+from pipeline.launchers.kubernetes import CHART, config_in_pods, secrets_of, values_of
+from pipeline.launchers.launcher import Launch
+from pipeline.transport.curve import peer_keys, server_keys
+
+ROOT = Path(__file__).resolve().parents[3]
+SCHEMA = orjson.loads((CHART / "values.schema.json").read_bytes())
+DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
+SCENES: dict[str, tuple[str, list[str], int | None, str]] = {
+    "tiny": ("tiny", [], None, ""),
+    "gpu": ("gpu", [], 8, ""),
+    "replay": ("replay_tiny", ["run.name=replay-tiny", "actor.replicas=3"], None, ""),
+    "several ranks": ("gpu", ["placement.learner_gpus=4", "placement.engine_gpus=4"], 2, "4"),
+}
+"""Run file, changes, GPUs of a node, nodes."""
+
+
+def values(scene: str) -> dict[str, Any]:
+    file, sets, gpus, nodes = SCENES[scene]
+    return values_of(Launch(load(ROOT / "configs" / f"{file}.yaml", sets, environment={}), gpus=gpus, nodes=nodes))
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_generated_values_are_what_the_chart_expects(scene: str) -> None:
+    jsonschema.validate({**DEFAULTS, **values(scene)}, SCHEMA)
+
+
+def test_a_chart_installed_without_a_run_file_is_refused() -> None:
+    with pytest.raises(jsonschema.ValidationError, match="required"):
+        jsonschema.validate(DEFAULTS, SCHEMA)
+
+
+def test_defaults_and_generated_values_do_not_overlap() -> None:
+    assert not DEFAULTS.keys() & values("tiny").keys()
+    assert DEFAULTS.keys() | values("tiny").keys() == SCHEMA["properties"].keys() - {"global"}
+
+
+def test_requests_are_those_of_the_plan() -> None:
+    found = values("gpu")
+    assert (found["engine"]["pods"], found["engine"]["gpus"]) == (6, 1)
+    assert (found["learner"]["pods"], found["learner"]["gpus"], found["learner"]["ranksPerPod"]) == (1, 2, 2)
+    assert found["actor"]["gpus"] == found["replay"]["gpus"] == 0
+    several = values("several ranks")
+    assert (several["learner"]["pods"], several["learner"]["gpus"], several["learner"]["ranksPerPod"]) == (2, 2, 2)
+
+
+def test_the_run_file_of_the_pods_names_their_services_and_no_keys() -> None:
+    config = loads(values("gpu")["config"])
+    assert config.replay.address == "tcp://gpu-replay:5555"
+    assert config.engine.addresses()[5] == "http://gpu-engine-5.gpu-engine:8100"
+    assert config.engine.actor_key == "env:AFTERPLAY_ENGINE_ACTOR_KEY"
+    assert str(config.run.path) == "/runs/gpu" and config.run.id == "gpu"
+
+
+def test_an_external_engine_keeps_its_address_and_key() -> None:
+    engine = {"kind": "external", "urls": ["http://vllm:8000"], "actor_key": "env:KEY", "learner_key": "env:KEY"}
+    config = RunConfig.model_validate({"engine": engine})
+    assert config_in_pods(config, "run").engine == config.engine
+    assert values_of(Launch(config))["engine"]["pods"] == 0
+
+
+def test_every_role_gets_its_own_keys_alone(tmp_path: Path) -> None:
+    secrets = {secret["metadata"]["name"]: secret["data"] for secret in secrets_of("run", 2)}
+    private = {name: {f for f in data if f.endswith("_secret")} for name, data in secrets.items()}
+    assert private == {
+        "run-replay-keys": {"server.key_secret"},
+        "run-learner-keys": {"learner.key_secret"},
+        "run-actor-keys": {"actor-0.key_secret", "actor-1.key_secret"},
+        "run-engine-keys": set(),
+    }
+    for name, data in secrets.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        for file, text in data.items():
+            (folder / file).write_bytes(base64.b64decode(text))
+            (folder / file).chmod(0o600)
+    hub = server_keys(tmp_path / "run-replay-keys")
+    for role, name in (("actor", "actor-1"), ("learner", "learner")):
+        keys = peer_keys(tmp_path / f"run-{role}-keys", name)
+        assert (keys.server, hub.name_of(keys.public)) == (hub.public, name)
+
+
+@pytest.mark.parametrize(
+    ("file", "sets", "gpus", "sentence"),
+    [
+        ("gpu", [], 1, "two pods cannot share a GPU"),
+        ("tiny", ["run.name=Tiny_2"], None, "run.name: expected at most 40 lower-case letters"),
+        ("gpu", [], None, "expected a GPU"),
+    ],
+)
+def test_what_pods_cannot_do_is_refused_in_a_sentence(
+    file: str, sets: list[str], gpus: int | None, sentence: str
+) -> None:
+    config = load(ROOT / "configs" / f"{file}.yaml", sets, environment={})
+    with pytest.raises(ConfigurationError, match=sentence):
+        values_of(Launch(config, gpus=gpus))
+
+
+@pytest.mark.parametrize("missing", ["helm", "kubectl"])
+def test_a_missing_program_is_named(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in {"helm", "kubectl"} - {missing}:
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = CliRunner().invoke(app, ["run", str(ROOT / "configs" / "tiny.yaml"), "--on", "kubernetes"])
+    assert f"expected the program {missing} on the PATH" in str(result.exception)

@@ -1,0 +1,138 @@
+"""Jobs of SLURM: the script from the plan, the place of each step, and when a job goes back into the queue."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pipeline.cli.app import app
+from pipeline.config.load import load
+from pipeline.errors import ConfigurationError
+from pipeline.launchers.slurm import JOB, goes_back, step_command
+from pipeline.launchers.slurm_step import choose_node
+from pipeline.supervisor.inventory import Inventory, Node
+from pipeline.supervisor.plan import plan
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY, GPU = str(ROOT / "configs" / "tiny.yaml"), str(ROOT / "configs" / "gpu.yaml")
+
+
+@pytest.fixture(autouse=True)
+def outside_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(JOB, raising=False)
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["run", *arguments, "--on", "slurm"], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def options_in(script: str) -> dict[str, str]:
+    lines = [shlex.split(line)[1] for line in script.splitlines() if line.startswith("#SBATCH")]
+    return dict(line.removeprefix("--").partition("=")[::2] for line in lines)
+
+
+def test_a_script_asks_for_what_the_plan_needs_and_for_time_to_drain() -> None:
+    script = invoke(GPU, "--dry-run", "--nodes", "2", "--gpus", "4", "--set", "supervisor.drain_seconds_max=9.5")
+    options = options_in(script)
+    chosen = plan(load(GPU, environment={}), Inventory(tuple(Node(f"n{i}", tuple("0123")) for i in range(2))))
+    cores = [sum(p.cpus for p in chosen.places if p.node == node and not p.rule.once) for node in ("n0", "n1")]
+    assert options["nodes"] == "2" and options["gpus-per-node"] == "4"
+    assert options["cpus-per-task"] == str(max(cores))
+    assert options["signal"] == "B:TERM@70"
+    assert {"requeue", "no-kill"} <= options.keys()
+    assert script.splitlines()[-1].startswith(f"exec {sys.executable} -P -m pipeline.cli.app run ")
+
+
+def test_arguments_for_sbatch_come_last_so_that_they_win() -> None:
+    arguments = ["--partition=gpu", "--comment=a b", "--cpus-per-task=99"]
+    result = CliRunner().invoke(app, ["run", TINY, "--on", "slurm", "--dry-run", "--", *arguments])
+    lines = [line for line in result.output.splitlines() if line.startswith("#SBATCH")]
+    assert [shlex.split(line)[1] for line in lines[-3:]] == arguments
+
+
+def test_a_job_without_gpus_asks_for_none() -> None:
+    assert "gpus-per-node" not in options_in(invoke(TINY, "--dry-run", "--nodes", "2"))
+
+
+def test_what_does_not_fit_is_refused_before_a_job_waits_for_it() -> None:
+    with pytest.raises(ConfigurationError, match="expected a GPU"):
+        invoke(GPU, "--dry-run", "--nodes", "2")
+    with pytest.raises(ConfigurationError, match="SLURM chooses the nodes"):
+        invoke(GPU, "--dry-run", "--nodes", "a:8,b:8")
+
+
+def test_without_sbatch_one_sentence_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"expected the program sbatch .* --dry-run"):
+        invoke(TINY)
+
+
+def test_a_submitted_run_is_a_copy_that_later_changes_do_not_touch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho 17\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    sets = ["--set", f"run.directory={tmp_path / 'runs'}", "--set", "run.resume=never"]
+    output = invoke(TINY, *sets)
+    run = tmp_path / "runs" / "tiny"
+    assert "submitted as job 17" in output and "scancel 17" in output
+    copy = load(run / "slurm.yaml", environment={})
+    assert copy.run.path == run
+    assert copy.run.resume == "auto", "a job that is requeued continues"
+    assert shlex.quote(str(run / "slurm.yaml")) in (run / "slurm.sh").read_text().splitlines()[-1]
+
+
+def test_a_job_within_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(JOB, "3")
+    with pytest.raises(ConfigurationError, match="already job 3"):
+        invoke(TINY, "--nodes", "2")
+
+
+def test_only_a_batch_job_that_nobody_cancelled_goes_back_into_the_queue() -> None:
+    shown = "JobId=3 JobName=tiny JobState={} Reason=None Requeue={} Restarts=0 BatchFlag={} Reboot=0"
+    assert goes_back(shown.format("RUNNING", 1, 1))
+    for state, requeue, batch in (("CANCELLED", 1, 1), ("PENDING", 1, 1), ("RUNNING", 0, 1), ("RUNNING", 1, 0)):
+        assert not goes_back(shown.format(state, requeue, batch))
+
+
+@pytest.mark.parametrize(
+    ("alive", "pinned", "chosen"),
+    [
+        (["n1", "n2"], False, "n2"),
+        (["n1"], False, "n1"),
+        (["n1"], True, None),
+        (["n1", "n2"], True, "n2"),
+        ([], False, None),
+    ],
+)
+def test_a_process_of_a_lost_node_moves_unless_it_needs_its_gpus(
+    alive: list[str], pinned: bool, chosen: str | None
+) -> None:
+    assert choose_node(("n2", "n1"), alive, pinned) == chosen
+
+
+def test_processes_of_a_lost_node_are_spread_over_the_others() -> None:
+    inventory = Inventory(tuple(Node(f"n{i}", address=f"10.0.0.{i}") for i in range(4)))
+    config = load(TINY, ["actor.replicas=12"], environment={})
+    places = [p for p in plan(config, inventory).places if p.role == "actor" and p.node == "n3"]
+    seconds = [step_command(inventory, place, ["x"])[6].split(",")[1] for place in places]
+    assert len(set(seconds)) == 3
+    command = step_command(inventory, places[0], ["x", "y"])
+    assert command[5:8] == [places[0].name, "n3=10.0.0.3,n0=10.0.0.0,n1=10.0.0.1,n2=10.0.0.2", "free"]
+    assert command[-3:] == ["--", "x", "y"]
+
+
+def test_a_process_with_gpus_is_pinned_and_sees_only_them() -> None:
+    inventory = Inventory((Node("n0", ("0", "1")), Node("n1", ("0", "1"))))
+    engine = next(p for p in plan(load(GPU, environment={}), inventory).places if p.role == "engine")
+    command = step_command(inventory, engine, ["x"])
+    assert command[7] == "pinned" and f"CUDA_VISIBLE_DEVICES={','.join(engine.gpus)}" in command
