@@ -5,8 +5,8 @@ supervisor starts each process on its node by ``srun --overlap`` (:mod:`pipeline
 
 SIGTERM means drain. SLURM sends it some time before the limit of the job (``--signal=B:TERM@SECONDS``), and before a
 preemption where the cluster has ``PreemptParameters=send_user_signal``. A drained job puts itself back into the queue
-and resumes from the run directory; ``scancel`` ends it for good. A job that loses a node other than the first goes on
-without it (``--no-kill``).
+and resumes from the run directory; ``scancel`` ends it for good. A job that loses a node other than the first
+continues without it (``--no-kill``), unless engines or GPUs were there: then it drains, to get another node.
 """
 
 from __future__ import annotations
@@ -166,7 +166,8 @@ def job_inventory() -> Inventory:
 
 def step_command(inventory: Inventory, place: Place, command: Sequence[str]) -> list[str]:
     """Command on the first node that runs ``command`` as a step: on the node of the plan, or on another one if that is
-    lost and the process needs no GPU of it."""
+    lost and the process needs neither its GPUs nor its address."""
+    fixed = place.role == "engine" and len({node.address for node in inventory.nodes}) > 1
     nodes = sorted(inventory.nodes, key=lambda node: node.name != place.node)
     others = nodes[1:]
     turn = place.index % len(others) if others else 0
@@ -174,7 +175,7 @@ def step_command(inventory: Inventory, place: Place, command: Sequence[str]) -> 
         *module_command("pipeline.launchers.slurm_step", "run"),
         place.name,
         ",".join(f"{node.name}={node.address}" for node in (nodes[0], *others[turn:], *others[:turn])),
-        "pinned" if place.gpus else "free",
+        "pinned" if place.gpus or fixed else "free",
         *(f"{name}={value}" for name, value in place.environment.items()),
         "--",
         *command,

@@ -136,3 +136,11 @@ def test_a_process_with_gpus_is_pinned_and_sees_only_them() -> None:
     engine = next(p for p in plan(load(GPU, environment={}), inventory).places if p.role == "engine")
     command = step_command(inventory, engine, ["x"])
     assert command[7] == "pinned" and f"CUDA_VISIBLE_DEVICES={','.join(engine.gpus)}" in command
+
+
+def test_an_engine_stays_where_others_look_for_it() -> None:
+    config = load(TINY, ["engine.replicas=2"], environment={})
+    for second, kind in (("10.0.0.1", "pinned"), ("127.0.0.1", "free")):
+        inventory = Inventory((Node("n0", address="127.0.0.1"), Node("n1", address=second)))
+        place = next(p for p in plan(config, inventory).places if p.name == "engine-1")
+        assert step_command(inventory, place, ["x"])[7] == kind
