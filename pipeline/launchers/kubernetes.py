@@ -150,7 +150,7 @@ def _roles(config: RunConfig, chosen: Plan) -> dict[str, dict[str, Any]]:
     counts = [place.gang.count for place in places["learner"] if place.gang is not None]
     if len(set(counts)) > 1:
         raise ConfigurationError(
-            f"expected as many ranks of the learner on each node, because the pods of a job are equal, got {counts}: set "
+            f"expected as many ranks of the learner on each node, as the pods of a job are equal, got {counts}: set "
             "placement.learner_gpus to a multiple of the GPUs of a node"
         )
     more: dict[str, dict[str, Any]] = {

@@ -26,6 +26,7 @@ import orjson
 from pipeline.config.load import dump
 from pipeline.errors import ConfigurationError
 from pipeline.launchers.launcher import Launch, require_program
+from pipeline.launchers.slurm_step import nodes_of
 from pipeline.runtime.children import module_command
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
@@ -118,13 +119,18 @@ def job_script(chosen: Plan, arguments: Sequence[str], folder: Path) -> str:
 
 
 def run_job(job: str, request: Launch) -> int:
-    """Run to the end on the nodes of ``job``. If the run was stopped before, the job goes back into the queue."""
+    """Run to the end on the nodes of ``job``. If the run was stopped before, or ended because a node was lost, the job
+    goes back into the queue."""
     directory = RunDirectory(request.config.run.path.absolute())
     inventory = job_inventory()
     cluster = Cluster(inventory, partial(step_command, inventory))
     code = run(request.config, request.fresh, cluster=cluster)
-    stopped = code in (ExitCode.FINISHED, ExitCode.FORCED) and not directory.finished_file.exists()
-    if stopped and goes_back(command_output("scontrol", "-o", "show", "job", job)):
+    stopped = code in (ExitCode.FINISHED, ExitCode.FORCED) or bool({n.name for n in inventory.nodes} - {*nodes_of(job)})
+    if (
+        stopped
+        and not directory.finished_file.exists()
+        and goes_back(command_output("scontrol", "-o", "show", "job", job))
+    ):
         print(f"job {job} goes back into the queue, and continues from {directory.path}", flush=True)
         command_output("scontrol", "requeue", job)
     return code

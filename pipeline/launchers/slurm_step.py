@@ -36,15 +36,14 @@ def choose_node(nodes: Sequence[str], alive: Sequence[str], pinned: bool) -> str
 def run(name: str, addresses: dict[str, str], pinned: bool, command: Sequence[str]) -> int:
     """Run the step ``name`` on the first of the nodes in ``addresses`` that the job still has; returns its exit code.
 
-    If one that is ``pinned`` to its node has lost it, the run ends: the supervisor, our parent, gets SIGTERM, and the
-    job goes back into the queue for another node.
+    If one that is ``pinned`` to its node has lost it, the code is that of errors that a restart does not mend: the
+    supervisor drains, and the job goes back into the queue for another node.
     """
     job = os.environ["SLURM_JOB_ID"]
     node = choose_node(tuple(addresses), nodes_of(job), pinned)
     if node is None:
         print(f"{name}: its node {next(iter(addresses))} is lost, and it cannot move: ending the run", flush=True)
-        os.kill(os.getppid(), signal.SIGTERM)
-        return ExitCode.FAILED
+        return ExitCode.CONFIGURATION
     signal_steps(job, name, "KILL")  # srun can be killed without its process
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     step = subprocess.Popen(
