@@ -125,12 +125,9 @@ def run_job(job: str, request: Launch) -> int:
     inventory = job_inventory()
     cluster = Cluster(inventory, partial(step_command, inventory))
     code = run(request.config, request.fresh, cluster=cluster)
-    stopped = code in (ExitCode.FINISHED, ExitCode.FORCED) or bool({n.name for n in inventory.nodes} - {*nodes_of(job)})
-    if (
-        stopped
-        and not directory.finished_file.exists()
-        and goes_back(command_output("scontrol", "-o", "show", "job", job))
-    ):
+    lost = {node.name for node in inventory.nodes} - set(nodes_of(job))
+    stopped = (lost or code in (ExitCode.FINISHED, ExitCode.FORCED)) and not directory.finished_file.exists()
+    if stopped and goes_back(command_output("scontrol", "-o", "show", "job", job)):
         print(f"job {job} goes back into the queue, and continues from {directory.path}", flush=True)
         command_output("scontrol", "requeue", job)
     return code

@@ -36,7 +36,7 @@ def choose_node(nodes: Sequence[str], alive: Sequence[str], pinned: bool) -> str
 def run(name: str, addresses: dict[str, str], pinned: bool, command: Sequence[str]) -> int:
     """Run the step ``name`` on the first of the nodes in ``addresses`` that the job still has; returns its exit code.
 
-    If one that is ``pinned`` to its node has lost it, the code is that of errors that a restart does not mend: the
+    If one that is ``pinned`` to its node has lost it, the code is that of errors that no restart fixes: the
     supervisor drains, and the job goes back into the queue for another node.
     """
     job = os.environ["SLURM_JOB_ID"]
