@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "configs" / "tiny.yaml"
 RESULTS = ROOT / "benchmarks" / "results" / "slurm.json"
 NAME = "slurm"
-STEPS, LOST_AT, PREEMPTED_AT = 50, 8, 20
+STEPS, LOST_AT, PREEMPTED_AT = 30, 5, 12
 LOOK_SECONDS = 0.2
 WAIT_SECONDS_MAX = 300.0
 
