@@ -172,5 +172,5 @@ def test_sigterm_reaches_the_process_of_a_step_and_its_exit_code_comes_back(tmp_
     process = subprocess.Popen([*step, sys.executable, "-c", program], env=environment)
     ready.open().close()
     process.terminate()
-    assert process.wait(30) == 9
+    assert process.wait(120) == 9
     assert record.read_text().splitlines() == ["--signal=KILL 7.3", "--signal=TERM 7.3"]
