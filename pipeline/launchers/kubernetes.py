@@ -33,7 +33,7 @@ from pipeline.supervisor.plan import RENDEZVOUS_PORT, Place, Plan, plan
 from pipeline.transport.curve import make_keys
 
 CHART = Path(__file__).with_name("chart")
-VALUES = "values.yaml"
+FILE, VALUES = "run.yaml", "values.yaml"
 HUB_PORT, ENGINE_PORT, METRICS_PORT = 5555, 8100, 9400
 LIBRARIES_BYTES = 2 * 2**30
 """Memory of a process besides the buffers that its place counts. A guess, which ``--set ROLE.memory=…`` replaces."""
@@ -45,51 +45,57 @@ NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 
 
 def launch(request: Launch) -> int:
-    """Install or update the run. A dry run shows the values, and the manifests where helm is. Raises
+    """Install or update the run. A dry run shows run file and values, and the manifests where helm is. Raises
     :class:`ConfigurationError`."""
-    values = values_of(request)
+    config, values = values_of(request)
     if request.dry_run:
-        return _show(values, request)
+        return _show(config, values, request)
     helm = require_program("helm", "install Helm 3 or newer, or see the values with --dry-run")
     kubectl = require_program("kubectl", "install it and choose a cluster with `kubectl config use-context`")
     name = values["name"]
-    namespace = _namespace(request.arguments)
+    place = cluster_options(request.arguments)
     secrets = secrets_of(name, values["actor"]["podsMax"])
     last = secrets[-1]["metadata"]["name"]
-    if _run([kubectl, *namespace, "get", "secret", last], check=False).returncode:
+    if _run([kubectl, *place, "get", "secret", last], check=False).returncode:
         listed = {"apiVersion": "v1", "kind": "List", "items": secrets}
-        _run([kubectl, *namespace, "create", "-f", "-"], stdin=orjson.dumps(listed))
+        _run([kubectl, *place, "create", "-f", "-"], stdin=orjson.dumps(listed).decode())
     # A job cannot be changed. The learner drains, and the new one resumes.
-    _run([kubectl, *namespace, "delete", "job", f"{name}-learner", "--ignore-not-found", "--wait"])
+    _run([kubectl, *place, "delete", "job", f"{name}-learner", "--ignore-not-found", "--wait"])
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / VALUES
-        file.write_text(dump_yaml(values))
-        done = _run([helm, "upgrade", "--install", name, str(CHART), "--values", str(file), *request.arguments])
-    print(done.stdout, end="")
+        files = write_files(config, values, Path(folder))
+        print(_run([helm, "upgrade", "--install", name, str(CHART), *files, *request.arguments]).stdout, end="")
     print(f"kubectl get pods -l app.kubernetes.io/instance={name} shows the pods; helm uninstall {name} ends the run")
     return ExitCode.FINISHED
 
 
-def _show(values: dict[str, Any], request: Launch) -> int:
-    """Print the values, and what ``helm template`` makes of them; or write both to files."""
-    text = dump_yaml(values)
+def write_files(config: RunConfig, values: dict[str, Any], folder: Path) -> list[str]:
+    """Write run file and values; returns the arguments with which helm reads them."""
+    write_bytes_atomically(folder / FILE, dump(config).encode())
+    write_bytes_atomically(folder / VALUES, dump_yaml(values).encode())
+    return ["--values", str(folder / VALUES), "--set-file", f"config={folder / FILE}"]
+
+
+def _show(config: RunConfig, values: dict[str, Any], request: Launch) -> int:
+    """Print run file, values and what ``helm template`` makes of them; or write them to files."""
+    helm, manifests = which("helm"), ""
     with tempfile.TemporaryDirectory() as temporary:
         folder = request.out or Path(temporary)
-        write_bytes_atomically(folder / VALUES, text.encode())
-        helm = which("helm")
-        command = ["template", values["name"], str(CHART), "--values", str(folder / VALUES), *request.arguments]
-        manifests = "" if helm is None else _run([helm, *command]).stdout
-        if request.out is not None and manifests:
+        files = write_files(config, values, folder)
+        if helm is not None:
+            manifests = _run([helm, "template", values["name"], str(CHART), *files, *request.arguments]).stdout
             write_bytes_atomically(folder / "manifests.yaml", manifests.encode())
-    if request.out is None:
-        print(f"# values for {CHART}\n{text}---\n{manifests}", end="")
+        if request.out is None:
+            print(f"# {FILE}\n{(folder / FILE).read_text()}---\n# {VALUES}\n{(folder / VALUES).read_text()}{manifests}")
+    if request.out is not None:
+        print(f"install it with: helm upgrade --install {values['name']} {CHART} {' '.join(files)}")
     if helm is None:
-        print("# helm is not on the PATH: without it there are only the values")
+        print("# helm is not on the PATH: without it there are no manifests")
     return ExitCode.FINISHED
 
 
-def values_of(request: Launch) -> dict[str, Any]:
-    """Values of the chart. Raises :class:`ConfigurationError` for what pods cannot do."""
+def values_of(request: Launch) -> tuple[RunConfig, dict[str, Any]]:
+    """The run file that the pods read, and the values of the chart. Raises :class:`ConfigurationError` for what pods
+    cannot do."""
     nodes = request.nodes or "1"
     chosen = plan(request.config, given_inventory(request.gpus, nodes, Inventory((Node("here"),)))).fitting()
     config = chosen.config
@@ -104,10 +110,8 @@ def values_of(request: Launch) -> dict[str, Any]:
             f"engine.colocate is {config.engine.colocate}, but two pods cannot share a GPU: give the run a GPU more "
             "(--gpus 2) and set colocate: none"
         )
-    config = config_in_pods(config, name)
-    return {
+    return config_in_pods(config, name), {
         "name": name,
-        "config": dump(config),
         "graceSeconds": math.ceil(config.supervisor.drain_seconds_max) + 10,
         "stuckSeconds": math.ceil(config.supervisor.stuck_seconds_max),
         **_roles(config, chosen),
@@ -143,10 +147,11 @@ def _roles(config: RunConfig, chosen: Plan) -> dict[str, dict[str, Any]]:
         if place.role in places:
             places[place.role].append(place)
     ranks = places["learner"][0].gang
-    if ranks is not None and ranks.count * ranks.nodes != ranks.size:
+    counts = [place.gang.count for place in places["learner"] if place.gang is not None]
+    if len(set(counts)) > 1:
         raise ConfigurationError(
-            f"learner.ranks is {ranks.size} on {ranks.nodes} nodes: expected equal numbers of ranks, since the pods of "
-            "a job are equal; give a multiple"
+            f"expected as many ranks of the learner on each node, as the pods of a job are equal, got {counts}: set "
+            "placement.learner_gpus to a multiple of the GPUs of a node"
         )
     more: dict[str, dict[str, Any]] = {
         "replay": {"port": HUB_PORT, "metricsPort": metrics_port("replay", 0, METRICS_PORT)},
@@ -217,22 +222,31 @@ def secrets_of(name: str, actors: int) -> list[dict[str, Any]]:
     ]
 
 
-def _namespace(arguments: Iterable[str]) -> list[str]:
-    """The arguments for helm that kubectl needs too: cluster and namespace."""
-    text, found = list(arguments), []
-    for option, short in (("--namespace", "-n"), ("--kubeconfig", ""), ("--kube-context", "")):
-        for i, argument in enumerate(text):
-            if argument in (option, short) and i + 1 < len(text):
-                found.append(f"{option.replace('kube-context', 'context')}={text[i + 1]}")
-            elif argument.startswith(f"{option}="):
-                found.append(argument.replace("kube-context", "context"))
+def cluster_options(arguments: Iterable[str]) -> list[str]:
+    """The options for kubectl that choose the cluster and namespace of these options for helm.
+
+    >>> cluster_options(["-n", "rl", "--kube-context=lab", "--set", "a=b"])
+    ['--namespace=rl', '--context=lab']
+    """
+    names = {"-n": "--namespace", "--namespace": "--namespace", "--kubeconfig": "--kubeconfig"}
+    names["--kube-context"] = "--context"
+    found, name = [], ""
+    for argument in arguments:
+        option, _, value = argument.partition("=")
+        if name:
+            found.append(f"{name}={argument}")
+            name = ""
+        elif option in names and value:
+            found.append(f"{names[option]}={value}")
+        else:
+            name = names.get(option, "")
     return found
 
 
-def _run(command: list[str], stdin: bytes = b"", check: bool = True) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], stdin: str = "", check: bool = True) -> subprocess.CompletedProcess[str]:
     """A finished program. Raises :class:`ConfigurationError` with what it said if it fails."""
     done = subprocess.run(
-        command, input=stdin.decode(), capture_output=True, text=True, timeout=COMMAND_SECONDS_MAX, check=False
+        command, input=stdin, capture_output=True, text=True, timeout=COMMAND_SECONDS_MAX, check=False
     )
     if check and done.returncode:
         said = (done.stderr or done.stdout).strip()

@@ -5,8 +5,8 @@ supervisor starts each process on its node by ``srun --overlap`` (:mod:`pipeline
 
 SIGTERM means drain. SLURM sends it some time before the limit of the job (``--signal=B:TERM@SECONDS``), and before a
 preemption where the cluster has ``PreemptParameters=send_user_signal``. A drained job puts itself back into the queue
-and resumes from the run directory; ``scancel`` ends it for good. A job that loses a node other than the first goes on
-without it (``--no-kill``).
+and resumes from the run directory; ``scancel`` ends it for good. A job that loses a node other than the first
+continues without it (``--no-kill``), unless engines or GPUs were there: then it drains, to get another node.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import orjson
 from pipeline.config.load import dump
 from pipeline.errors import ConfigurationError
 from pipeline.launchers.launcher import Launch, require_program
+from pipeline.launchers.slurm_step import nodes_of
 from pipeline.runtime.children import module_command
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
@@ -118,12 +119,14 @@ def job_script(chosen: Plan, arguments: Sequence[str], folder: Path) -> str:
 
 
 def run_job(job: str, request: Launch) -> int:
-    """Run to the end on the nodes of ``job``. If the run was stopped before, the job goes back into the queue."""
+    """Run to the end on the nodes of ``job``. If the run was stopped before, or ended because a node was lost, the job
+    goes back into the queue."""
     directory = RunDirectory(request.config.run.path.absolute())
     inventory = job_inventory()
     cluster = Cluster(inventory, partial(step_command, inventory))
     code = run(request.config, request.fresh, cluster=cluster)
-    stopped = code in (ExitCode.FINISHED, ExitCode.FORCED) and not directory.finished_file.exists()
+    lost = {node.name for node in inventory.nodes} - set(nodes_of(job))
+    stopped = (lost or code in (ExitCode.FINISHED, ExitCode.FORCED)) and not directory.finished_file.exists()
     if stopped and goes_back(command_output("scontrol", "-o", "show", "job", job)):
         print(f"job {job} goes back into the queue, and continues from {directory.path}", flush=True)
         command_output("scontrol", "requeue", job)
@@ -166,7 +169,8 @@ def job_inventory() -> Inventory:
 
 def step_command(inventory: Inventory, place: Place, command: Sequence[str]) -> list[str]:
     """Command on the first node that runs ``command`` as a step: on the node of the plan, or on another one if that is
-    lost and the process needs no GPU of it."""
+    lost and the process needs neither its GPUs nor its address."""
+    fixed = place.role == "engine" and len({node.address for node in inventory.nodes}) > 1
     nodes = sorted(inventory.nodes, key=lambda node: node.name != place.node)
     others = nodes[1:]
     turn = place.index % len(others) if others else 0
@@ -174,7 +178,7 @@ def step_command(inventory: Inventory, place: Place, command: Sequence[str]) -> 
         *module_command("pipeline.launchers.slurm_step", "run"),
         place.name,
         ",".join(f"{node.name}={node.address}" for node in (nodes[0], *others[turn:], *others[:turn])),
-        "pinned" if place.gpus else "free",
+        "pinned" if place.gpus or fixed else "free",
         *(f"{name}={value}" for name, value in place.environment.items()),
         "--",
         *command,

@@ -1,7 +1,6 @@
 """Steps of a SLURM job: the description of a node, and one process of a run on one of the nodes.
 
-The supervisor starts ``run``, which turns into ``srun``: SIGTERM is passed on to the process, and its exit code is
-ours.
+The supervisor starts ``run`` for each process: SIGTERM is passed on to the process, and its exit code is ours.
 """
 
 from __future__ import annotations
@@ -11,13 +10,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 
 import orjson
 
 from pipeline.runtime.process import ADDRESS, ExitCode
 from pipeline.supervisor.inventory import local_inventory
+
+PASSED_ON = (signal.SIGTERM, signal.SIGCHLD)
+"""Signals that a step waits for: the supervisor's, and the end of ``srun``."""
 
 
 def describe() -> None:
@@ -32,24 +33,36 @@ def choose_node(nodes: Sequence[str], alive: Sequence[str], pinned: bool) -> str
     return next((node for node in (nodes[:1] if pinned else nodes) if node in alive), None)
 
 
-def run(name: str, addresses: dict[str, str], pinned: bool, command: Sequence[str]) -> None:
-    """Become the step ``name`` on the first of the nodes in ``addresses`` that the job still has.
+def run(name: str, addresses: dict[str, str], pinned: bool, command: Sequence[str]) -> int:
+    """Run the step ``name`` on the first of the nodes in ``addresses`` that the job still has; returns its exit code.
 
-    A process that needs the GPUs of a lost node ends the run instead: its parent, the supervisor, gets SIGTERM, and the
-    job goes back into the queue for another node.
+    If one that is ``pinned`` to its node has lost it, the code is that of errors that no restart fixes: the
+    supervisor drains, and the job goes back into the queue for another node.
     """
     job = os.environ["SLURM_JOB_ID"]
     node = choose_node(tuple(addresses), nodes_of(job), pinned)
     if node is None:
-        print(f"{name}: its node {next(iter(addresses))} is lost, and with it the GPUs: ending the run", flush=True)
-        os.kill(os.getppid(), signal.SIGTERM)
-        sys.exit(ExitCode.FAILED)
-    end_steps(job, name)
-    step = [
-        "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", f"--job-name={name}", "--cpu-bind=none",
-        "--mem=0", "--input=none", "--kill-on-bad-exit=0", "env", f"{ADDRESS}={addresses[node]}",
-    ]  # fmt: skip
-    os.execvp("srun", [*step, *command])
+        print(f"{name}: its node {next(iter(addresses))} is lost, and it cannot move: ending the run", flush=True)
+        return ExitCode.CONFIGURATION
+    signal_steps(job, name, "KILL")  # srun can be killed without its process
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    step = subprocess.Popen(
+        [
+            "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", f"--job-name={name}",
+            "--cpu-bind=none", "--mem=0", "--input=none", "--quiet", "env", f"{ADDRESS}={addresses[node]}", *command,
+        ],
+        preexec_fn=unblock,
+    )  # fmt: skip
+    while (code := step.poll()) is None:
+        # On SIGTERM srun itself would kill the step.
+        if signal.sigwait(PASSED_ON) == signal.SIGTERM and not signal_steps(job, name, "TERM"):
+            step.terminate()
+    return code if code >= 0 else 128 - code
+
+
+def unblock() -> None:
+    """Let a new program have the signals that we wait for."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
 
 def nodes_of(job: str) -> list[str]:
@@ -57,29 +70,30 @@ def nodes_of(job: str) -> list[str]:
     return _lines("scontrol", "show", "hostnames", *_lines("squeue", "-h", "-j", job, "-o", "%N"))
 
 
-def end_steps(job: str, name: str) -> None:
-    """Kill what is left of earlier steps of this name: ``srun`` can be killed without its process."""
-    for line in _lines("squeue", "-h", "-s", "-j", job, "-o", "%i %j"):
-        step, _, found = line.strip().partition(" ")
-        if found.strip() == name:
-            with suppress(subprocess.CalledProcessError):  # it has ended by itself
-                subprocess.run(["scancel", "--signal=KILL", step], check=True, capture_output=True)
+def signal_steps(job: str, name: str, kind: str) -> bool:
+    """Send a signal to the steps of this name; False if there is none."""
+    found = [line.split(maxsplit=1) for line in _lines("squeue", "-h", "-s", "-j", job, "-o", "%i %j")]
+    steps = [step for step, of in found if of.strip() == name]
+    if steps:
+        subprocess.run(["scancel", f"--signal={kind}", *steps], check=False, capture_output=True)
+    return bool(steps)
 
 
 def _lines(*command: str) -> list[str]:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> int:
     """``describe``, or ``run NAME NODE=ADDRESS,… pinned|free VARIABLE=VALUE … -- COMMAND``."""
     if arguments[0] == "describe":
-        return describe()
+        describe()
+        return ExitCode.FINISHED
     _, name, nodes, kind, *rest = arguments
     end = rest.index("--")
     addresses = dict(node.split("=", 1) for node in nodes.split(","))
     variables = [variable for variable in rest[:end] if not variable.startswith(f"{ADDRESS}=")]
-    run(name, addresses, kind == "pinned", [*variables, *rest[end + 1 :]])
+    return run(name, addresses, kind == "pinned", [*variables, *rest[end + 1 :]])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

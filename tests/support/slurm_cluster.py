@@ -42,7 +42,7 @@ SchedulerParameters=sched_interval=1,sched_min_interval=100000
 ReturnToService=2
 SlurmdTimeout=15
 KillWait=5
-PreemptParameters=send_user_signal
+SlurmctldParameters=preempt_send_user_signal
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 JobCompType=jobcomp/none
@@ -91,7 +91,7 @@ class SlurmCluster:
             "munged", "--foreground", "--force", f"--socket={folder}/munge.socket", f"--key-file={key}",
             f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log", f"--seed-file={folder}/munge.seed",
         )  # fmt: skip
-        self._until(lambda: (folder / "munge.socket").exists(), "munged")
+        self.until(lambda: (folder / "munge.socket").exists(), "munged")
         ports = _free_ports(1 + len(self.nodes))
         host = socket.gethostname()
         lines = [
@@ -106,7 +106,7 @@ class SlurmCluster:
         self._spawn("slurmctld", "-D", "-c")
         for node in self.nodes:
             self.start_node(node)
-        self._until(lambda: set(self.states().values()) == {"IDLE"}, "the nodes")
+        self.until(lambda: set(self.states().values()) == {"IDLE"}, "the nodes")
 
     def start_node(self, node: str) -> None:
         (self.folder / node).mkdir(exist_ok=True)
@@ -161,7 +161,7 @@ class SlurmCluster:
                 [path, *arguments], env=self.environment, stdout=output, stderr=output, stdin=subprocess.DEVNULL
             )
 
-    def _until(self, ready, what: str) -> None:
+    def until(self, ready, what: str) -> None:
         deadline = time.monotonic() + START_SECONDS_MAX
         while not ready():
             dead = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]

@@ -199,7 +199,8 @@ def check_afterplay(command: Any, words: list[str], *, whole: bool) -> None:
         assert words[0] in command.commands, f"expected one of {sorted(command.commands)}, got {words[0]!r}"
         command, words = command.commands[words[0]], words[1:]
     options = {name: p for p in command.params for name in (*p.opts, *p.secondary_opts) if name.startswith("-")}
-    for word, following in itertools.pairwise([*words, ""]):
+    own = words[: words.index("--")] if "--" in words else words  # what follows is for another program
+    for word, following in itertools.pairwise([*own, ""]):
         if not re.fullmatch(r"-[a-z]|--[a-z-]+", word) or word == "--help":
             continue
         assert word in options, f"expected one of {sorted(options)}, got {word!r}"

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from pipeline.cli.app import app
 from pipeline.config import RunConfig
-from pipeline.config.load import load, loads
+from pipeline.config.load import dump, load
 from pipeline.errors import ConfigurationError
-from pipeline.launchers.kubernetes import CHART, config_in_pods, secrets_of, values_of
+from pipeline.launchers.kubernetes import CHART, cluster_options, config_in_pods, secrets_of, values_of
 from pipeline.launchers.launcher import Launch
 from pipeline.transport.curve import peer_keys, server_keys
 
@@ -32,9 +32,14 @@ SCENES: dict[str, tuple[str, list[str], int | None, str]] = {
 """Run file, changes, GPUs of a node, nodes."""
 
 
-def values(scene: str) -> dict[str, Any]:
+def generated(scene: str) -> tuple[RunConfig, dict[str, Any]]:
     file, sets, gpus, nodes = SCENES[scene]
     return values_of(Launch(load(ROOT / "configs" / f"{file}.yaml", sets, environment={}), gpus=gpus, nodes=nodes))
+
+
+def values(scene: str) -> dict[str, Any]:
+    config, found = generated(scene)
+    return {**found, "config": dump(config)}
 
 
 @pytest.mark.parametrize("scene", SCENES)
@@ -62,7 +67,7 @@ def test_requests_are_those_of_the_plan() -> None:
 
 
 def test_the_run_file_of_the_pods_names_their_services_and_no_keys() -> None:
-    config = loads(values("gpu")["config"])
+    config = generated("gpu")[0]
     assert config.replay.address == "tcp://gpu-replay:5555"
     assert config.engine.addresses()[5] == "http://gpu-engine-5.gpu-engine:8100"
     assert config.engine.actor_key == "env:AFTERPLAY_ENGINE_ACTOR_KEY"
@@ -73,7 +78,7 @@ def test_an_external_engine_keeps_its_address_and_key() -> None:
     engine = {"kind": "external", "urls": ["http://vllm:8000"], "actor_key": "env:KEY", "learner_key": "env:KEY"}
     config = RunConfig.model_validate({"engine": engine})
     assert config_in_pods(config, "run").engine == config.engine
-    assert values_of(Launch(config))["engine"]["pods"] == 0
+    assert values_of(Launch(config))[1]["engine"]["pods"] == 0
 
 
 def test_every_role_gets_its_own_keys_alone(tmp_path: Path) -> None:
@@ -98,19 +103,20 @@ def test_every_role_gets_its_own_keys_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "sets", "gpus", "sentence"),
+    ("file", "sets", "gpus", "nodes", "sentence"),
     [
-        ("gpu", [], 1, "two pods cannot share a GPU"),
-        ("tiny", ["run.name=Tiny_2"], None, "run.name: expected at most 40 lower-case letters"),
-        ("gpu", [], None, "expected a GPU"),
+        ("gpu", ["placement.learner_gpus=6", "placement.engine_gpus=2"], 4, "2", r"as many ranks .* got \[4, 2\]"),
+        ("gpu", [], 1, "", "two pods cannot share a GPU"),
+        ("tiny", ["run.name=Tiny_2"], None, "", "run.name: expected at most 40 lower-case letters"),
+        ("gpu", [], None, "", "expected a GPU"),
     ],
 )
 def test_what_pods_cannot_do_is_refused_in_a_sentence(
-    file: str, sets: list[str], gpus: int | None, sentence: str
+    file: str, sets: list[str], gpus: int | None, nodes: str, sentence: str
 ) -> None:
     config = load(ROOT / "configs" / f"{file}.yaml", sets, environment={})
     with pytest.raises(ConfigurationError, match=sentence):
-        values_of(Launch(config, gpus=gpus))
+        values_of(Launch(config, gpus=gpus, nodes=nodes))
 
 
 @pytest.mark.parametrize("missing", ["helm", "kubectl"])
@@ -121,3 +127,8 @@ def test_a_missing_program_is_named(missing: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PATH", str(tmp_path))
     result = CliRunner().invoke(app, ["run", str(ROOT / "configs" / "tiny.yaml"), "--on", "kubernetes"])
     assert f"expected the program {missing} on the PATH" in str(result.exception)
+
+
+def test_secrets_go_to_the_cluster_and_namespace_that_helm_is_given() -> None:
+    given = ["-n", "rl", "--kube-context=lab", "--set", "a=b", "--kubeconfig", "k"]
+    assert cluster_options(given) == ["--namespace=rl", "--context=lab", "--kubeconfig=k"]

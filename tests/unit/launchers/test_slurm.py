@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
 from pipeline.launchers.slurm import JOB, goes_back, step_command
 from pipeline.launchers.slurm_step import choose_node
+from pipeline.runtime.children import module_command
 from pipeline.supervisor.inventory import Inventory, Node
 from pipeline.supervisor.plan import plan
 
@@ -136,3 +138,39 @@ def test_a_process_with_gpus_is_pinned_and_sees_only_them() -> None:
     engine = next(p for p in plan(load(GPU, environment={}), inventory).places if p.role == "engine")
     command = step_command(inventory, engine, ["x"])
     assert command[7] == "pinned" and f"CUDA_VISIBLE_DEVICES={','.join(engine.gpus)}" in command
+
+
+def test_an_engine_stays_where_others_look_for_it() -> None:
+    config = load(TINY, ["engine.replicas=2"], environment={})
+    for second, kind in (("10.0.0.1", "pinned"), ("127.0.0.1", "free")):
+        inventory = Inventory((Node("n0", address="127.0.0.1"), Node("n1", address=second)))
+        place = next(p for p in plan(config, inventory).places if p.name == "engine-1")
+        assert step_command(inventory, place, ["x"])[7] == kind
+
+
+STAND_INS = {
+    "squeue": 'case "$*" in *-s*) echo "7.3 actor-1";; *) echo "n[1-2]";; esac',
+    "scontrol": "printf 'n1\\nn2\\n'",
+    "scancel": 'echo "$@" >> "$RECORD"; pid=$(cat "$RECORD.pid"); [ -z "$pid" ] || kill -TERM "$pid"',
+    "srun": 'while [ "$1" != env ]; do shift; done; echo $$ > "$RECORD.pid"; exec "$@"',
+}
+"""Programs of SLURM, for one step that is a process here."""
+
+
+def test_sigterm_reaches_the_process_of_a_step_and_its_exit_code_comes_back(tmp_path: Path) -> None:
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    record, ready = tmp_path / "record", tmp_path / "ready"
+    (tmp_path / "record.pid").write_text("")
+    os.mkfifo(ready)
+    program = f"import signal, sys; signal.signal(15, lambda *_: sys.exit(9)); open({str(ready)!r}, 'w').close(); "
+    program += "signal.pause()"
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(record), JOB: "7"}
+    environment["PYTHONPATH"] = str(ROOT)
+    step = [*module_command("pipeline.launchers.slurm_step", "run"), "actor-1", "n1=127.0.0.1", "free", "A=1", "--"]
+    process = subprocess.Popen([*step, sys.executable, "-c", program], env=environment)
+    ready.open().close()
+    process.terminate()
+    assert process.wait(120) == 9
+    assert record.read_text().splitlines() == ["--signal=KILL 7.3", "--signal=TERM 7.3"]

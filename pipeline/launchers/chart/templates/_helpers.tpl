@@ -78,8 +78,8 @@ resources:
 {{- define "afterplay.mounts" -}}
 - {name: config, mountPath: /etc/afterplay, readOnly: true}
 - {name: runs, mountPath: /runs}
-- {name: scratch, mountPath: /tmp, subPath: tmp}
-- {name: scratch, mountPath: /home/afterplay, subPath: home}
+- {name: tmp, mountPath: /tmp}
+- {name: home, mountPath: /home/afterplay}
 - {name: shm, mountPath: /dev/shm}
 {{- end }}
 
@@ -90,7 +90,9 @@ resources:
 - name: runs
   persistentVolumeClaim:
     claimName: {{ .root.Values.runs.claim | default (printf "%s-runs" .root.Values.name) }}
-- name: scratch
+- name: tmp
+  emptyDir: {}
+- name: home
   emptyDir: {}
 - name: shm
   emptyDir:

@@ -1,0 +1,18 @@
+"""A run on a real SLURM cluster keeps its promises when a node is lost and when the job is preempted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.slurm import problems, prove
+from tests.support.slurm_cluster import missing_programs
+
+MISSING = missing_programs()
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"SLURM is not installed: no {', '.join(MISSING)} (slurm-wlm, munge)")
+def test_a_lost_node_and_a_preemption_lose_nothing(tmp_path: Path) -> None:
+    found = prove(tmp_path)
+    assert problems(found) == [], found
