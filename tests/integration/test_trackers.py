@@ -98,11 +98,8 @@ def test_the_store_of_a_tracker_has_each_step_once_after_a_kill(
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.chdir(tmp_path)
     directory = RunDirectory(tmp_path / "some").create()
-    config = loads(
-        "report_to: [NAME]\ntrackers: {rollouts: 0, seconds: 0.1}\nenvironments: {guess: {name: number_guess}}".replace(
-            "NAME", name
-        )
-    )
+    trackers = f"report_to: [{name}]\ntrackers: {{rollouts: 0, seconds: 0.1}}"
+    config = loads(f"{trackers}\nenvironments: {{guess: {{name: number_guess}}}}")
     run = config.run.model_copy(update={"directory": tmp_path, "name": "some"})
     directory.config_file.write_text(dump(config.model_copy(update={"run": run})))
     append(directory.metrics_file, steps(1, 20, 0))

@@ -120,7 +120,7 @@ class Scene:
     def pids(self, name: str, what: str = "started") -> list[int]:
         return [pid for who, did, pid in self.notes() if (who, did) == (name, what)]
 
-    def until(self, condition, seconds: float = 15):
+    def until(self, condition, seconds: float = 60):
         """Watching files of other processes: there is nothing to wait on but time."""
         end = time.monotonic() + seconds
         while not (found := condition()):
@@ -128,7 +128,7 @@ class Scene:
             threading.Event().wait(0.02)
         return found
 
-    def ended(self, seconds: float = 15) -> tuple[int, str]:
+    def ended(self, seconds: float = 60) -> tuple[int, str]:
         out, _ = self.process.communicate(timeout=seconds)
         return self.process.returncode, out
 
