@@ -187,7 +187,7 @@ def run(
     sets: Sets = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over: empty the run directory first.")] = False,
     on: Annotated[
-        str, typer.Option("--on", metavar="WHERE", help="local (this machine), slurm or kubernetes.")
+        str, typer.Option("--on", metavar="WHERE", help="local (this machine), ray, slurm or kubernetes.")
     ] = "local",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be started or submitted, and do nothing else.")

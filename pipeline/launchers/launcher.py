@@ -19,6 +19,7 @@ from pipeline.runtime.process import load_main
 
 LAUNCHERS = {
     "local": "pipeline.launchers.local:launch",
+    "ray": "pipeline.launchers.ray:launch",
     "slurm": "pipeline.launchers.slurm:launch",
     "kubernetes": "pipeline.launchers.kubernetes:launch",
 }

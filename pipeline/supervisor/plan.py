@@ -204,6 +204,7 @@ def _learner(config: RunConfig, division: Division, head: Node, role: str) -> It
                 depends=("replay",),
                 awaits=(PREPARE,),
                 ends_run=i == 0,
+                gang=role if gang is not None else "",
                 stuck_seconds_max=config.supervisor.stuck_seconds_max,
             ),
             gpus=share.gpus,

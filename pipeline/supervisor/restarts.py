@@ -60,6 +60,8 @@ class Rule:
     """Killing it in the drain loses nothing, so the drain still counts as clean."""
     optional: bool = False
     """The run continues without it, where another process would end the run by failing."""
+    gang: str = ""
+    """Processes of the same gang fail together: when one of them fails, the others are killed, and all start again."""
     start_seconds_max: float = 300.0
     stuck_seconds_max: float = 300.0
     """Longest time without a healthy answer, once it was healthy."""
@@ -157,6 +159,10 @@ class Machine:
         self._ready.setdefault(name, now)
         return self._start_ready(now)
 
+    def placed(self, name: str, at: float) -> None:
+        """``start_seconds_max`` of ``name`` counts from ``at``; infinity while it waits for a node."""
+        self.processes[name].started_at = at
+
     def unhealthy(self, name: str, now: float) -> list[Action]:
         """``name`` did not answer, or answered that it is stuck."""
         process = self.processes[name]
@@ -179,7 +185,9 @@ class Machine:
             process.phase = Phase.DONE
             self._ready.setdefault(name, now)
             return self._drain(ExitCode.FINISHED, "finished", now) if rule.ends_run else self._start_ready(now)
-        return self._restart(process, code, now)
+        others = [] if code == 0 or process.killed else self._gang(process)
+        actions = self._restart(process, code, now)
+        return actions or self._kill(others)
 
     def stop(self, now: float, reason: str) -> list[Action]:
         """Drain. Does nothing when draining already."""
@@ -195,9 +203,10 @@ class Machine:
         """Act on elapsed time; call it at :meth:`next_wake` at the latest."""
         if self.draining_since is not None:
             return self._advance(now)
-        actions = self._kill(
-            p for p in self.processes.values() if p.alive and not p.killed and now >= self._deadline(p)
-        )
+        late = [p for p in self.processes.values() if p.alive and not p.killed and now >= self._deadline(p)]
+        actions = self._kill(late)
+        for process in late:
+            actions += self._kill(self._gang(process))
         for process in self.processes.values():
             if process.phase is Phase.BACKOFF and now >= process.wake_at:
                 actions += self._start(process, now)
@@ -212,6 +221,12 @@ class Machine:
         times = [p.wake_at for p in self.processes.values() if p.phase is Phase.BACKOFF]
         times += [self._deadline(p) for p in self.processes.values() if p.alive and not p.killed]
         return min(times, default=math.inf)
+
+    def _gang(self, process: Process) -> list[Process]:
+        """The others of its gang that live and are not killed yet."""
+        gang = process.rule.gang
+        members = [p for p in self.processes.values() if gang and p.rule.gang == gang]
+        return [p for p in members if p is not process and p.alive and not p.killed]
 
     def _deadline(self, process: Process) -> float:
         """Time at which a live process that is not healthy is killed."""

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -39,8 +39,9 @@ from pipeline.supervisor.cluster import Cluster
 from pipeline.supervisor.disk import describe_disk, remove_published
 from pipeline.supervisor.display import Display, clock
 from pipeline.supervisor.history import compare, record
+from pipeline.supervisor.host import ProcessHost
 from pipeline.supervisor.inventory import local_inventory
-from pipeline.supervisor.plan import plan, preflight_place
+from pipeline.supervisor.plan import Place, plan, preflight_place
 from pipeline.supervisor.preflight import check_directory
 from pipeline.supervisor.processes import ProcessSpec, specs_of
 from pipeline.supervisor.restarts import RestartLimits
@@ -120,10 +121,15 @@ def with_keys(config: RunConfig, directory: RunDirectory) -> RunConfig:
 
 
 def run(
-    config: RunConfig, fresh: bool = False, console: Console | None = None, cluster: Cluster | None = None
+    config: RunConfig,
+    fresh: bool = False,
+    console: Console | None = None,
+    cluster: Cluster | None = None,
+    host_of: Callable[[Sequence[Place], RunConfig], ProcessHost] | None = None,
 ) -> ExitCode:
-    """Run to the end, on this machine or on ``cluster``. Raises :class:`ConfigurationError`; other failures are printed
-    and give the exit code."""
+    """Run to the end, on this machine or on ``cluster``. ``host_of``: where the places of the plan are started; None:
+    by their commands on this machine. Raises :class:`ConfigurationError`; other failures are printed and give the exit
+    code."""
     console = console or Console(highlight=False)
     directory = RunDirectory(config.run.path.absolute())
     for tracker in config.report_to:
@@ -150,9 +156,9 @@ def run(
                 console.print(line, markup=False, soft_wrap=True)
             directory.finished_file.unlink(missing_ok=True)
             wait_for_room(directory.create, directory.path, "the run directory")
-            config = with_keys(config, directory)
             if cluster is not None:
                 config = cluster.located(config, chosen.places)
+            config = with_keys(config, directory)
             shutil.rmtree(directory.engines, ignore_errors=True)
             write = partial(write_bytes_atomically, directory.config_file, dump(config).encode())
             wait_for_room(write, directory.config_file, "the run file")
@@ -161,7 +167,8 @@ def run(
             with OrphanReaper(keep_open=(lock,)) as reaper:
                 places = (preflight_place(inventory), *plan(config, inventory).places)
                 specs = specs_of(places, config, directory, cluster)
-                code = supervise(config, specs, directory, reaper, console)
+                host = None if host_of is None else host_of(places, config)
+                code = supervise(config, specs, directory, reaper, console, host=host)
             (directory.path / LEARNER_DIGEST_FILE).unlink(missing_ok=True)
             remove_socket_folder(directory.path)
             return code
@@ -177,9 +184,11 @@ def supervise(
     reaper: OrphanReaper,
     console: Console,
     is_done: Callable[[], bool] | None = None,
+    host: ProcessHost | None = None,
 ) -> ExitCode:
     """Start ``specs``, supervise them to the end, and print the result. ``is_done`` is true when the process that
-    ends the run has finished its work; None: when the learner has made its last step."""
+    ends the run has finished its work; None: when the learner has made its last step. ``host``: where the processes
+    live; None: on this machine."""
     tail = MetricsTail(directory.metrics_file)
     tail.skip()
     section = config.supervisor
@@ -192,7 +201,7 @@ def supervise(
         tail_now.read()
         return reached(tail_now.last, config.run.total_steps)
 
-    supervisor = Supervisor(specs, limits, directory, reaper, is_done or work_done, section.log_bytes_max)
+    supervisor = Supervisor(specs, limits, directory, reaper, is_done or work_done, section.log_bytes_max, host)
     directory.outcome_file.unlink(missing_ok=True)
     started_at = time.monotonic()
     console.print(f"run directory {directory.path}  (logs in {directory.logs})", soft_wrap=True)

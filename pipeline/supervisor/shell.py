@@ -10,19 +10,19 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 import anyio
 import anyio.abc
 import anyio.to_thread
 
 from pipeline.cli.viewer.progress import MetricsTail, describe_evaluation
-from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit
-from pipeline.runtime.disk_wait import free_bytes, size, unless_full, when_room
+from pipeline.runtime.children import OrphanReaper, describe_exit
+from pipeline.runtime.disk_wait import free_bytes, size, unless_full
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
-from pipeline.supervisor.processes import HealthAnswer, ProcessSpec, check_health, child_environment, health_url
+from pipeline.supervisor.host import Child, LocalHost, ProcessHost, ProcessLost
+from pipeline.supervisor.processes import HealthAnswer, ProcessSpec
 from pipeline.supervisor.restarts import Action, Machine, Phase, Process, RestartLimits, Start
 
 PROBE_EVERY_SECONDS = 1.0
@@ -43,7 +43,9 @@ class Supervisor:
         reaper: OrphanReaper,
         work_done: Callable[[], bool] = lambda: True,
         log_bytes_max: int = 64 * 1024 * 1024,
+        host: ProcessHost | None = None,
     ) -> None:
+        """``host``: where the processes live; None: on this machine."""
         self._specs = {spec.name: spec for spec in specs}
         self.machine = Machine([spec.rule for spec in self._specs.values()], limits)
         self.answers: dict[str, HealthAnswer] = {}
@@ -51,7 +53,10 @@ class Supervisor:
         self._reaper = reaper
         self._work_done = work_done
         self._log_bytes_max = log_bytes_max
-        self._children: dict[str, ChildGroup] = {}
+        self._host = host or LocalHost(directory, reaper)
+        self._children: dict[str, Child] = {}
+        self._starts: dict[str, anyio.CancelScope] = {}
+        """Processes that are being started."""
         self._changed = anyio.Event()
         self._group: anyio.abc.TaskGroup | None = None
         self._display: Display | None = None
@@ -108,7 +113,10 @@ class Supervisor:
         assert self._group is not None
         for action in actions:
             if isinstance(action, Start):
+                self._starts[action.name] = anyio.CancelScope()
                 self._group.start_soon(self._run_process, self._specs[action.name])
+            elif action.name in self._starts:
+                self._starts[action.name].cancel()
             elif action.name in self._children:
                 child = self._children[action.name]
                 if action.kill:
@@ -120,12 +128,27 @@ class Supervisor:
 
     async def _run_process(self, spec: ProcessSpec) -> None:
         """Start one process and wait for its end."""
+        try:
+            code, why = await self._live(spec), ""
+        except ProcessLost as error:
+            code, why = -signal.SIGKILL, str(error)
+        self._children.pop(spec.name, None)
+        self.answers.pop(spec.name, None)
+        self._directory.process_file(spec.name).unlink(missing_ok=True)
+        self._perform(self.machine.exited(spec.name, code, time.monotonic(), finished=code == 0 and self._work_done()))
+        self._report_exit(spec.name, code, why)
+
+    async def _live(self, spec: ProcessSpec) -> int:
+        """From the start of a process to its exit code; minus SIGTERM if the run ended before it had a place."""
         state = self.machine.processes[spec.name]
-        log_file = self._directory.log_file(spec.name)
-        with await when_room(partial(_open_log, log_file), log_file, f"the log of {spec.name}") as output:
-            child = ChildGroup(
-                spec.command, self._reaper, environment=child_environment(spec.environment), output=output
-            )
+        child = None
+        try:
+            with self._starts[spec.name]:
+                child = await self._host.start(spec, partial(self._wait_for_place, spec.name))
+        finally:
+            del self._starts[spec.name]
+        if child is None:
+            return -signal.SIGTERM
         self._children[spec.name] = child
         if state.killed:
             child.kill()
@@ -133,21 +156,27 @@ class Supervisor:
             child.terminate()
         elif not spec.probed and not spec.rule.once:
             self._perform(self.machine.healthy(spec.name, time.monotonic()))
-        code = await child.wait()
-        del self._children[spec.name]
-        self.answers.pop(spec.name, None)
-        self._directory.process_file(spec.name).unlink(missing_ok=True)
-        self._perform(self.machine.exited(spec.name, code, time.monotonic(), finished=code == 0 and self._work_done()))
-        self._report_exit(spec.name, code)
+        return await child.wait()
 
-    def _report_exit(self, name: str, code: int) -> None:
+    def _wait_for_place(self, name: str, reason: str) -> None:
+        """``name`` waits for a node; without a ``reason`` it has one."""
+        assert self._display is not None
+        before = self.answers.get(name)
+        if reason and (before is None or before.waiting_for != reason):
+            self._display.say(f"{name} waits for {reason}")
+        self.answers[name] = HealthAnswer(False, "waiting for a node" if reason else "", reason)
+        self.machine.placed(name, math.inf if reason else time.monotonic())
+
+    def _report_exit(self, name: str, code: int, why: str) -> None:
         assert self._display is not None
         process = self.machine.processes[name]
         if process.phase is Phase.BACKOFF:
             wait = max(0.0, process.wake_at - time.monotonic())
-            self._display.say(f"{name} ended ({_why_ended(process, code)}); restart {process.restarts} in {wait:.1f} s")
+            self._display.say(
+                f"{name} ended ({why or _why_ended(process, code)}); restart {process.restarts} in {wait:.1f} s"
+            )
         elif process.rule.optional and self.machine.draining_since is None:
-            why = " ".join(last_lines(self._directory.log_file(name), 1)) or describe_exit(code)
+            why = why or " ".join(last_lines(self._directory.log_file(name), 1)) or describe_exit(code)
             self._display.say(f"the run continues without {name}: {why}")
         self._write_states()
 
@@ -157,7 +186,7 @@ class Supervisor:
             async with anyio.create_task_group() as group:
                 for name, process in list(self._children.items()):
                     if self._specs[name].probed and self.machine.processes[name].phase is not Phase.STOPPING:
-                        group.start_soon(self._probe, name, process.pid)
+                        group.start_soon(self._probe, name, process)
             self._write_states()
             await anyio.to_thread.run_sync(self._bound_logs)
             await anyio.sleep(PROBE_EVERY_SECONDS)
@@ -166,14 +195,9 @@ class Supervisor:
         for name in self._specs:
             bound_log(self._directory.log_file(name), self._log_bytes_max)
 
-    async def _probe(self, name: str, pid: int) -> None:
-        spec = self._specs[name]
-        url = spec.health_url or health_url(self._directory, name, pid if spec.here else None)
-        answer = HealthAnswer(False)
-        if url is not None:
-            answer = await anyio.to_thread.run_sync(check_health, url, abandon_on_cancel=True)
-        current = self._children.get(name)
-        if current is None or current.pid != pid:
+    async def _probe(self, name: str, child: Child) -> None:
+        answer = await self._host.check(self._specs[name], child)
+        if self._children.get(name) is not child:
             return
         now = time.monotonic()
         self.answers[name] = answer
@@ -227,11 +251,6 @@ class Supervisor:
         if full and not self._disk_full and self._display is not None:
             self._display.say(f"waiting for disk: {path.parent} has {size(free_bytes(path))} free")
         self._disk_full = full
-
-
-def _open_log(path: Path) -> IO[bytes]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("ab")
 
 
 def bound_log(path: Path, bytes_max: int) -> None:

@@ -195,6 +195,7 @@ def test_the_schema_knows_only_errors() -> None:
         ("pyarrow", ("pipeline/tasks/parquet.py",)),
         ("datasets", ("pipeline/tasks/huggingface.py",)),
         *((name, (f"pipeline/trackers/{name}.py",)) for name in ("tensorboard", "wandb", "mlflow", "trackio")),
+        ("ray", ("pipeline/launchers/ray.py",)),
     ],
 )
 def test_a_library_lives_in_its_home(library: str, homes: tuple[str, ...]) -> None:

@@ -92,6 +92,53 @@ def test_the_back_off_doubles_up_to_its_bound_and_begins_again_after_a_steady_ti
     assert machine.processes["replay"].wake_at - now - 61 == 1
 
 
+RANKS = (
+    Rule("learner", 1, ends_run=True, gang="learner"),
+    Rule("learner-1", 1, gang="learner"),
+    Rule("actor-0", 0),
+)
+
+
+def gang_running() -> Machine:
+    machine = Machine(RANKS, LIMITS)
+    machine.begin(0)
+    for rule_ in RANKS:
+        machine.healthy(rule_.name, 0)
+    return machine
+
+
+@pytest.mark.parametrize(("lost", "other"), [("learner", "learner-1"), ("learner-1", "learner")])
+def test_a_lost_rank_takes_its_gang_with_it_and_all_start_again(lost: str, other: str):
+    machine = gang_running()
+    assert machine.exited(lost, -9, 10) == [SendSignal(other, kill=True)]
+    assert machine.exited(other, -9, 10.2) == [], "what was killed kills nobody"
+    assert machine.tick(12) == [Start("learner"), Start("learner-1")]
+    assert machine.processes["actor-0"].phase is Phase.RUNNING
+
+
+def test_a_stuck_rank_takes_its_gang_with_it():
+    machine = gang_running()
+    machine.unhealthy("learner-1", 10)
+    assert machine.tick(310) == [SendSignal("learner-1", kill=True), SendSignal("learner", kill=True)]
+
+
+def test_a_rank_that_has_finished_leaves_the_others_to_finish():
+    machine = gang_running()
+    assert machine.exited("learner-1", 0, 10) == []
+    machine.exited("learner", 0, 10.1, finished=True)
+    assert machine.code is ExitCode.FINISHED
+
+
+def test_the_wait_for_a_node_is_no_time_of_the_start():
+    machine = Machine((Rule("replay", 0, start_seconds_max=300),), LIMITS)
+    machine.begin(0)
+    machine.placed("replay", math.inf)
+    assert machine.tick(5000) == []
+    machine.placed("replay", 5000)
+    assert machine.tick(5299) == []
+    assert machine.tick(5300) == [SendSignal("replay", kill=True)]
+
+
 def test_too_many_restarts_end_the_run_and_name_the_culprit():
     machine = running()
     for now in range(0, 100, 10):

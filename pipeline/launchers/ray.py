@@ -1,0 +1,404 @@
+"""Processes of a run on the nodes of a Ray cluster (``afterplay run FILE --on ray``, on one of them).
+
+This process is the driver: the supervisor decides as on one machine, and shows the same progress. Ray reserves a
+placement group for each role (:mod:`pipeline.launchers.ray_placement`) and starts a keeper for each process
+(:mod:`pipeline.launchers.ray_keeper`). When a node is lost, Ray moves its bundles to nodes with room, and the
+supervisor starts the processes again there, with the waits and limits of any restart. The replay stage waits for its
+own node. Messages go over ZeroMQ and HTTP, never through Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+from rich.console import Console
+
+from pipeline.config import RunConfig
+from pipeline.config.explain import free_ports, split_address
+from pipeline.errors import ConfigurationError
+from pipeline.launchers.launcher import Launch
+from pipeline.launchers.ray_keeper import Keeper, has_disk
+from pipeline.launchers.ray_placement import PlacementGroup, Seat, describe, lacking, placement_groups
+from pipeline.runtime.disk_wait import unless_full
+from pipeline.runtime.process import ADDRESS, ExitCode
+from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
+from pipeline.store.store import store_path
+from pipeline.supervisor.cluster import Cluster
+from pipeline.supervisor.host import ProcessLost, Waiting
+from pipeline.supervisor.inventory import Inventory, Node
+from pipeline.supervisor.plan import Place, plan
+from pipeline.supervisor.processes import PROBE_SECONDS_MAX, HealthAnswer, ProcessSpec
+from pipeline.supervisor.run import run
+
+LOOK_SECONDS = 0.5
+"""Time between two looks at a placement group that has no nodes yet."""
+PATIENCE_SECONDS = 5.0
+"""Wait for a node from which on the user reads of it."""
+
+
+def launch(request: Launch) -> int:
+    """Run to the end. A dry run prints the placement groups. Raises :class:`ConfigurationError`."""
+    given = {"--nodes": request.nodes, "--gpus": request.gpus, "--out": request.out, "--": request.arguments}
+    for option, value in given.items():
+        if value not in ("", None, ()):
+            raise ConfigurationError(f"{option}: the nodes and GPUs are those of the Ray cluster: omit it")
+    config, console = request.config, Console(highlight=False)
+    directory = RunDirectory(config.run.path.absolute())
+    ray = connect(f"afterplay:{directory.path}")
+    try:
+        cluster = cluster_of(ray, config, directory)
+        chosen = plan(config, cluster.inventory).fitting()
+        groups = placement_groups(chosen.places, cluster.inventory.nodes)
+        if sentence := lacking(groups, cluster.inventory.nodes):
+            raise ConfigurationError(sentence)
+        if request.dry_run:
+            for line in (*chosen.reasons, *describe(groups)):
+                console.print(line, markup=False, soft_wrap=True)
+            return ExitCode.FINISHED
+        hosts: list[RayHost] = []
+
+        def host_of(places: Sequence[Place], resolved: RunConfig) -> RayHost:
+            hosts.append(RayHost(ray, places, resolved, config.engine.port, cluster.inventory))
+            return hosts[0]
+
+        try:
+            return run(config, request.fresh, console, cluster, host_of)
+        finally:
+            for host in hosts:
+                host.close()
+    finally:
+        ray.shutdown()
+
+
+def connect(namespace: str) -> Any:
+    """Ray, as a driver of the cluster that runs on this node or at ``RAY_ADDRESS``. Raises
+    :class:`ConfigurationError`."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigurationError("--on ray: expected Ray, found none: pip install 'afterplay[ray]'") from error
+    path = os.environ.get("PYTHONPATH")
+    variables = {"env_vars": {"PYTHONPATH": path}} if path else {}
+    try:
+        ray.init(
+            address=os.environ.get("RAY_ADDRESS", "auto"),
+            namespace=namespace,
+            runtime_env=variables,
+            log_to_driver=False,
+            logging_level="error",
+        )
+    except ConnectionError as error:
+        raise ConfigurationError(
+            f"--on ray: expected a Ray cluster with a node on this machine, found none ({error}): start one with "
+            "`ray start --head`, join others with `ray start --address`, or set RAY_ADDRESS"
+        ) from error
+    return ray
+
+
+@dataclass(frozen=True, slots=True)
+class RayCluster(Cluster):
+    """Addresses of a run whose engines may move: they are in a file of the run directory."""
+
+    replay_port: int = 0
+
+    def addressed(self, config: RunConfig) -> RunConfig:
+        """As for any cluster; the replay stage gets its address later, for its node may be another than ours."""
+        found = Cluster.addressed(self, config)
+        return found.model_copy(update={"replay": found.replay.model_copy(update={"address": "ipc://"})})
+
+    def located(self, config: RunConfig, places: Iterable[Place]) -> RunConfig:
+        """A copy with the address of the replay stage, and the file with those of the engines. An engine that shares
+        its device with the learner stays on its node and has a fixed address."""
+        engine, address = config.engine, {node.name: node.address for node in self.inventory.nodes}
+        if engine.kind != "external" and not engine.urls:
+            changed = {"discovery": f"file:{engine_urls(RunDirectory(config.run.path))}"}
+            if engine.colocate != "none":
+                changed = {"host": next(address[place.node] for place in places if place.role == "engine")}
+            engine = engine.model_copy(update=changed)
+        head = self.inventory.nodes[0].address
+        replay = config.replay.model_copy(
+            update={"address": f"tcp://{f'[{head}]' if ':' in head else head}:{self.replay_port}"}
+        )
+        return config.model_copy(update={"engine": engine, "replay": replay})
+
+
+def engine_urls(directory: RunDirectory) -> Path:
+    """Base URLs of the engines that run now, one a line."""
+    return directory.path / "engine_urls"
+
+
+def cluster_of(ray: Any, config: RunConfig, directory: RunDirectory) -> RayCluster:
+    """The nodes that live, that with the replay stage's disk first. Raises :class:`ConfigurationError`."""
+    here, store = ray.get_runtime_context().get_node_id(), str(store_path(config, directory))
+    found = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
+    ids = [str(node["NodeID"]) for node in found]
+    if config.replay.store is not None:
+        look = [_on_node(ray, has_disk, one).remote(store, str(directory.path)) for one in ids]
+        disks = ray.get(look)
+        if not any(disks):
+            raise ConfigurationError(
+                f"expected the disk with {store} (replay.store) on a node of the Ray cluster, found it on none of "
+                f"{len(ids)}: the replay stage never starts without its store. Start the node that has it"
+            )
+        found.insert(0, found.pop(disks.index(True)))
+    inventory = inventory_of(found)
+    address = config.replay.address
+    port = split_address(address)[1] if address.startswith("tcp://") else 0
+    if not port:
+        host = inventory.nodes[0].address
+        port = ray.get(_on_node(ray, free_ports, str(found[0]["NodeID"])).remote(host, 1))
+    return RayCluster(inventory, lambda place, command: command, port)
+
+
+def inventory_of(nodes: Sequence[Mapping[str, Any]]) -> Inventory:
+    """From what Ray says about its nodes. Their GPUs have numbers: Ray chooses among them."""
+    names = [str(node.get("NodeName") or node["NodeManagerAddress"]) for node in nodes]
+    return Inventory(
+        tuple(
+            Node(
+                name if names.count(name) == 1 else f"{name}-{str(node['NodeID'])[:8]}",
+                tuple(map(str, range(int(node["Resources"].get("GPU", 0))))),
+                int(node["Resources"].get("CPU", 0)),
+                int(node["Resources"].get("memory", 0)) or None,
+                str(node["NodeManagerAddress"]),
+            )
+            for name, node in zip(names, nodes, strict=True)
+        ),
+        "Ray knows none",
+    )
+
+
+def _on_node(ray: Any, function: Any, node: str) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return ray.remote(function).options(
+        num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+    )
+
+
+@dataclass(slots=True, eq=False)
+class RayChild:
+    """A process under its keeper."""
+
+    keeper: Any
+    pid: int
+    node: Node
+    url: str | None
+    """Base URL of an engine."""
+    gang: bool
+    host: RayHost
+
+    def terminate(self) -> None:
+        self.keeper.terminate.remote()
+
+    def kill(self) -> None:
+        self.keeper.kill.remote()
+
+    async def wait(self) -> int:
+        """Its exit code. Raises :class:`ProcessLost` when its node or its keeper is gone."""
+        return await self.host.wait(self)
+
+
+class RayHost:
+    """The nodes of a cluster. Reserves all placement groups when it is made; blocks for some answers of Ray."""
+
+    def __init__(
+        self, ray: Any, places: Sequence[Place], config: RunConfig, engine_port: int, inventory: Inventory
+    ) -> None:
+        """``engine_port``: that of the run file; 0: any free port of the node."""
+        self._ray = ray
+        self._config = config
+        self._engine_port = engine_port
+        self._directory = RunDirectory(config.run.path)
+        self._namespace = ray.get_runtime_context().namespace
+        self._keepers = ray.remote(Keeper)
+        self._urls: dict[str, str] = {}
+        self._urls_wait = False
+        """The file of the engines' addresses could not be written: the disk is full."""
+        self._count = 0
+        self._children: set[RayChild] = set()
+        self._end_earlier()
+        self._groups: dict[str, Any] = {}
+        self._seats: dict[str, tuple[PlacementGroup, int, Seat]] = {}
+        for group in placement_groups(places, inventory.nodes):
+            self._reserve(group)
+        self._write_urls()
+
+    def close(self) -> None:
+        """End what is left, and give the nodes back."""
+        for child in self._children:
+            self._ray.kill(child.keeper)
+        for group in self._groups.values():
+            self._ray.util.remove_placement_group(group)
+
+    async def start(self, spec: ProcessSpec, waiting: Waiting) -> RayChild:
+        """Start a process where its bundle is. Raises :class:`ProcessLost` if that node is lost meanwhile."""
+        from ray.exceptions import RayActorError
+
+        while True:
+            node = await self._await_bundle(spec.name, waiting)
+            keeper = self._make_keeper(spec.name)
+            try:
+                child = await self._begin(spec, keeper, node, waiting)
+            except RayActorError as error:
+                raise ProcessLost(f"its node {node.name} is lost") from error
+            except BaseException:
+                self._ray.kill(keeper)
+                raise
+            if child is not None:
+                return child
+            self._ray.kill(keeper)
+            await anyio.sleep(LOOK_SECONDS)
+
+    async def check(self, spec: ProcessSpec, child: Any) -> HealthAnswer:
+        """Ask its keeper, which asks it on its own node."""
+        from ray.exceptions import RayError
+
+        url = None if child.url is None else f"{child.url}/health"
+        if self._urls_wait:
+            self._write_urls()
+        with anyio.move_on_after(2 * PROBE_SECONDS_MAX):
+            try:
+                answer: HealthAnswer = await child.keeper.check.remote(spec.name, url, child.gang)
+                return answer
+            except RayError:
+                pass
+        return HealthAnswer(False)
+
+    async def wait(self, child: RayChild) -> int:
+        """The end of ``child``."""
+        from ray.exceptions import ActorUnavailableError, RayActorError
+
+        try:
+            while True:
+                try:
+                    return await self._until_end(child)
+                except ActorUnavailableError:  # not reached for the moment
+                    await anyio.sleep(LOOK_SECONDS)
+        except RayActorError as error:
+            raise ProcessLost(f"its node {child.node.name} is lost, or Ray's process for it") from error
+        finally:
+            self._forget(child)
+
+    async def _until_end(self, child: RayChild) -> int:
+        """Meanwhile the keeper hears that the driver lives."""
+        end = asyncio.ensure_future(_awaited(child.keeper.wait.remote()))
+        while True:
+            done, _ = await asyncio.wait([end], timeout=self._config.supervisor.stuck_seconds_max / 10)
+            if done:
+                return end.result()
+            child.keeper.renew.remote()
+
+    def _forget(self, child: RayChild) -> None:
+        self._children.discard(child)
+        self._ray.kill(child.keeper)
+        if child.url is not None:
+            self._urls = {name: url for name, url in self._urls.items() if url != child.url}
+            self._write_urls()
+
+    def _write_urls(self) -> None:
+        text = "".join(f"{url}\n" for _, url in sorted(self._urls.items()))
+        path = engine_urls(self._directory)
+        self._urls_wait = not unless_full(partial(write_bytes_atomically, path, text.encode()), path)
+
+    async def _begin(self, spec: ProcessSpec, keeper: Any, node: Node, waiting: Waiting) -> RayChild | None:
+        """Start the process under ``keeper``; None where its disk is missing."""
+        group, _, seat = self._seats[spec.name]
+        place = seat.place
+        if place.needs_disk and (missing := await keeper.claim.remote(str(store_path(self._config, self._directory)))):
+            waiting(f"{missing}; {node.name} does not have it")
+            return None
+        url = None
+        command = self._gang(place, group).command(str(self._directory.config_file))
+        if place.role == "engine":
+            port = self._engine_port + place.index if self._engine_port else await keeper.free_port.remote(node.address)
+            if self._config.engine.colocate != "none":
+                port = self._config.engine.port + place.index
+            url = f"http://{f'[{node.address}]' if ':' in node.address else node.address}:{port}"
+            command += ["--set", f"engine.host={node.address}", "--set", f"engine.port={port - place.index}"]
+        environment = {**spec.environment, ADDRESS: node.address}
+        waiting("")
+        pid = await keeper.begin.remote(spec.name, command, environment, bool(place.gpus))
+        child = RayChild(keeper, pid, node, url, place.gang is not None, self)
+        self._children.add(child)
+        if url is not None:
+            self._urls[spec.name] = url
+            self._write_urls()
+        return child
+
+    def _gang(self, place: Place, group: PlacementGroup) -> Place:
+        """``place`` with the address at which the ranks of its gang meet: that of the first bundle's node."""
+        if place.gang is None:
+            return place
+        first = self._nodes()[self._table(group.name)["bundles_to_node_id"][0]]
+        return replace(place, gang=replace(place.gang, address=first.address))
+
+    def _make_keeper(self, name: str) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        group, index, seat = self._seats[name]
+        self._count += 1
+        section = self._config.supervisor
+        return self._keepers.options(
+            name=f"{name}/{os.getpid()}-{self._count}",
+            lifetime="detached",
+            num_cpus=seat.cpus,
+            num_gpus=seat.gpus,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[group.name], index),
+        ).remote(str(self._directory.path), os.getcwd(), section.stuck_seconds_max, section.drain_seconds_max)
+
+    async def _await_bundle(self, name: str, waiting: Waiting) -> Node:
+        """The node of the bundle of ``name``, once Ray has one."""
+        group, index, _ = self._seats[name]
+        begun = time.monotonic()
+        while True:
+            table = await anyio.to_thread.run_sync(self._table, group.name)
+            node = self._nodes().get(table["bundles_to_node_id"].get(index, ""))
+            if table["state"] == "CREATED" and node is not None:
+                return node
+            if time.monotonic() - begun > PATIENCE_SECONDS:
+                wanted = ", ".join(f"{what} {n:g}" for what, n in group.bundles[index].resources.items())
+                waiting(f"a node with {wanted}: Ray has none free")
+            await anyio.sleep(LOOK_SECONDS)
+
+    def _reserve(self, group: PlacementGroup) -> None:
+        name = f"{self._namespace}/{group.name}/{os.getpid()}"
+        self._groups[group.name] = self._ray.util.placement_group(
+            [bundle.resources for bundle in group.bundles], strategy=group.strategy, name=name, lifetime="detached"
+        )
+        for index, bundle in enumerate(group.bundles):
+            self._seats |= {seat.place.name: (group, index, seat) for seat in bundle.seats}
+
+    def _end_earlier(self) -> None:
+        """End the keepers of an earlier driver of this run, which we cannot watch."""
+        for name in self._ray.util.list_named_actors():
+            with suppress(ValueError):  # it has ended meanwhile
+                self._ray.kill(self._ray.get_actor(name))
+        for group in self._ray.util.placement_group_table().values():
+            if str(group["name"]).startswith(f"{self._namespace}/") and group["state"] != "REMOVED":
+                with suppress(ValueError):
+                    self._ray.util.remove_placement_group(self._ray.util.get_placement_group(group["name"]))
+
+    def _table(self, name: str) -> dict[str, Any]:
+        table: dict[str, Any] = self._ray.util.placement_group_table(self._groups[name])
+        return table
+
+    def _nodes(self) -> dict[str, Node]:
+        """The nodes that live, by the names that Ray gives them."""
+        alive = [node for node in self._ray.nodes() if node["Alive"]]
+        return {str(node["NodeID"]): found for node, found in zip(alive, inventory_of(alive).nodes, strict=True)}
+
+
+async def _awaited(reference: Any) -> int:
+    code: int = await reference
+    return code

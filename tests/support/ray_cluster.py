@@ -1,0 +1,192 @@
+"""A Ray cluster of two nodes on one machine: each in a network namespace of its own, joined by a pair of links.
+
+``ip netns exec`` gives each command a mount namespace too, so each node has its own ``/tmp/ray``, and may have a disk
+that the other does not see. Needs root, ``ip`` and Ray.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import AfterplayError
+from pipeline.runtime.rundir import RunDirectory
+from tests.support.run_handle import STOP_SECONDS_MAX, RunHandle
+
+ROOT = Path(__file__).resolve().parents[2]
+PORT = 6379
+START_ATTEMPTS = 3
+"""Ray's node manager gives up when its agent is slow, as it is on a busy machine."""
+START_SECONDS_MAX = 120.0
+GONE_SECONDS_MAX = 30.0
+
+
+def missing() -> str:
+    """Reason for which there can be no such cluster here; empty if there can."""
+    if importlib.util.find_spec("ray") is None:
+        return "Ray is not installed (pip install 'afterplay[ray]')"
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        return "network namespaces need root and the program ip"
+    probe = f"afterplay-{os.getpid()}-probe"
+    done = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return f"ip netns add failed: {done.stderr.strip()}"
+    subprocess.run(["ip", "netns", "delete", probe], capture_output=True, check=False)
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    """One node. ``disk``: a folder and the path at which only this node sees it."""
+
+    namespace: str
+    address: str
+    folder: Path
+    cpus: int
+    disk: tuple[Path, Path] | None = None
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """``command`` in the namespaces of this node."""
+        mounts = [(self.folder, Path("/tmp/ray")), *([self.disk] if self.disk else [])]
+        script = " && ".join(f"mount --bind {shlex.quote(str(a))} {shlex.quote(str(b))}" for a, b in mounts)
+        return ["ip", "netns", "exec", self.namespace, "sh", "-c", f'{script} && exec "$@"', "sh", *command]
+
+    def pids(self) -> list[int]:
+        found = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True)
+        return [int(pid) for pid in found.stdout.split()]
+
+    def kill(self) -> None:
+        """SIGKILL to everything in the namespace, as when the machine loses its power."""
+        deadline = time.monotonic() + GONE_SECONDS_MAX
+        while pids := self.pids():
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise AfterplayError(f"{len(pids)} processes in {self.namespace} survive SIGKILL")
+            time.sleep(0.05)
+
+
+class RayCluster:
+    """``head`` and ``worker``; the driver of a run is on the head."""
+
+    def __init__(self, folder: Path, head_cpus: int, worker_cpus: int, worker_disk: tuple[Path, Path] | None) -> None:
+        tag = f"ap{os.getpid()}"
+        self.head = RayNode(f"{tag}a", "10.77.0.1", folder / "a", head_cpus)
+        self.worker = RayNode(f"{tag}b", "10.77.0.2", folder / "b", worker_cpus, worker_disk)
+        self._folder = folder
+
+    def start(self, node: RayNode) -> None:
+        """Start Ray on ``node``; the head first. Raises :class:`AfterplayError`."""
+        where = (
+            [f"--address={self.head.address}:{PORT}"]
+            if node is self.worker
+            else ["--head", f"--port={PORT}", "--include-dashboard=false"]
+        )
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *where]
+        command += [f"--node-ip-address={node.address}", f"--num-cpus={node.cpus}", "--disable-usage-stats"]
+        for _ in range(START_ATTEMPTS):
+            log = self._folder / f"{node.namespace}.log"
+            with log.open("ab") as output:
+                done = subprocess.run(
+                    node.command(command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=_environment(),
+                    timeout=START_SECONDS_MAX,
+                    check=False,
+                )
+            if done.returncode == 0:
+                return
+            node.kill()
+        raise AfterplayError(f"ray start failed {START_ATTEMPTS} times: {log.read_text()[-2000:]}")
+
+    def reserve(self, cpus: int) -> None:
+        """Take cores of the head, so that what needs more than the others goes to the worker."""
+        bundle = {"CPU": cpus, f"node:{self.head.address}": 0.001}
+        self._tell(
+            f"ray.get(ray.util.placement_group([{bundle!r}], name='reserved', lifetime='detached').ready(), timeout=60)"
+        )
+
+    def release(self) -> None:
+        """Give them back."""
+        self._tell("ray.util.remove_placement_group(ray.util.get_placement_group('reserved'))")
+
+    def _tell(self, statement: str) -> None:
+        program = f"import ray; ray.init(address='{self.head.address}:{PORT}', namespace='tests'); {statement}"
+        command = self.head.command([sys.executable, "-c", program])
+        subprocess.run(command, check=True, env=_environment(), timeout=START_SECONDS_MAX, capture_output=True)
+
+    @contextmanager
+    def run(self, file: Path, name: str, overrides: Sequence[str]) -> Iterator[RunHandle]:
+        """``afterplay run FILE --on ray`` on the head."""
+        command = [sys.executable, "-m", "pipeline.cli.app", "run", str(file), "--on", "ray"]
+        for override in (f"run.directory={self._folder}", f"run.name={name}", *overrides):
+            command += ["--set", override]
+        output = self._folder / f"{name}.out"
+        with output.open("wb") as sink:
+            process = subprocess.Popen(
+                self.head.command(command),
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env=_environment() | {"RAY_ADDRESS": f"{self.head.address}:{PORT}"},
+                start_new_session=True,
+            )
+        try:
+            yield RunHandle(process, RunDirectory(self._folder / name), output)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(STOP_SECONDS_MAX)
+
+
+@contextmanager
+def two_nodes(
+    folder: Path, head_cpus: int = 16, worker_cpus: int = 4, worker_disk: tuple[Path, Path] | None = None
+) -> Iterator[RayCluster]:
+    """A cluster with Ray on both nodes; all its processes are killed at the end."""
+    cluster = RayCluster(folder, head_cpus, worker_cpus, worker_disk)
+    nodes = (cluster.head, cluster.worker)
+    Path("/tmp/ray").mkdir(exist_ok=True)
+    try:
+        for node in nodes:
+            node.folder.mkdir(parents=True, exist_ok=True)
+            _ip("netns", "add", node.namespace)
+        first, second = (f"{node.namespace}-l" for node in nodes)
+        _ip("link", "add", first, "netns", nodes[0].namespace, "type", "veth", "peer", "name", second, "netns",
+            nodes[1].namespace)  # fmt: skip
+        for node, link in zip(nodes, (first, second), strict=True):
+            _ip("-n", node.namespace, "address", "add", f"{node.address}/24", "dev", link)
+            _ip("-n", node.namespace, "link", "set", "lo", "up")
+            _ip("-n", node.namespace, "link", "set", link, "up")
+            _ip("-n", node.namespace, "route", "add", "default", "dev", link)
+        for node in nodes:
+            cluster.start(node)
+        yield cluster
+    finally:
+        for node in nodes:
+            with suppress(subprocess.CalledProcessError):
+                node.kill()
+                _ip("netns", "delete", node.namespace)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"}

@@ -1,0 +1,116 @@
+"""The parts of the Ray launcher that need no Ray: nodes, addresses, the disk of the replay stage, keepers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from pipeline.config import RunConfig
+from pipeline.config.explain import resolve
+from pipeline.config.load import load
+from pipeline.launchers.ray import RayCluster, engine_urls, inventory_of
+from pipeline.launchers.ray_keeper import Keeper, claim_disk, has_disk
+from pipeline.runtime.rundir import RunDirectory
+from pipeline.supervisor.inventory import VISIBLE
+from pipeline.supervisor.plan import plan
+
+TINY = Path(__file__).resolve().parents[3] / "configs" / "tiny.yaml"
+NODES: list[dict[str, Any]] = [
+    {"NodeID": "aaaaaaaaaa", "NodeName": "n", "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 8.0, "GPU": 2.0}},
+    {"NodeID": "bbbbbbbbbb", "NodeName": "n", "NodeManagerAddress": "10.0.0.2", "Resources": {"CPU": 4.0, "memory": 9}},
+]
+
+
+def located(folder: Path, *sets: str) -> RunConfig:
+    """The configuration that the processes of a run on two nodes read."""
+    config = load(TINY, [f"run.directory={folder}", *sets], environment={})
+    cluster = RayCluster(inventory_of(NODES), lambda place, command: command, 5555)
+    chosen = plan(config, cluster.inventory).fitting()
+    return cluster.located(resolve(cluster.addressed(chosen.config)), chosen.places)
+
+
+def test_nodes_of_ray_are_an_inventory_with_names_of_their_own() -> None:
+    first, second = inventory_of(NODES).nodes
+    assert (first.name, first.gpus, first.cpus, first.address) == ("n-aaaaaaaa", ("0", "1"), 8, "10.0.0.1")
+    assert (second.name, second.gpus, second.memory_bytes) == ("n-bbbbbbbb", (), 9)
+
+
+def test_the_replay_stage_has_the_address_of_its_node_and_engines_are_looked_up(tmp_path: Path) -> None:
+    config = located(tmp_path, "engine.device=cpu", "learner.device=cpu")
+    assert config.replay.address == "tcp://10.0.0.1:5555"
+    assert config.engine.discovery == f"file:{engine_urls(RunDirectory(tmp_path / 'tiny'))}"
+    RunConfig.model_validate(config.model_dump())
+
+
+def test_an_engine_that_shares_a_device_has_a_fixed_address(tmp_path: Path) -> None:
+    config = located(tmp_path, "engine.colocate=split", "engine.port=8100")
+    assert (config.engine.discovery, config.engine.addresses()) == (None, ("http://10.0.0.1:8100",))
+
+
+def test_a_replay_stage_never_starts_beside_another_disk(tmp_path: Path) -> None:
+    directory, here, elsewhere = RunDirectory(tmp_path / "run"), tmp_path / "here", tmp_path / "elsewhere"
+    for folder in (directory.path, here, elsewhere):
+        folder.mkdir()
+    assert "which has the folder" in claim_disk(tmp_path / "none" / "s", directory), "nothing is made for it"
+    assert has_disk(str(here / "s"), str(directory.path)) and not has_disk(
+        str(tmp_path / "none/s"), str(directory.path)
+    )
+    assert claim_disk(here / "s", directory) == ""
+    assert claim_disk(here / "s", directory) == "", "it comes back to the same disk"
+    assert claim_disk(elsewhere / "s", directory) == f"its disk, which has {here / 's.disk'}".replace(
+        "here", "elsewhere"
+    )
+    assert has_disk(str(here / "s"), str(directory.path)) and not has_disk(str(elsewhere / "s"), str(directory.path))
+
+
+async def test_a_keeper_takes_its_process_down_and_tells_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VISIBLE, "3,5")
+    directory = RunDirectory(tmp_path).create()
+    keeper = Keeper(str(tmp_path), str(tmp_path), 3600, 1)
+    program = f"import os, time; print(os.getcwd(), os.environ['{VISIBLE}'], flush=True); time.sleep(600)"
+    pid = await keeper.begin("engine-0", [sys.executable, "-I", "-S", "-c", program], {VISIBLE: "0,1"}, True)
+    while not (said := directory.log_file("engine-0").read_text()):
+        await anyio.sleep(0.01)
+    assert said.split() == [str(tmp_path), "3,5"], "it has the GPUs that Ray chose"
+    assert not (await keeper.check("engine-0", None, False)).healthy
+    await keeper.kill()
+    assert await keeper.wait() == -signal.SIGKILL
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_a_keeper_without_a_driver_drains_its_process_and_ends(tmp_path: Path) -> None:
+    program = f"""
+import asyncio, sys
+from pipeline.launchers.ray_keeper import Keeper
+async def main():
+    keeper = Keeper({str(tmp_path)!r}, {str(tmp_path)!r}, 0.5, 20)
+    child = "import signal; signal.sigwait([signal.SIGTERM]); print('drained')"
+    await keeper.begin("actor-0", [sys.executable, "-I", "-S", "-c", "import signal; signal.pthread_sigmask("
+        "signal.SIG_BLOCK, [signal.SIGTERM]);" + child], {{}}, False)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    done = await anyio.run_process([sys.executable, "-c", program], check=False)
+    assert done.returncode == 1
+    assert RunDirectory(tmp_path).log_file("actor-0").read_text() == "drained\n"
+
+
+def test_the_ranks_of_a_gang_meet_at_the_node_of_the_first(tmp_path: Path) -> None:
+    config = load(TINY, ["placement.learner_gpus=2", "engine.device=cpu", "learner.device=cuda"], environment={})
+    nodes = [node | {"Resources": {"CPU": 8.0, "GPU": 1.0}, "NodeName": node["NodeID"]} for node in NODES]
+    places = [p for p in plan(config, inventory_of(nodes)).fitting().places if p.role == "learner"]
+    assert [place.rule.gang for place in places] == ["learner", "learner"]
+    assert places[1].gang is not None
+    moved = replace(places[1], gang=replace(places[1].gang, address="10.0.0.9"))
+    assert "--master-addr=10.0.0.9" in moved.command("FILE")
