@@ -23,6 +23,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from pipeline.config.base import Choice
+from pipeline.config.estimators import COMPARING
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigurationError
 
@@ -324,9 +325,23 @@ def _validate(data: dict[str, Any], sources: _Sources) -> RunConfig:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
         problems += [_describe(problem, sources) for problem in error.errors(include_url=False)]
+    else:
+        problems += _check_group_size(config)
     if problems:
         raise ConfigurationError("\n".join(dict.fromkeys(problems)))
     return config
+
+
+def _check_group_size(config: RunConfig) -> list[str]:
+    """An error message for a run that can learn nothing: each of its rollouts is compared with itself."""
+    estimator, learns_alone = config.advantage.estimator.name, config.evaluation.only or config.loss.supervised.weight
+    if config.groups.n_rollout > 1 or estimator not in COMPARING or learns_alone:
+        return []
+    return [
+        f"advantage.estimator {estimator} compares the rollouts of a group, but groups.n_rollout is 1, so every "
+        "advantage is 0 and nothing is learned: set groups.n_rollout to 2 or more, or an estimator without groups "
+        "(reinforce_pp, remax, gae)"
+    ]
 
 
 def _check_named(data: dict[str, Any], sources: _Sources) -> list[str]:

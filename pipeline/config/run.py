@@ -196,13 +196,6 @@ class RunConfig(Section):
                 f"advantage.estimator.k ({estimator.k}) is more than groups.n_rollout ({n}): the sets of k rollouts "
                 "are drawn from a group"
             )
-        learns_alone = self.evaluation.only or self.loss.supervised.weight
-        if n == 1 and estimator.name in COMPARING and not learns_alone:
-            raise ValueError(
-                f"advantage.estimator {estimator.name} compares the rollouts of a group, but groups.n_rollout is 1, so "
-                "every advantage is 0 and nothing is learned: set groups.n_rollout to 2 or more, or an estimator "
-                "without groups (reinforce_pp, remax, gae)"
-            )
         if self.groups.zero_variance != "keep":
             self._check_zero_variance()
 

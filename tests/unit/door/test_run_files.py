@@ -58,6 +58,7 @@ def test_overrides_are_sections_or_paths_and_keep_what_they_do_not_name() -> Non
 def test_overrides_are_also_arguments_of_a_command() -> None:
     given = {
         "run": {"name": "x"},
+        "environments": {"a": {"name": "arithmetic"}},
         "learner__learning_rate": 1e-6,
         "engine__args": ["--seed=1"],
         "model": {"cache": None},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,7 +157,8 @@ async def test_the_middleware_passes_what_is_allowed_and_answers_the_rest_itself
 
 
 async def test_the_embedded_engine_asks_the_same_lock() -> None:
-    server = TestServer(application(None, LOCK))  # type: ignore[arg-type]  # what is refused reaches no generator
+    nobody: Any = SimpleNamespace(options=SimpleNamespace(model=Path()))  # what is refused reaches no generator
+    server = TestServer(application(nobody, LOCK))
     async with TestClient(server) as client:
 
         async def status_of(path: str, **headers: str) -> int:
