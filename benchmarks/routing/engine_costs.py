@@ -101,7 +101,7 @@ async def main(options: argparse.Namespace) -> None:
                     "kv_cache_gib": 1.0,
                     "block_size": 32,
                 },
-                "environments": {"arithmetic": {}},
+                "environments": {"arithmetic": {"name": "arithmetic"}},
             }
         )
         directory = RunDirectory(config.run.path)

@@ -37,7 +37,7 @@ async def test_a_stage_killed_at_random_moments_keeps_every_account(tmp_path: Pa
     raw = {
         "run": {"directory": str(tmp_path), "name": "r", "total_steps": 1_000_000},
         "groups": {"n_rollout": 4, "groups_per_step": 2},
-        "environments": {"a": {"tasks": 100}},
+        "environments": {"a": {"name": "arithmetic", "tasks": 100}},
         "replay": {
             "enabled": True,
             "start_ratio": 0.0,
