@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
-from afterplay.rows import rollout_row
 from pipeline.cli.status import is_alive
 from pipeline.cli.viewer.page import page_of
 from pipeline.cli.viewer.plots import figure
 from pipeline.cli.viewer.progress import Line, MetricsTail, read_lines, step_of
-from pipeline.cli.viewer.reader import RunReader
+from pipeline.cli.viewer.reader import Found, RunReader
+from pipeline.cli.viewer.views import listed_json
 from pipeline.cli.viewer.vocabulary import Vocabulary
 from pipeline.config import RunConfig
 from pipeline.config.load import load
@@ -27,6 +27,7 @@ from pipeline.errors import AfterplayError, RunFailed
 from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit, module_command
 from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.rundir import RunDirectory, read_json
+from pipeline.scorer.conversation import conversation, reply
 from pipeline.store.evaluation_results import read_results
 from pipeline.store.queries import Filters, Span
 from pipeline.store.store import store_path
@@ -145,7 +146,7 @@ class Run:
         if (reader := self._reader()) is None:
             return []
         listing = reader.listing(Filters(step=_span(step), **filters), limit=limit)
-        return [rollout_row(found) for found in reader.find(listing.rows, _span(step))]
+        return [_row(found) for found in reader.find(listing.rows, _span(step))]
 
     def curves(self) -> Any:
         """The curves so far, as in ``curves.png``: a figure of matplotlib. Raises :class:`AfterplayError` before the
@@ -274,3 +275,21 @@ class _NewSteps:
 
 def _span(step: int | None) -> Span | None:
     return None if step is None else Span(step, step)
+
+
+def _row(found: Found) -> dict[str, Any]:
+    """The facts of one rollout as a flat row for data frames, and its text and sampled tokens where they are kept."""
+    row = listed_json(found.listed)
+    versions = row.pop("versions") or (None, None)
+    failure = row.pop("failure") or {}
+    row |= {f"reward_{part}": value for part, value in row.pop("rewards").items()}
+    row |= {"version_min": versions[0], "version_max": versions[1], "failure": failure.get("message")}
+    trajectory = None if found.transcript is None else found.transcript.trajectory
+    if trajectory is None or not trajectory.turns:
+        return {**row, "messages": None, "reply": None, "sampled_ids": None}
+    return {
+        **row,
+        "messages": [{"role": m.role, "content": m.content} for m in conversation(trajectory)],
+        "reply": reply(trajectory),
+        "sampled_ids": [turn.completion.token_ids.tolist() for turn in trajectory.turns],
+    }

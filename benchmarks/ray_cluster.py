@@ -47,7 +47,7 @@ def nodes_of(run: RunHandle) -> dict[str, list[str]]:
 
 
 def report(run: RunHandle, store: Path, seconds: float, code: int) -> dict[str, Any]:
-    """What a run that has ended has in its books."""
+    """Steps, restarts and accounts of a run that has ended."""
     steps, ledger = run.steps(), read_ledger(store, rows=True)
     states = read_json(run.directory.processes_file) or {}
     return {

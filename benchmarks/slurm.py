@@ -117,7 +117,7 @@ def end_processes_of(node: str) -> int:
 
 
 def prove(folder: Path, steps: int = STEPS, lost_at: int = LOST_AT, preempted_at: int = PREEMPTED_AT) -> dict[str, Any]:
-    """What happened, as JSON values."""
+    """Run it on a cluster of two nodes; times, steps and accounts as JSON values."""
     began = time.monotonic()
     with SlurmCluster(folder / "cluster") as cluster:
         (folder / "runs").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ class TrackedRun:
         return dump(self.config)
 
 
-class Tracker:
+class Tracker(ABC):
     """One tracker of one run. Methods block, and raise whatever the tracker's package raises: the reporter ends then,
     is started again, and continues from what it finds."""
 
@@ -55,30 +56,32 @@ class Tracker:
     """True if it can drop what it has from a step on. Then a step that was made again replaces the first one; else
     the first one stays."""
 
+    @abstractmethod
     def __init__(self, run: TrackedRun) -> None:
         """Open the run, or continue it."""
 
     @property
+    @abstractmethod
     def place(self) -> str:
         """Address or folder where a user finds the run."""
-        raise NotImplementedError
 
+    @abstractmethod
     def held(self, entries: Sequence[SentEntry]) -> set[str]:
         """Keys of those ``entries`` that it has. Asked once, after a kill, before anything is sent."""
-        raise NotImplementedError
 
     def rewind(self, step: int) -> None:
         """Drop everything from ``step`` on. Only of a tracker that rewinds."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} does not rewind")
 
+    @abstractmethod
     def send(self, records: Sequence[tuple[TrackerRecord, int]]) -> None:
         """Take records, each with its position (:class:`SentEntry`)."""
-        raise NotImplementedError
 
     def flush(self) -> bool:
         """True if all that was sent is durable now. False: only :meth:`close` makes it so."""
         return True
 
+    @abstractmethod
     def close(self) -> None:
         """Make everything durable."""
 

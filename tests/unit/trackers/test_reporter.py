@@ -84,7 +84,7 @@ class ReporterProcess:
         self.run, self.store, self.fuse = run, store, Fuse()
         self.reporter: Reporter | None = None
         self._held: list[FileLock | DeliveryFile] = []
-        """What the kernel takes from a process that is killed."""
+        """Open files and locks, which the kernel takes from a process that is killed."""
         fuse, held = self.fuse, self._held
 
         class Lock(FileLock):
