@@ -22,7 +22,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -69,6 +71,8 @@ class Forked:
         self.pid = pid
         self.returncode: int | None = None
         self._status = status
+        weakref.finalize(self, os.close, status)  # not before: several threads may wait for it
+        self._lock = threading.Lock()
 
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -76,12 +80,13 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            if not select.select([self._status], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
-            code = os.read(self._status, NUMBER_BYTES)
-            os.close(self._status)
-            self.returncode = os.waitstatus_to_exitcode(int(code)) if code else -signal.SIGKILL
+        """The exit code. Several threads may wait at once."""
+        if self.returncode is None and not select.select([self._status], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+        with self._lock:
+            if self.returncode is None:
+                code = os.read(self._status, NUMBER_BYTES)
+                self.returncode = os.waitstatus_to_exitcode(int(code)) if code else -signal.SIGKILL
         return self.returncode
 
     def send_signal(self, number: int) -> None:
