@@ -108,7 +108,7 @@ def test_json_is_valid(block: Block) -> None:
 # Python
 
 COMPILED = {
-    "afterplay.train": "starts a run; tests/integration/test_python_door.py proves it",
+    "afterplay.train": "starts a run; tests/integration/test_python_api.py proves it",
     "openai": "talks to the gateway of a run; tests/integration and tests/unit/actors prove it",
     "trl": "trains another library's model",
     "self.": "the body of a method of the user's class",
