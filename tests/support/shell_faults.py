@@ -192,10 +192,17 @@ def tear_checkpoint(sim: ShellSimulation) -> None:
 
 
 def damage_weights(sim: ShellSimulation) -> None:
-    """An engine restarts, and the files of the newest version are damaged."""
-    if sim.learner is not None and sim.learner.version >= 0:
-        kill_engine(sim)
-        sim.disk.damage_weights(sim.learner.version)
+    """An engine restarts, and the files of the newest version are damaged. No engine reads them at that moment."""
+
+    async def wait() -> None:
+        with anyio.move_on_after(5.0):
+            while any(engine.loading for engine in sim.fleet.engines.values()):
+                await anyio.sleep(0.02)
+            if sim.learner is not None and sim.learner.version >= 0:
+                kill_engine(sim)
+                sim.disk.damage_weights(sim.learner.version)
+
+    sim.start(wait)
 
 
 FAULTS: dict[str, tuple[Callable[[ShellSimulation], None], int]] = {

@@ -99,6 +99,8 @@ class SimulatedEngine:
         self.outages: list[list[float]] = []
         """Times in which requests could not succeed, as begin and end; infinite while it lasts."""
         self.loads = 0
+        self.loading = 0
+        """Requests to load that are under way, also those that come late."""
         self._rng = rng
         self._start = start
         self._changed = anyio.Event()
@@ -212,9 +214,19 @@ class SimulatedEngine:
         self, path: str, body: Mapping[str, Any], learners: Iterable[str], exchange: _Exchange
     ) -> None:
         faults = self.faults[path.partition("?")[0]]
-        fault, boots = faults.popleft() if faults else "", self.boots
+        fault = faults.popleft() if faults else ""
         if fault == "hang":
             return
+        self.loading += body.get("method") == "reload_weights"
+        try:
+            await self._obey(path, body, learners, exchange, fault)
+        finally:
+            self.loading -= body.get("method") == "reload_weights"
+
+    async def _obey(
+        self, path: str, body: Mapping[str, Any], learners: Iterable[str], exchange: _Exchange, fault: str
+    ) -> None:
+        boots = self.boots
         if fault == "late":
             await anyio.sleep(self._rng.uniform(0.5, 6.0))
             if boots != self.boots:
