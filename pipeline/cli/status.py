@@ -12,6 +12,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, StoreError
 from pipeline.runtime.contents import damaged_folders
 from pipeline.runtime.disk_wait import FREE_BYTES_MIN, free_bytes, size
+from pipeline.runtime.engine_addresses import LEASE_SECONDS, EngineRegistry
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, read_json
 from pipeline.store.evaluation_results import read_results
@@ -32,6 +33,7 @@ def show_status(directory: RunDirectory, console: Console | None = None) -> Exit
     if (free := free_bytes(directory.path)) < FREE_BYTES_MIN:
         console.print(f"waiting for disk: {directory.path} has {size(free)} free, states are older", style="red")
     _processes(directory, console)
+    _joined_engines(directory, console)
     tail = MetricsTail(directory.metrics_file)
     tail.read()
     config = _config(directory)
@@ -87,6 +89,14 @@ def _processes(directory: RunDirectory, console: Console) -> None:
         progress = "" if age is None else f"{age:.0f} s ago"
         table.add_row(name, phase, pid, doing, progress, waits, restarts, exit_code)
     console.print(table)
+
+
+def _joined_engines(directory: RunDirectory, console: Console) -> None:
+    """Print the engines that have announced themselves in the run directory."""
+    for name, (url, age) in EngineRegistry(directory.engines).ages().items():
+        gone = age > LEASE_SECONDS
+        told = f"not heard from for {age:.0f} s, counts as gone" if gone else f"announced {age:.0f} s ago"
+        console.print(f"{name} at {url}: {told}", style="yellow" if gone else "", soft_wrap=True)
 
 
 def _accounts(ledger: Ledger, console: Console) -> ExitCode:

@@ -16,6 +16,7 @@ one more engine in any case.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -79,6 +80,16 @@ class EngineRegistry:
                 urls.append(url)
         self._seen = seen
         return tuple(urls)
+
+    def ages(self) -> dict[str, tuple[str, float]]:
+        """URL of each engine and seconds since it announced itself, by name and by the clock of the disk. Raises
+        :class:`OSError`."""
+        found = {}
+        for name, content in sorted(self._files()):
+            with contextlib.suppress(FileNotFoundError):
+                age = max(0.0, time.time() - (self.folder / name).stat().st_mtime)
+                found[name.removesuffix(".json")] = _url_of(content), age
+        return found
 
     def _files(self) -> Iterable[tuple[str, bytes]]:
         try:

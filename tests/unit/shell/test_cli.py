@@ -1,9 +1,11 @@
 """The command line teaches, refuses with the remedy, and does what it says."""
 
 import io
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import orjson
@@ -18,6 +20,7 @@ from pipeline.cli.viewer.progress import MetricsTail, Pace, describe, reached, r
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.contents import set_aside
+from pipeline.runtime.engine_addresses import EngineRegistry
 from pipeline.runtime.process import ExitCode, load_main
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.supervisor.display import Display
@@ -134,6 +137,19 @@ def test_status_refuses_what_is_no_run_and_tells_of_one_without_a_store(tmp_path
     told = " ".join(result.output.split())  # the lines of long paths are wrapped
     assert "checkpoint u000003 is damaged (x)" in told
     assert "not running" in told and "step 1/9 reward 0.100 first_right 0.350 ratio 1.000" in told
+
+
+def test_status_names_the_engines_that_joined_and_those_that_are_gone(tmp_path):
+    directory = RunDirectory(tmp_path / "run").create()
+    directory.config_file.write_text("environments: {guess: {name: number_guess}}")
+    registry = EngineRegistry(directory.engines)
+    registry.announce("engine-3", "http://b:8103")
+    registry.announce("engine-4", "http://c:8104")
+    hour_ago = time.time() - 3600
+    os.utime(directory.engines / "engine-4.json", (hour_ago, hour_ago))
+    shown = invoke("status", str(directory.path)).output
+    assert re.search(r"engine-3 at http://b:8103: announced \d+ s ago", shown)
+    assert re.search(r"engine-4 at http://c:8104: not heard from for \d+ s, counts as gone", shown)
 
 
 def test_a_run_is_alive_while_its_directory_is_claimed(tmp_path):
