@@ -171,6 +171,16 @@ class Dispatch:
                 header = {"group_ids": [group.group_id], "reason": group.reason}
                 self._journal.effect(Send(self.peer, Kind.CANCEL, header))
 
+    def distrust_placed(self) -> None:
+        """The store is an older copy that does not know the learner: placed groups may have been trained as part of
+        other updates than it says. They are given up."""
+        for number in list(self._batches.placed):
+            group = self._records[number]
+            if group.state is GroupState.PLACED:
+                log.warning("group %s is given up: it may have been trained since the store was copied", group.group_id)
+                self._groups.cancel(group, CancelReason.RESTORED)
+                self.cancelled(group)
+
     def agree(self, updates: int) -> None:
         """A new learner process starts from weights of ``updates`` updates."""
         self._batches.learner_starts += 1

@@ -31,8 +31,12 @@ def first_succeeds(trajectory: Trajectory) -> Verdict:
 class StoredStage(Stage):
     """A stage with a store, whose learner trains whatever is planned. One rollout of a group succeeds."""
 
-    def __init__(self, path: Path, updates: int = 0, number: int | None = None, **sections: Any) -> None:
-        """``number``: of the learner's last message that was acknowledged; None: the newest that the store knows."""
+    def __init__(
+        self, path: Path, updates: int = 0, number: int | None = None, learner: dict[str, Any] | None = None,
+        **sections: Any,
+    ) -> None:  # fmt: skip
+        """``number``: of the learner's last message that was acknowledged; None: the newest that the store knows.
+        ``learner``: more of its HELLO."""
         self.store = ReplayStore(path, "NORMAL")
         super().__init__(self.store.load(), **sections)
         self.core.ingest._score_now = first_succeeds
@@ -42,7 +46,8 @@ class StoredStage(Stage):
         self.actor()
         self.version = max(updates, self.core.policy_version)
         number = self.core.control.applied if number is None else number
-        self.learner(session="s", updates=updates, version=self.version, number=number)
+        hello = {"session": "s", **(learner or {})}
+        self.learner(updates=updates, version=self.version, number=number, **hello)
 
     def round(self, seconds: float = 0.0) -> list[Any]:
         new = super().round(seconds)
@@ -69,6 +74,7 @@ class StoredStage(Stage):
     def rollback(self, updates: int) -> None:
         """A new learner process continues from an older checkpoint."""
         self.updates, self.version = updates, self.version + 1
+        self.sent = [s for s in self.sent if s.kind is not Kind.PLAN]
         self.learner(session=f"after {self.version}", updates=updates, version=self.version)
 
     @property
@@ -119,6 +125,30 @@ def test_nothing_is_trained_twice_and_no_id_is_used_again_by_a_store_that_went_b
     assert "restored" not in str(again.changes)
     again.store.close()
     assert caplog.text.count("went back: it lacks the last") <= 1
+
+
+def test_a_group_that_a_learner_unknown_to_the_store_trained_under_another_update_is_given_up(tmp_path: Path) -> None:
+    path = tmp_path / "replay.sqlite"
+    before = StoredStage(path)
+    before.train(2, durable=True)
+    before.answer_all()
+    before.round()
+    placed = {group.group_id for group in before.core.records.values() if group.update == 2}
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.close()
+    older = path.read_bytes()
+    before.rollback(0)
+    before.train(1)
+    assert placed == set(before.trained[-2:]), "the groups of update 2 became those of update 0"
+    before.store.close()
+    path.write_bytes(older)
+    process = {"session": before.core.control.session, "epoch": before.core.control.epoch}
+    after = StoredStage(path, updates=1, number=before.core.control.applied, learner=process)
+    after.train(4)
+    after.store.close()
+    assert placed & set(after.trained) == set()
+    assert len(after.trained) == len(set(after.trained)) and read_ledger(path, rows=True).audit() == []
 
 
 def test_a_store_that_is_whole_goes_on_where_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
