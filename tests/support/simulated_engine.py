@@ -167,6 +167,8 @@ class SimulatedEngine:
         self, client: str, method: str, path: str, body: Mapping[str, Any], learners: Iterable[str] = ()
     ) -> tuple[int, Any]:
         """Status and JSON of the answer. ``learners``: see :class:`LearnerFence`."""
+        if not (self.answers(client) and self.up):
+            self.failed[client] += path == GENERATE
         if not self.answers(client):
             await anyio.sleep_forever()
         if not self.up:
