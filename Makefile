@@ -13,7 +13,7 @@ RUN    ?=
 SETUP = $(PYTHON) scripts/setup.py --venv "$(VENV)" --torch "$(TORCH)" --vllm "$(VLLM)"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev quickstart tiny test test-all test-added lint clean
+.PHONY: help setup setup-dev quickstart tiny test test-all test-added lint docs clean
 
 help:  ## Show this list
 	@echo "Afterplay. Targets:"
@@ -43,6 +43,9 @@ test-added: setup-dev  ## What test-all adds to test
 
 lint: setup-dev  ## Lint and type-check only
 	@$(VENV)/bin/python scripts/check.py lint types
+
+docs: setup-dev  ## Build the documentation site in build/site
+	@$(VENV)/bin/python scripts/docs_site.py
 
 clean:  ## Remove the virtual environment and caches (runs are kept)
 	rm -rf "$(VENV)" .pytest_cache .mypy_cache .ruff_cache .hypothesis

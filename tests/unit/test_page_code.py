@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +59,8 @@ def each(*languages: str) -> pytest.MarkDecorator:
 
 
 def test_every_language_is_checked() -> None:
-    checked = {"yaml", "python", "bash", "json", ""}
-    fenced = {block.language for block in blocks(*checked, "console", "sh", "text", "toml")}
+    checked = {"yaml", "python", "bash", "json", "toml", ""}
+    fenced = {block.language for block in blocks(*checked, "console", "sh", "text")}
     marks = sum(len(re.findall(r"^ *```", (ROOT / page).read_text(), re.MULTILINE)) for page in PAGES)
     assert fenced <= checked
     assert len(blocks(*checked)) * 2 == marks, "a fence is not closed, or has a language that no test reads"
@@ -105,12 +106,19 @@ def test_json_is_valid(block: Block) -> None:
         json.loads(line)
 
 
+@each("toml")
+def test_toml_is_valid(block: Block) -> None:
+    assert tomllib.loads(block.text)
+
+
 # Python
 
 COMPILED = {
     "afterplay.train": "starts a run; tests/integration/test_python_api.py proves it",
     "openai": "talks to the gateway of a run; tests/integration and tests/unit/actors prove it",
     "trl": "trains another library's model",
+    "from accounts import": "needs a file of its page; tests/unit/test_side_by_side.py plays and compares it",
+    "verifiers.v1": "an environment of another library",
     "self.": "the body of a method of the user's class",
 }
 """Texts of blocks that are compiled and not run, and the reason."""
