@@ -1,10 +1,13 @@
-"""docs/SIDE_BY_SIDE.md: its environment is played with the tool, and TRL takes the arguments that it shows."""
+"""docs/SIDE_BY_SIDE.md: its environment is played with the tool, TRL takes the arguments that it shows, and verifiers
+loads and scores its taskset."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -59,3 +62,29 @@ def test_trl_takes_the_arguments_of_the_page() -> None:
     assert {key for key in used["GRPOConfig"] - inherited if f"\n    {key}:" not in config} == set()
     source = (trainer / "grpo_trainer.py").read_text()
     assert {key for key in used["GRPOTrainer"] if f"\n        {key}:" not in source} == set()
+
+
+SCORE = """
+import asyncio
+from bank import taskset, tools
+tasks = list(taskset.BankTaskset(taskset.BankConfig(id="bank")).load())
+class Trace:
+    last_reply = "Yes."
+assert [type(found) for found in type(tasks[3]).toolsets(taskset.BankTaskConfig())] == [tools.BankTools]
+print(len(tasks), tasks[3].data.answer, asyncio.run(tasks[3].can_pay(Trace())))
+"""
+
+
+@pytest.mark.slow
+def test_verifiers_loads_and_scores_the_taskset_of_the_page(tmp_path: Path) -> None:
+    python = os.environ.get("AFTERPLAY_VERIFIERS_PYTHON")
+    if python is None:
+        pytest.skip("set AFTERPLAY_VERIFIERS_PYTHON to a Python with verifiers==0.4.0 (make setup-dev makes one)")
+    package = tmp_path / "bank"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    for file, start in {"accounts": "accounts.py\n", "tools": "bank/tools.py", "taskset": "bank/taskset.py"}.items():
+        (package / f"{file}.py").write_text(block("python", f"# {start}"))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([python, "-c", SCORE], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == "45 yes 1.0\n", done.stderr
