@@ -57,7 +57,7 @@ _FACTS = (
 )
 POOL_COLUMNS = f"p.row_id, p.task_id, p.saved, p.entropy, p.success_rate, p.recorded, p.uses, {_FACTS}"
 STORED_GROUP_COLUMNS = f"s.group_number, s.task, s.saved, s.uses, s.success_rate, t.row_id, t.entropy, {_FACTS}"
-"""Of one member; a group's members follow one another."""
+"""Columns of one member. The members of a group follow one another."""
 REPLAY_COLUMNS = (
     "r.group_number, r.weight, r.turn, r.chosen, r.age, r.row_id, r.saved, r.entropy, r.success_rate, r.recorded, "
     f"{_FACTS}"
