@@ -49,6 +49,25 @@ class EssGuardConfig(Section):
     """Lower bound of the share's factor. 0: replay may stop."""
 
 
+class StoredGroupsConfig(Section):
+    """Options of ``mode: groups`` and ``both``: groups of fresh rollouts that come back whole, failures included.
+
+    A group is stored when all its rollouts are fresh and their rewards differ. Its members have the rewards, and so the
+    advantages, that they had when it was fresh; their tokens are weighted as those of every replay.
+    """
+
+    capacity: int = Field(512, ge=1)
+    """Stored groups. Above this, the oldest are evicted."""
+    uses_max: int = Field(2, ge=1)
+    """Times that a stored group is replayed. After the last one it leaves."""
+    select: Literal["priority", "uniform", "newest"] = "priority"
+    """Stored group that is replayed next. ``priority``: drawn in proportion to ``Σ|A| exp(-age / tau)``, the sum over
+    its members, A being reward minus mean reward of the group. ``uniform``: all with the same probability. ``newest``:
+    the latest one, which is plain reuse."""
+    tau: float = Field(8.0, gt=0)
+    """With ``priority``: age in versions at which a group's priority has fallen to 1/e."""
+
+
 class ReplayConfig(Section):
     """The replay stage: its address and store, and experience replay (docs/REPLAY.md)."""
 
@@ -72,6 +91,10 @@ class ReplayConfig(Section):
 
     enabled: bool = False
     """Mix stored trajectories into updates. False: only trajectories in flight are stored."""
+    mode: Literal["mix", "groups", "both"] = "mix"
+    """Form in which experience comes back. ``mix``: stored successes replace some rollouts of new groups of their task.
+    ``groups``: recent groups come back whole, failures included, beside fresh groups. ``both``: in turn."""
+    groups: StoredGroupsConfig = StoredGroupsConfig()
     start_ratio: float = Field(0.35, ge=0, le=1)
     """Replay begins after this share of ``run.total_steps``. Trajectories are collected from the start, so that the
     pool is filled by then."""
@@ -145,7 +168,21 @@ class ReplayConfig(Section):
                 f"replay.trajectories_per_task ({self.trajectories_per_task}) is more than "
                 f"max_trajectories_per_task ({self.max_trajectories_per_task}), so there are never enough"
             )
+        if self.mode != "mix":
+            self._groups_can_come_back()
         return self
+
+    def _groups_can_come_back(self) -> None:
+        """Raises ValueError for what whole groups cannot do."""
+        if self.inject == "rescue":
+            raise ValueError(f"replay.inject: rescue plans no replay groups, so replay.mode: {self.mode} does nothing")
+        if self.unit == "turn":
+            raise ValueError(f"replay.unit: turn is for replay.mode: mix, got {self.mode}: groups come back whole")
+        if self.task_ratio >= 1:
+            raise ValueError(
+                f"replay.mode: {self.mode} stores fresh groups and needs some in each update, but replay.task_ratio is "
+                f"{self.task_ratio:g}: set it below 1"
+            )
 
 
 class LessonsConfig(Section):

@@ -315,6 +315,11 @@ class RunConfig(Section):
             value = getattr(replay, key)
             if value is not None and value > n:
                 raise ValueError(f"replay.{key} ({value}) is more than groups.n_rollout ({n})")
+        if replay.mode != "mix" and self.advantage.orders_greedy:
+            raise ValueError(
+                f"replay.mode: {replay.mode} brings groups back without their greedy rollout, which this advantage "
+                "compares with: set replay.mode: mix, or another advantage.estimator"
+            )
         if replay.success_lower >= n - 1:
             raise ValueError(
                 f"replay.success_lower ({replay.success_lower}) must be below groups.n_rollout - 1 ({n - 1}): "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from pipeline.experience.mixing import DeferredTasks, Mixing, next_factor
 from pipeline.experience.planning import Planner
 from pipeline.experience.pool import Pool, PoolKeeper
 from pipeline.experience.selection import Draws
+from pipeline.experience.stored_groups import StoredGroups
 from pipeline.schema import Task
 from pipeline.store.experience_records import (
     Candidate,
@@ -28,6 +29,7 @@ from pipeline.store.experience_records import (
     Outcome,
     Planned,
     PoolEntry,
+    StoredGroup,
     TaskRecord,
 )
 from pipeline.tasks.sampler import TaskSampler
@@ -83,8 +85,8 @@ class UpdateHistory:
 class Experience:
     """Pool, difficulty, selection and mixing of one stage (docs/REPLAY.md, "What happens").
 
-    ``entries`` and ``tasks`` are the rows as last written, ``state`` and ``updates`` the last ones taken. With
-    ``replay.enabled`` false what is given is held and nothing else happens: groups come straight from the sampler.
+    ``entries``, ``groups`` and ``tasks`` are the rows as last written, ``state`` and ``updates`` the last ones taken.
+    With ``replay.enabled`` false what is given is held and nothing else happens: groups come straight from the sampler.
     ``sizes``: tasks of each environment (None: without end), where its data was opened.
     """
 
@@ -93,6 +95,7 @@ class Experience:
         config: RunConfig,
         *,
         entries: Iterable[PoolEntry] = (),
+        groups: Iterable[StoredGroup] = (),
         tasks: Iterable[TaskRecord] = (),
         state: Mapping[str, Any] | None = None,
         updates: Iterable[Mapping[str, Any]] | None = None,
@@ -113,6 +116,14 @@ class Experience:
         self._factor = float(state.get("factor", 1.0)) if replay.ess_guard.enabled else 1.0
         self._updates = UpdateHistory(config.checkpoint.keep * config.checkpoint.every, updates)
         self._keeper = PoolKeeper(self._pool, self._difficulty, int(state.get("next_saved", 0)))
+        self._groups = StoredGroups(
+            replay,
+            config.groups.n_rollout,
+            config.staleness.max,
+            config.environments,
+            groups,
+            int(state.get("next_saved_group", 0)),
+        )
         self._state_changed = False
         for entry in self._pool:
             self._difficulty.meet(entry.task)
@@ -129,6 +140,11 @@ class Experience:
     def entries(self) -> list[PoolEntry]:
         """In the order they were saved."""
         return list(self._pool)
+
+    @property
+    def groups(self) -> list[StoredGroup]:
+        """Groups that may come back whole, in the order they were saved."""
+        return list(self._groups)
 
     @property
     def tasks(self) -> Mapping[str, TaskRecord]:
@@ -156,18 +172,20 @@ class Experience:
 
     @property
     def oldest_version(self) -> int | None:
-        """Smallest policy version among recorded entries."""
-        return self._pool.oldest_version
+        """Smallest policy version among recorded entries and stored groups."""
+        found = (self._pool.oldest_version, self._groups.oldest_version)
+        return min((version for version in found if version is not None), default=None)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the payloads of all entries."""
-        return self._pool.bytes
+        """Bytes of the payloads of all entries and of all members of stored groups."""
+        return self._pool.bytes + self._groups.bytes
 
     def age_to(self, version: int) -> None:
         """Weights are live as this version: entries that can never be used again leave the pool."""
         if self._enabled:
             self._keeper.gone(self._keeper.age_to(version))
+            self._groups.age_to(version)
 
     def next_group(self, sampler: TaskSampler, *, progress: float, version: int) -> Planned:
         """Plan the group to admit now.
@@ -178,14 +196,14 @@ class Experience:
         if not self._enabled:
             return Planned(sampler.draw())
         self._state_changed = True
-        self._keeper.gone(self._keeper.age_to(version))
+        self.age_to(version)
         self._planner.reindex()
         self._mixing.begin(progress, self._factor)
         batch = self._mixing.tasks
         if self._mixing.retest_due and (task := self._planner.retired(batch)) is not None:
             self._mixing.admitted(task.task_id, retest=True)
             return Planned(task)
-        if self._mixing.replay_due and (planned := self._planner.replay_group(batch, progress, version)) is not None:
+        if self._mixing.replay_due and (planned := self._replay_group(batch, progress, version)) is not None:
             self._mixing.admitted(planned.task.task_id, replay=True)
             return planned
         task = self._fresh(sampler)
@@ -207,6 +225,9 @@ class Experience:
         saved: list[PoolEntry] = []
         if self._difficulty.is_retired(task.task_id):
             left += self._keeper.retire(task.task_id)
+            self._groups.retire(task.task_id)
+        elif self._replay.mode == "groups":
+            pass
         elif self._replay.success_lower < len(successes) < self._upper:
             rate = len(successes) / len(fresh)
             saved = self._keeper.save(PoolEntry.of(task, f, rate) for f in successes if f.replayable)
@@ -217,6 +238,17 @@ class Experience:
         self._planner.reindex()
         rescue = () if planned or successes or len(fresh) < 2 else self._rescue(task)
         return Outcome(len(successes), tuple(saved), tuple(left), retired, returned, rescue)
+
+    def trained(self, group_number: int, task: Task, fresh: Sequence[Fresh]) -> StoredGroup | None:
+        """A group without replays was trained. Returns it where it was stored, to come back whole."""
+        if not self._enabled or self._replay.mode == "mix" or not all(f.replayable for f in fresh):
+            return None
+        if self._difficulty.is_retired(task.task_id):
+            return None
+        rate = sum(f.reward >= self._replay.success_threshold for f in fresh) / len(fresh)
+        group = StoredGroup(group_number, task, tuple(PoolEntry.of(task, f, rate) for f in fresh))
+        self._state_changed = True
+        return group if self._groups.save(group) else None
 
     def cancelled(self, task: Task) -> None:
         """A planned group ended without result: its task is drawn again, once."""
@@ -311,9 +343,12 @@ class Experience:
         if not self._enabled:
             return ExperienceChanges()
         entries, removed = self._keeper.take()
+        groups, removed_groups = self._groups.take()
         changes = ExperienceChanges(
             entries=entries,
             removed=removed,
+            groups=groups,
+            removed_groups=removed_groups,
             tasks=list(self._difficulty.changed.values()),
             forgotten_tasks=sorted(self._difficulty.forgotten),
             state=self._state() if self._state_changed else None,
@@ -330,7 +365,29 @@ class Experience:
             "deferred": self._deferred.state(),
             "factor": self._factor,
             "next_saved": self._keeper.next_saved,
+            "next_saved_group": self._groups.next_saved,
         }
+
+    def _replay_group(self, batch: Collection[str], progress: float, version: int) -> Planned | None:
+        """A replay group of a task that is not in ``batch``, in the form that ``replay.mode`` says."""
+        mode = self._replay.mode
+        whole_first = mode == "groups" or (mode == "both" and self._mixing.replays % 2 == 0)
+        for whole in (True, False) if whole_first else (False, True):
+            if whole and mode != "mix":
+                planned = self._stored_group(batch, version)
+            elif not whole and mode != "groups":
+                planned = self._planner.replay_group(batch, progress, version)
+            else:
+                planned = None
+            if planned is not None:
+                return planned
+        return None
+
+    def _stored_group(self, batch: Collection[str], version: int) -> Planned | None:
+        group = self._groups.draw(batch, version, self._draws.next("group"))
+        if group is None:
+            return None
+        return Planned(group.task, len(group.members), tuple(map(Candidate, group.members)))
 
     def _fresh(self, sampler: TaskSampler) -> Task:
         task = self._deferred.draw(

@@ -55,6 +55,11 @@ class Mixing:
         self._retest_credit = min(1.0, self._retest_credit + self._replay.retest_ratio)
 
     @property
+    def replays(self) -> int:
+        """Replay groups of this batch so far."""
+        return self._replays
+
+    @property
     def retest_due(self) -> bool:
         """True if this admission should retest a retired task."""
         return self._retest_credit >= 1 - SLACK

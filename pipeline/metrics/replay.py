@@ -31,6 +31,7 @@ DIFFICULTIES = ("unseen", "hard", "medium", "easy", "solved")
 POPULATIONS = ("sampled", "stored", "trained", "replayed", "uninformative")
 SAVED_FROM = ("rollout", "import")
 LEFT = ("full", "capacity", "retired", "age")
+GROUPS_LEFT = ("capacity", "uses", "age", "retired", "reconfigured")
 GUARD = ("shrink", "recover")
 SCORE_FAILURES = ("raised", "timeout", "crashed", "missing", "type", "nonfinite", "unavailable", "refused", "protocol")
 TASK_ROWS = ("used", "filtered", "bad", "held_out", "unused")
@@ -144,7 +145,7 @@ class ReplayMetrics(MetricSet):
     retired_tasks = gauge("Solved tasks, sampled for retests only.")
     experience_pool_entries = gauge("Trajectories in the experience pool.")
     experience_pool_bytes = gauge("Payload bytes of the experience pool.")
-    experience_pool_capacity = gauge("Trajectories that the experience pool may hold; 0 without replay.")
+    experience_pool_capacity = gauge("Trajectories that the experience pool may hold; 0 where none enters it.")
     experience_oldest_version = gauge("Oldest policy version in the experience pool.")
     experience_saved_total = counter(
         "Trajectories that entered the experience pool; origin = rollout or import.", origin=SAVED_FROM
@@ -152,6 +153,12 @@ class ReplayMetrics(MetricSet):
     experience_left_total = counter(
         "Trajectories that left the experience pool; reason = full (its task), capacity (the pool), retired or age.",
         reason=LEFT,
+    )
+    stored_groups = gauge("Groups that may come back whole (replay.mode groups or both).")
+    stored_groups_saved_total = counter("Trained groups that were stored to come back whole.")
+    stored_groups_left_total = counter(
+        "Stored groups that left; reason = capacity, uses (replayed as often as it may), age, retired or reconfigured.",
+        reason=GROUPS_LEFT,
     )
 
     planned_share_ratio = gauge("Planned share of replay groups: task_ratio times the factor of the ESS guard.")

@@ -78,12 +78,13 @@ class StageCore:
         """Groups in memory, by number."""
         self.payloads = PayloadRefCounts(journal)
         """Payloads that are still needed."""
-        self.payloads.restore(snapshot.groups.values(), snapshot.entries)
+        self.payloads.restore(snapshot.groups.values(), snapshot.entries, snapshot.stored_groups)
         records, batches, payloads = self.records, self.batches, self.payloads
         self.sampler = TaskSampler(config.trained_environments, config.run.seed, meta.get("sampler"), sources)
         self.experience = Experience(
             config,
             entries=snapshot.entries,
+            groups=snapshot.stored_groups,
             tasks=snapshot.tasks,
             state=meta.get("experience"),
             updates=meta.get("experience_updates"),

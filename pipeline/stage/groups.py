@@ -20,7 +20,7 @@ from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.stage.replay_groups import ReplayGroups
 from pipeline.stage.rollout_outcomes import RolloutOutcomes
 from pipeline.stage.staleness import StalenessLedger
-from pipeline.store.experience_records import Planned
+from pipeline.store.experience_records import EQUAL_REWARDS, Planned
 from pipeline.store.journal import Finished, GivenUp, Journal
 from pipeline.store.ledger import Count
 from pipeline.store.payload_refs import PayloadRefCounts
@@ -43,8 +43,6 @@ log = logging.getLogger("afterplay.replay")
 
 REASON_CHARACTERS_MAX = 2000
 """Part of the reason of a failed rollout that is logged and stored."""
-TOLERANCE = 1e-9
-"""Rewards closer than this are equal: advantages of groups so narrow are noise of the scorer's arithmetic."""
 
 
 class GroupOutcome(StrEnum):
@@ -103,7 +101,7 @@ def zero_variance(group: GroupRecord, *, with_baseline: bool) -> bool:
     rewards += [replay.candidate.entry.reward for replay in group.replays]
     rewards += [group.baseline] if with_baseline and group.baseline is not None else []
     scored = [reward for reward in rewards if reward is not None]
-    return len(scored) > 1 and max(scored) - min(scored) <= TOLERANCE
+    return len(scored) > 1 and max(scored) - min(scored) <= EQUAL_REWARDS
 
 
 GROUPS_FREE = 4
@@ -190,7 +188,11 @@ class Groups:
             group.greedy = Slot()
         self._journal.group(group)
         self._journal.count(Count.GROUPS_PLANNED)
-        self._want_all(group)
+        if group.slots:
+            self._want_all(group)
+        else:  # a stored group that came back whole
+            group.state = GroupState.READY
+            self._settle(group)
         return group
 
     def _want_all(self, group: GroupRecord) -> None:
@@ -311,7 +313,7 @@ class Groups:
             return
         if outcome is GroupOutcome.DROP:
             self._drop_group(group)
-        elif self._config.lessons.enabled:
+        elif self._config.lessons.enabled and group.slots:
             self._journal.effect(Finished(group.group_id, tuple(t for slot in group.slots if (t := slot.trajectory))))
         self._journal.group(group)
         self._batches.complete(group.group_number)

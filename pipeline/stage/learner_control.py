@@ -215,6 +215,8 @@ class LearnerControl:
 def _delivered(group: GroupRecord) -> bool:
     if group.state is GroupState.COLLECTING:
         return False
+    if not group.slots:  # a stored group that came back whole: only its own group counts how often a member was sent
+        return group.state is not GroupState.READY
     return group.dropped or any(slot.trajectory is not None and slot.trajectory.samples for slot in group.slots)
 
 

@@ -11,7 +11,16 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from pipeline.metrics.base import Declaration
-from pipeline.metrics.replay import DIFFICULTIES, EQUAL_GROUPS, EVALUATIONS, GUARD, LEFT, POPULATIONS, ReplayMetrics
+from pipeline.metrics.replay import (
+    DIFFICULTIES,
+    EQUAL_GROUPS,
+    EVALUATIONS,
+    GROUPS_LEFT,
+    GUARD,
+    LEFT,
+    POPULATIONS,
+    ReplayMetrics,
+)
 from pipeline.runtime.progress import AdaptiveLimit
 from pipeline.stage.core import StageCore
 from pipeline.store.records import CancelReason, Drop
@@ -48,6 +57,8 @@ _COUNTERS: Final[tuple[tuple[Any, ...], ...]] = (
     ("pool.saved", M.experience_saved_total, "rollout"),
     ("pool.imported", M.experience_saved_total, "import"),
     *((f"pool.left.{reason}", M.experience_left_total, reason) for reason in LEFT),
+    ("stored_groups.saved", M.stored_groups_saved_total),
+    *((f"stored_groups.left.{reason}", M.stored_groups_left_total, reason) for reason in GROUPS_LEFT),
     *((f"guard.{way}", M.guard_actions_total, way) for way in GUARD),
     ("replays.trained", M.replays_trained_total),
     ("replays.choice_failed", M.choice_failures_total),
@@ -82,6 +93,11 @@ def _capacity(rule: Any) -> int:
     return int((rule.bound + 1) * rule.groups_per_step)
 
 
+def _pool_capacity(replay: Any) -> int:
+    """Trajectories that the pool may hold; 0 where nothing enters it."""
+    return int(replay.capacity) if replay.enabled and replay.mode != "groups" else 0
+
+
 _GAUGES: Final[tuple[tuple[Any, ...], ...]] = (
     (M.trajectories, lambda core: core.journal.counters["trajectories.held"]),
     (M.memory_bytes, lambda core: core.journal.counters["payload.bytes"]),
@@ -93,8 +109,9 @@ _GAUGES: Final[tuple[tuple[Any, ...], ...]] = (
     (M.connected_peers, lambda core: core.leases.connected, "actor"),
     (M.connected_peers, lambda core: int(core.dispatch.peer is not None), "learner"),
     (M.experience_pool_entries, lambda core: len(core.experience)),
+    (M.stored_groups, lambda core: len(core.experience.groups)),
     (M.experience_pool_bytes, lambda core: core.experience.bytes),
-    (M.experience_pool_capacity, lambda core: core.config.replay.capacity if core.config.replay.enabled else 0),
+    (M.experience_pool_capacity, lambda core: _pool_capacity(core.config.replay)),
     (M.retired_tasks, lambda core: core.experience.retired),
     (M.planned_share_ratio, lambda core: core.experience.share),
     (M.guard_factor_ratio, lambda core: core.experience.factor),

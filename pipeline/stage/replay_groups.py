@@ -84,6 +84,7 @@ class ReplayGroups:
         self.last_share = 0.0
         """Replayed tokens among the sampled tokens that the last update trained."""
         self._pooled = {entry.row_id: entry.n_bytes for entry in experience.entries}
+        self._stored = {group.group_number: group.members for group in experience.groups}
         self._dropped_counts = [0, 0]
         """Successes and fresh rollouts of groups that were dropped since the last update; a restart forgets them."""
 
@@ -163,6 +164,8 @@ class ReplayGroups:
         if self.experience.factor != factor:
             self._journal.count(Count.GUARD_SHRINK if self.experience.factor < factor else Count.GUARD_RECOVER)
         self.last_share = _share(groups)
+        for group in groups:
+            self._store(group)
 
     def untrained(self, group: GroupRecord) -> None:
         """The learner went back to weights without ``group``."""
@@ -198,6 +201,8 @@ class ReplayGroups:
         if changes:
             for row_id, reason in changes.removed.items():
                 self._left(row_id, reason)
+            for number, reason in changes.removed_groups.items():
+                self._group_left(number, reason)
             self._journal.experience(changes)
 
     def _save(self, outcome: Outcome, records: Mapping[int, TrajectoryRecord]) -> None:
@@ -217,6 +222,24 @@ class ReplayGroups:
         if n_bytes is not None:
             self._payloads.release(row_id, n_bytes)
             self._journal.count(Count.left_pool(reason))
+
+    def _store(self, group: GroupRecord) -> None:
+        """``group`` was trained: it may come back whole."""
+        records = [slot.trajectory for slot in group.slots if slot.trajectory is not None]
+        if group.replays or group.dropped or len(records) < group.n_rollout:
+            return
+        stored = self.experience.trained(group.group_number, group.task, [_fresh(record) for record in records])
+        if stored is not None:
+            self._stored[stored.group_number] = stored.members
+            for entry in stored.members:
+                self._payloads.hold(entry.row_id)
+            self._journal.count(Count.STORED_GROUPS_SAVED)
+
+    def _group_left(self, number: int, reason: Leave) -> None:
+        members = self._stored.pop(number, ())
+        for entry in members:
+            self._payloads.release(entry.row_id, entry.n_bytes)
+        self._journal.count(Count.left_stored_groups(reason), int(bool(members)))
 
     def _rescue(self, group: GroupRecord, candidates: Sequence[Candidate]) -> None:
         """Replace the last fresh rollout by a stored success."""

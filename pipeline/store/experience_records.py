@@ -10,6 +10,9 @@ from typing import Any
 
 from pipeline.schema import Task
 
+EQUAL_REWARDS = 1e-9
+"""Rewards closer than this are equal: advantages of groups so narrow are noise of the scorer's arithmetic."""
+
 
 class Leave(StrEnum):
     """Reason for which a stored trajectory left the pool."""
@@ -22,6 +25,10 @@ class Leave(StrEnum):
     """Its task was solved by every fresh rollout."""
     AGE = "age"
     """The entry is older than ``max_age`` allows."""
+    USES = "uses"
+    """A stored group was replayed ``groups.uses_max`` times."""
+    RECONFIGURED = "reconfigured"
+    """A stored group has another size than ``groups.n_rollout`` is now."""
 
 
 @dataclass(slots=True)
@@ -76,6 +83,38 @@ class PoolEntry:
     def age(self, version: int) -> int:
         """Versions since its oldest token was sampled; 0 for one that no policy of this run sampled."""
         return max(0, version - self.version_min) if self.recorded else 0
+
+
+@dataclass(slots=True)
+class StoredGroup:
+    """A trained group that may come back whole."""
+
+    group_number: int
+    task: Task
+    members: tuple[PoolEntry, ...]
+    """All its rollouts, as they were when fresh."""
+    saved: int = -1
+    """Number of the save, which orders stored groups."""
+    uses: int = 0
+    """Times a replay of it was planned."""
+
+    @property
+    def version_min(self) -> int:
+        """Oldest policy version that sampled a token of it."""
+        return min(entry.version_min for entry in self.members)
+
+    @property
+    def spread(self) -> float:
+        """``Σ|A|`` over its members, A being reward minus mean reward."""
+        rewards = [entry.reward for entry in self.members]
+        mean = sum(rewards) / len(rewards)
+        return sum(abs(reward - mean) for reward in rewards)
+
+    @property
+    def informative(self) -> bool:
+        """True if its rewards differ and every member has a sampled token."""
+        rewards = [entry.reward for entry in self.members]
+        return max(rewards) - min(rewards) > EQUAL_REWARDS and all(entry.n_sampled for entry in self.members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +179,10 @@ class ExperienceChanges:
     """Saved or changed."""
     removed: Mapping[int, Leave] = field(default_factory=dict)
     """Reason of each entry that left, by ``row_id``, ascending."""
+    groups: list[StoredGroup] = field(default_factory=list)
+    """Stored or used."""
+    removed_groups: Mapping[int, Leave] = field(default_factory=dict)
+    """Reason of each stored group that left, by number, ascending."""
     tasks: list[TaskRecord] = field(default_factory=list)
     forgotten_tasks: list[str] = field(default_factory=list)
     state: Mapping[str, Any] | None = None
@@ -148,7 +191,7 @@ class ExperienceChanges:
     """Changes that the latest updates made, so that they can be undone: JSON, replaces the one before."""
 
     def __bool__(self) -> bool:
-        rows = self.entries or self.removed or self.tasks or self.forgotten_tasks
+        rows = self.entries or self.removed or self.groups or self.removed_groups or self.tasks or self.forgotten_tasks
         return bool(rows or self.state is not None or self.updates is not None)
 
 

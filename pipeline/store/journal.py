@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from pipeline.schema import Task, Trajectory
-from pipeline.store.experience_records import ExperienceChanges, PoolEntry, TaskRecord
+from pipeline.store.experience_records import ExperienceChanges, PoolEntry, StoredGroup, TaskRecord
 from pipeline.store.ledger import CAUSES_MAX, FAILED, INSERTED, OTHER_CAUSE, SUCCEEDED, Count
 from pipeline.store.records import GroupRecord, OrderRecord, TrajectoryRecord, frame_size
 from pipeline.transport.protocol import Frames, Kind
@@ -54,6 +54,11 @@ def trajectory_row(t: TrajectoryRecord, trajectory_id: str | None = None) -> Row
 
 def pool_row(e: PoolEntry) -> Row:
     return (e.row_id, e.trajectory_id, e.task.task_id, e.saved, e.entropy, e.success_rate, e.recorded, e.uses)
+
+
+def stored_group_row(g: StoredGroup) -> Row:
+    members = orjson.dumps([entry.row_id for entry in g.members]).decode()
+    return (g.group_number, task_json(g.task), members, g.members[0].success_rate, g.saved, g.uses)
 
 
 def task_row(t: TaskRecord) -> Row:
@@ -140,6 +145,8 @@ class Changes:
     forgotten_groups: list[int] = field(default_factory=list)
     pool: list[Row] = field(default_factory=list)
     left_pool: list[int] = field(default_factory=list)
+    stored_groups: list[Row] = field(default_factory=list)
+    left_stored_groups: list[int] = field(default_factory=list)
     tasks: list[Row] = field(default_factory=list)
     forgotten_tasks: list[str] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
@@ -275,6 +282,8 @@ class Journal:
             forgotten_groups=self._forgotten_groups,
             pool=[pool_row(e) for e in experience.entries],
             left_pool=list(experience.removed),
+            stored_groups=[stored_group_row(g) for g in experience.groups],
+            left_stored_groups=list(experience.removed_groups),
             tasks=[task_row(t) for t in experience.tasks],
             forgotten_tasks=list(experience.forgotten_tasks),
             meta=self._meta,

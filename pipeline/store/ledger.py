@@ -84,6 +84,12 @@ class Count(StrEnum):
     POOL_LEFT_CAPACITY = "pool.left.capacity"
     POOL_LEFT_RETIRED = "pool.left.retired"
     POOL_LEFT_AGE = "pool.left.age"
+    STORED_GROUPS_SAVED = "stored_groups.saved"
+    STORED_GROUPS_LEFT_CAPACITY = "stored_groups.left.capacity"
+    STORED_GROUPS_LEFT_USES = "stored_groups.left.uses"
+    STORED_GROUPS_LEFT_AGE = "stored_groups.left.age"
+    STORED_GROUPS_LEFT_RETIRED = "stored_groups.left.retired"
+    STORED_GROUPS_LEFT_RECONFIGURED = "stored_groups.left.reconfigured"
     REPLAYS_PLANNED = "replays.planned"
     REPLAYS_TRAINED = "replays.trained"
     REPLAYS_ROLLED_BACK = "replays.rolled_back"
@@ -131,6 +137,11 @@ class Count(StrEnum):
     def left_pool(cls, reason: Leave) -> Count:
         """Entries that left the pool for this reason."""
         return cls(f"pool.left.{reason.value}")
+
+    @classmethod
+    def left_stored_groups(cls, reason: Leave) -> Count:
+        """Stored groups that left for this reason."""
+        return cls(f"stored_groups.left.{reason.value}")
 
     @classmethod
     def evaluation(cls, status: str) -> Count:
@@ -200,6 +211,7 @@ class Ledger:
     trajectories: Mapping[str, int] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)
     pool: Mapping[str, int] = field(default_factory=dict)
+    stored_groups: Mapping[str, int] = field(default_factory=dict)
     replays: Mapping[str, int] = field(default_factory=dict)
     tasks: Mapping[str, int] = field(default_factory=dict)
     evaluations: Mapping[str, int] = field(default_factory=dict)
@@ -212,7 +224,7 @@ class Ledger:
 
     def audit(self) -> list[str]:
         """Every sum that does not add up, in words; empty when all do."""
-        o, t, g, p = self.orders, self.trajectories, self.groups, self.pool
+        o, t, g, p, s = self.orders, self.trajectories, self.groups, self.pool, self.stored_groups
         ended = t.get("trained", 0) + t.get("baseline", 0) + t.get("evaluated", 0) + _sum(t, "dropped.")
         e = self.evaluations
         cancelled = _sum(g, "cancelled.")
@@ -230,6 +242,7 @@ class Ledger:
                 e.get("tasks_ended", 0) + e.get("tasks_cancelled", 0) + g.get("evaluating", 0),
             ),
             ("pool entries", p.get("saved", 0) + p.get("imported", 0), p.get("held", 0) + _sum(p, "left.")),
+            ("stored groups", s.get("saved", 0), s.get("held", 0) + _sum(s, "left.")),
         ]
         wrong = [
             f"{what}: {total}, but their states add up to {parts}" for what, total, parts in sums if total != parts
@@ -248,6 +261,7 @@ class Ledger:
         pairs.append(("replays", "trained", self.replays.get("trained", 0), self.rows["replays"].get("trained", 0)))
         pairs.append(("pool", "imported", self.pool.get("imported", 0), self.rows["trajectories"].get("imported", 0)))
         pairs.append(("pool", "without a payload", 0, self.rows["pool"].get("bare", 0)))
+        pairs.append(("stored groups", "without a payload", 0, self.rows["stored_groups"].get("bare", 0)))
         for k in ("trained", "uninformative"):
             pairs.append(("groups", k, self.groups.get(k, 0), self.rows["groups"].get(k, 0)))
         ended = self.evaluations.get("tasks_ended", 0)
@@ -272,13 +286,14 @@ def read_ledger(path: Path, *, rows: bool = False) -> Ledger:
         meta = {key: orjson.loads(value) for key, value in connection.execute("SELECT key, value FROM meta")}
         groups = dict(connection.execute("SELECT state, count(*) FROM groups WHERE kept = 1 GROUP BY state"))
         held = connection.execute("SELECT count(*) FROM pool").fetchone()[0]
+        stored = connection.execute("SELECT count(*) FROM stored_groups").fetchone()[0]
         counted = _count_rows(connection) if rows else {}
     except sqlite3.Error as error:
         raise StoreError(f"the replay store {path} could not be read: {error}") from error
     finally:
         connection.close()
     open_groups = {k: groups.get(k, 0) for k in (*GROUP_OPEN, "evaluating")}
-    return build_ledger(counters, open_groups, meta, counted, pool_held=held)
+    return build_ledger(counters, open_groups, meta, counted, pool_held=held, groups_held=stored)
 
 
 def build_ledger(
@@ -287,6 +302,7 @@ def build_ledger(
     meta: Mapping[str, int],
     rows: Mapping[str, Mapping[str, int]] | None = None,
     pool_held: int = 0,
+    groups_held: int = 0,
 ) -> Ledger:
     """Ledger of ``counters``, whose names are those of :class:`Count`."""
     return Ledger(
@@ -294,6 +310,7 @@ def build_ledger(
         trajectories=_under(counters, "trajectories."),
         groups={**_under(counters, "groups."), **open_groups},
         pool={**_under(counters, "pool."), "held": pool_held},
+        stored_groups={**_under(counters, "stored_groups."), "held": groups_held},
         replays=_under(counters, "replays."),
         tasks=_under(counters, "tasks."),
         evaluations=_under(counters, "evaluations."),
@@ -322,6 +339,12 @@ def _count_rows(connection: sqlite3.Connection) -> dict[str, dict[str, int]]:
         ),
         "replays": with_rolled("replays", {"trained": one("SELECT count(*) FROM group_replays WHERE chosen = 1")}),
         "pool": {"bare": one("SELECT count(*) FROM pool WHERE row_id NOT IN (SELECT row_id FROM payloads)")},
+        "stored_groups": {
+            "bare": one(
+                "SELECT count(*) FROM stored_groups, json_each(members) m "
+                "WHERE m.value NOT IN (SELECT row_id FROM payloads)"
+            )
+        },
     }
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from pipeline.store.experience_records import PoolEntry
+from pipeline.store.experience_records import PoolEntry, StoredGroup
 from pipeline.store.journal import Journal
 from pipeline.store.ledger import Count
 from pipeline.store.records import GroupRecord, GroupState, TrajectoryState, frame_size
@@ -15,13 +16,16 @@ _FREED = (TrajectoryState.BASELINE, TrajectoryState.EVALUATED)
 
 
 class PayloadRefCounts:
-    """Counts holders of a payload by ``row_id``: its own group, the pool, every group that may replay it."""
+    """Counts holders of a payload by ``row_id``: its own group, the pool, the stored group that it is in,
+    every group that may replay it."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._holders: dict[int, int] = {}
 
-    def restore(self, groups: Iterable[GroupRecord], entries: Iterable[PoolEntry]) -> None:
+    def restore(
+        self, groups: Iterable[GroupRecord], entries: Iterable[PoolEntry], stored: Iterable[StoredGroup] = ()
+    ) -> None:
         """Count again after a restart."""
         for group in groups:
             for slot in group.all_slots:
@@ -30,7 +34,7 @@ class PayloadRefCounts:
             if group.state is not GroupState.CANCELLED and not group.dropped:
                 for replay in group.replays:
                     self._hold(replay.row_id)
-        for entry in entries:
+        for entry in itertools.chain(entries, *(group.members for group in stored)):
             self._hold(entry.row_id)
 
     def arrived(self, row_id: int, n_bytes: int) -> None:

@@ -10,7 +10,7 @@ import orjson
 
 from pipeline.errors import DamagedFiles
 from pipeline.schema import Task
-from pipeline.store.experience_records import Candidate, PoolEntry, TaskRecord
+from pipeline.store.experience_records import Candidate, PoolEntry, StoredGroup, TaskRecord
 from pipeline.store.records import (
     Facts,
     GroupRecord,
@@ -36,6 +36,7 @@ class Snapshot:
     next_row_id: int = 0
     entries: list[PoolEntry] = field(default_factory=list)
     """The pool, in the order of ``saved``."""
+    stored_groups: list[StoredGroup] = field(default_factory=list)
     tasks: list[TaskRecord] = field(default_factory=list)
 
     @property
@@ -55,6 +56,8 @@ _FACTS = (
     "t.duration_seconds"
 )
 POOL_COLUMNS = f"p.row_id, p.task_id, p.saved, p.entropy, p.success_rate, p.recorded, p.uses, {_FACTS}"
+STORED_GROUP_COLUMNS = f"s.group_number, s.task, s.saved, s.uses, s.success_rate, t.row_id, t.entropy, {_FACTS}"
+"""Columns of one member. The members of a group follow one another."""
 REPLAY_COLUMNS = (
     "r.group_number, r.weight, r.turn, r.chosen, r.age, r.row_id, r.saved, r.entropy, r.success_rate, r.recorded, "
     f"{_FACTS}"
@@ -71,6 +74,7 @@ class SnapshotRows:
     replays: Iterable[Sequence[Any]]
     tasks: Iterable[Sequence[Any]]
     pool: Iterable[Sequence[Any]]
+    stored_groups: Iterable[Sequence[Any]] = ()
 
 
 def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int], next_row_id: int) -> Snapshot:
@@ -79,6 +83,7 @@ def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int],
         tasks = {row[0]: _task_record(row) for row in rows.tasks}
         pool = [_entry(row, tasks) for row in rows.pool]
         pooled = {entry.row_id: entry for entry in pool}
+        stored = _stored_groups(rows.stored_groups)
         found = {row[0]: _group(row) for row in rows.groups}
         for row in rows.orders:
             order = _order(row)
@@ -103,7 +108,7 @@ def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int],
             f"the replay store has inconsistent rows ({type(error).__name__}: {error}): it was changed "
             "by something else. Move it away to start with an empty one"
         ) from error
-    return Snapshot(found, meta, counters, next_row_id, pool, list(tasks.values()))
+    return Snapshot(found, meta, counters, next_row_id, pool, stored, list(tasks.values()))
 
 
 def _group(row: Sequence[Any]) -> GroupRecord:
@@ -138,6 +143,15 @@ def _entry(row: Sequence[Any], tasks: Mapping[str, TaskRecord]) -> PoolEntry:
     row_id, task_id, saved, entropy, success_rate, recorded, uses, trajectory_id, *facts = row
     marks = {"entropy": entropy, "success_rate": success_rate, "recorded": bool(recorded), "uses": uses}
     return PoolEntry(row_id, trajectory_id, tasks[task_id].task, saved, *facts, **marks)
+
+
+def _stored_groups(rows: Iterable[Sequence[Any]]) -> list[StoredGroup]:
+    found: dict[int, StoredGroup] = {}
+    for group_number, task, saved, uses, success_rate, row_id, entropy, trajectory_id, *facts in rows:
+        group = found.setdefault(group_number, StoredGroup(group_number, _task(task), (), saved, uses))
+        entry = PoolEntry(row_id, trajectory_id, group.task, -1, *facts, entropy=entropy, success_rate=success_rate)
+        group.members += (entry,)
+    return list(found.values())
 
 
 def _replay(row: Sequence[Any], task: Task, pooled: Mapping[int, PoolEntry]) -> PinnedCandidate:

@@ -34,7 +34,7 @@ from pipeline.runtime.rundir import RunDirectory
 from pipeline.store import tables
 from pipeline.store.high_water import HighWaterFile, Mark
 from pipeline.store.journal import Changes
-from pipeline.store.snapshot import POOL_COLUMNS, REPLAY_COLUMNS, Snapshot, SnapshotRows, build
+from pipeline.store.snapshot import POOL_COLUMNS, REPLAY_COLUMNS, STORED_GROUP_COLUMNS, Snapshot, SnapshotRows, build
 from pipeline.store.tables import STORE
 from pipeline.transport.protocol import Buffer, Frames
 
@@ -58,7 +58,8 @@ _ROLLED = (
     (
         "trajectories",
         "CASE WHEN state = 'dropped' THEN 'dropped.' || reason ELSE state END",
-        "AND row_id NOT IN (SELECT row_id FROM pool) AND row_id NOT IN (SELECT row_id FROM group_replays)",
+        "AND row_id NOT IN (SELECT row_id FROM pool) AND row_id NOT IN (SELECT row_id FROM group_replays) "
+        "AND row_id NOT IN (SELECT m.value FROM stored_groups, json_each(members) m)",
     ),
 )
 """Tables, what their rows are counted by, and which are rolled up: trajectories stay while something refers to them."""
@@ -78,6 +79,7 @@ reason = excluded.reason, reward = excluded.reward, rewards = excluded.rewards, 
 saved = excluded.saved"""
 _SAMPLED = "UPDATE trajectories SET samples = samples + 1 WHERE row_id = ?"
 _POOL = f"INSERT OR REPLACE INTO pool VALUES ({','.join('?' * 8)})"
+_STORED_GROUP = f"INSERT OR REPLACE INTO stored_groups VALUES ({','.join('?' * 6)})"
 _META = "INSERT OR REPLACE INTO meta VALUES (?,?)"
 _TASK = f"INSERT OR REPLACE INTO tasks VALUES ({','.join('?' * 7)})"
 
@@ -147,7 +149,8 @@ class ReplayStore:
         deadline = time.monotonic() + CHECK_SECONDS_MAX
         self._reader.set_progress_handler(lambda: time.monotonic() > deadline, _CHECK_STEPS)
         try:
-            without_payloads = ("meta", "counters", *(table for table, _, _ in _ROLLED), "pool", "tasks")
+            rows = (*(table for table, _, _ in _ROLLED), "pool", "stored_groups", "tasks")
+            without_payloads = ("meta", "counters", *rows)
             for which in ("1",) if self.path.stat().st_size <= CHECK_BYTES_MAX else without_payloads:
                 found = self._reader.execute(f"PRAGMA quick_check({which})").fetchone()[0]
                 if found != "ok":
@@ -253,6 +256,8 @@ class ReplayStore:
                      "ORDER BY r.group_number, r.position"),
                 read("SELECT * FROM tasks"),
                 read(f"SELECT {POOL_COLUMNS} FROM pool p JOIN trajectories t USING (row_id) ORDER BY p.saved"),
+                read(f"SELECT {STORED_GROUP_COLUMNS} FROM stored_groups s, json_each(s.members) m JOIN trajectories t "
+                     "ON t.row_id = m.value ORDER BY s.saved, m.key"),
             )  # fmt: skip
             meta = {key: orjson.loads(value) for key, value in read("SELECT key, value FROM meta")}
             return build(rows, meta, dict(read("SELECT name, value FROM counters")), self._next_row_id(meta))
@@ -278,6 +283,8 @@ class ReplayStore:
                 many("UPDATE groups SET kept = 0 WHERE group_number = ?", ((n,) for n in changes.forgotten_groups))
                 many(_POOL, changes.pool)
                 many("DELETE FROM pool WHERE row_id = ?", ((row_id,) for row_id in changes.left_pool))
+                many(_STORED_GROUP, changes.stored_groups)
+                many("DELETE FROM stored_groups WHERE group_number = ?", ((n,) for n in changes.left_stored_groups))
                 many(_TASK, changes.tasks)
                 many("DELETE FROM tasks WHERE task_id = ?", ((task_id,) for task_id in changes.forgotten_tasks))
                 meta = {**changes.meta, "transactions": self._transactions + 1}

@@ -48,12 +48,16 @@ CREATE TABLE pool (
     row_id INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, task_id TEXT NOT NULL, saved INTEGER NOT NULL,
     entropy REAL, success_rate REAL, recorded INTEGER NOT NULL, uses INTEGER NOT NULL
 );
+CREATE TABLE stored_groups (
+    group_number INTEGER PRIMARY KEY, task BLOB NOT NULL, members TEXT NOT NULL, success_rate REAL,
+    saved INTEGER NOT NULL, uses INTEGER NOT NULL
+);
 CREATE TABLE tasks (
     task_id TEXT PRIMARY KEY, task BLOB NOT NULL, bucket INTEGER, n_fresh INTEGER NOT NULL, retired INTEGER NOT NULL,
     visits INTEGER NOT NULL, history BLOB NOT NULL
 ) WITHOUT ROWID;
 """
-STORE = Database("replay store", "store", "replay.store", application_id=0x41465250, version=4, tables=TABLES)
+STORE = Database("replay store", "store", "replay.store", application_id=0x41465250, version=5, tables=TABLES)
 """Its application id is ``AFRP``."""
 
 

@@ -52,6 +52,30 @@ def config_of(rng: random.Random, _: int) -> RunConfig:
     )
 
 
+def config_with_groups(rng: random.Random, number: int) -> RunConfig:
+    """As :func:`config_of`, with groups that come back whole."""
+    config = config_of(rng, number).model_dump()
+    config["replay"] |= {
+        "mode": rng.choice(("groups", "both")),
+        "groups": {
+            "capacity": rng.choice((1, 3, 512)),
+            "uses_max": rng.randint(1, 3),
+            "select": rng.choice(("priority", "uniform", "newest")),
+            "tau": rng.choice((0.5, 8.0)),
+        },
+        "task_ratio": rng.choice((0.25, 0.5, 0.75)),
+        "unit": "trajectory",
+        "inject": "ratio",
+    }
+    return RunConfig.model_validate(config)
+
+
+@pytest.mark.parametrize("block", blocks(40))
+def test_stored_groups_keep_every_account_under_faults(block: int, tmp_path: Path) -> None:
+    replayed = sum(play(block, tmp_path, config_with_groups, check))
+    assert replayed > PER_TEST, f"only {replayed} trajectories were replayed in {PER_TEST} schedules"
+
+
 @pytest.mark.parametrize("block", blocks(60))
 def test_replay_keeps_every_account_under_faults(block: int, tmp_path: Path) -> None:
     replayed = sum(play(block, tmp_path, config_of, check))
@@ -74,12 +98,16 @@ def check(sim: Simulation) -> int:
         stored = [row[0] for row in connection.execute("SELECT trajectory_id FROM trajectories")]
         payloads = {row[0] for row in connection.execute("SELECT row_id FROM payloads")}
         pool = {row[0] for row in connection.execute("SELECT row_id FROM pool")}
+        members = "SELECT group_number, m.value FROM stored_groups, json_each(members) m"
+        whole = {tuple(row) for row in connection.execute(members)}
         n_bytes = connection.execute(
             "SELECT coalesce(sum(length(header)+length(token_ids)+length(logprobs)+length(spans)), 0) FROM payloads"
         ).fetchone()[0]
     connection.close()
     assert len(set(stored)) == len(stored)
     assert pool == {entry.row_id for entry in core.experience.entries} and pool <= payloads
+    held = {(group.group_number, entry.row_id) for group in core.experience.groups for entry in group.members}
+    assert whole == held and {row_id for _, row_id in whole} <= payloads
     assert payloads == core.payloads.held, "payloads in the store are exactly those somebody needs"
     assert core.journal.counters["payload.bytes"] == n_bytes
     assert ledger.orders["in_flight"] == 0 and ledger.trajectories.get("held", 0) == 0

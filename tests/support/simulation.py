@@ -190,9 +190,16 @@ class Simulation:
         assert all(n <= config.max_trajectories_per_task for n in stored.values())
         retired = {task_id for task_id, record in experience.tasks.items() if record.retired}
         assert not retired & stored.keys(), "a retired task has stored trajectories"
+        assert len(experience.groups) <= config.groups.capacity
+        for group in experience.groups:
+            assert len(group.members) == self.config.groups.n_rollout and group.uses < config.groups.uses_max
+            assert all(entry.row_id in payloads for entry in group.members), f"a payload of {group} was freed"
+            assert group.task.task_id not in retired, "a retired task has a stored group"
         held = core.journal.counters["pool.saved"] + core.journal.counters["pool.imported"]
         left = sum(n for name, n in core.journal.counters.items() if name.startswith("pool.left."))
         assert held == left + len(experience)
+        left = sum(n for name, n in core.journal.counters.items() if name.startswith("stored_groups.left."))
+        assert core.journal.counters["stored_groups.saved"] == left + len(experience.groups)
 
     def _send(self, store: ReplayStore, effect: Send) -> None:
         peer = next(p for p in self.peers if p.name == effect.peer)

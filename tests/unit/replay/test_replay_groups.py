@@ -128,6 +128,51 @@ def test_a_replay_group_has_fewer_fresh_slots_and_sends_its_candidates_behind_th
     stage.store.close()
 
 
+def test_a_stored_group_comes_back_whole_with_its_failures_and_rewards(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "s.sqlite", half, mode="groups", groups={"uses_max": 1})
+    plan = decode_plan(stage.until_replayed())
+    assert (plan.n_fresh, len(plan.replay_ids)) == (0, 4) and plan.candidates == plan.replay_ids
+    source = plan.replay_ids[0].split(".")[0]
+    assert list(plan.replay_ids) == [f"{source}.{slot}.0" for slot in range(4)], "in the order they were"
+    sent = [s.header for s in stage.sent if s.kind is Kind.DELIVERY and s.header["group_id"] == plan.group_id]
+    assert [(d["index"], d["reward"], d["replay"]["weight"]) for d in sent] == [
+        (i, float(i % 2), 1.0) for i in range(4)
+    ]
+    counters = stage.counters()
+    assert counters["stored_groups.left.uses"] >= 1 and counters.get("pool.saved", 0) == 0
+    stage.train(stage.plans)
+    stage.round()
+    replayed = stage.core.records[int(plan.group_id[1:])]
+    assert all(replay.chosen for replay in replayed.replays) and plan.group_id != source
+    assert int(plan.group_id[1:]) not in [group.group_number for group in stage.core.experience.groups]
+    stage.tell(Kind.CHECKPOINTED, updates=stage.updates)
+    stage.round()
+    assert not {replay.row_id for replay in replayed.replays} & stage.core.payloads.held, "nobody needs it any more"
+    stage.store.close()
+
+
+def test_stored_groups_and_their_payloads_survive_restart_rollback_and_roll_up(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "s.sqlite", half, mode="groups", groups={"uses_max": 2}, retain_groups=1)
+    for _ in range(6):
+        stage.train(stage.play())
+        stage.tell(Kind.CHECKPOINTED, updates=stage.updates - 1)
+    stage.round()
+    before = stage.core.experience.groups
+    assert before and stage.core.payloads.held >= {entry.row_id for group in before for entry in group.members}
+    stage.store.close()
+    stage.start()
+    assert stage.core.experience.groups == before
+    stage.core.peer_down("learner", left=False)
+    stage.updates -= 1
+    hello = {"session": "t", "updates": stage.updates, "policy_version": -1, "credit_groups": 8}
+    stage.core.peer_up("learner", {"schema_version": SCHEMA_VERSION, "role": "learner", **hello})
+    for _ in range(6):
+        stage.train(stage.play())
+    stage.round()
+    assert stage.counters()["replays.rolled_back"] in (0, 4, 8)
+    stage.store.close()
+
+
 def test_what_grows_too_old_leaves_the_pool_and_not_the_group_that_holds_it(tmp_path: Any) -> None:
     stage = Stage(tmp_path / "s.sqlite", half, max_age=3)
     plan = stage.until_replayed()

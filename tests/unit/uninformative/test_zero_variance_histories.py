@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.stage.groups import TOLERANCE
+from pipeline.store.experience_records import EQUAL_REWARDS
 from pipeline.store.records import GroupState
 from pipeline.transport.protocol import Kind
 
@@ -67,7 +67,7 @@ def check(s: Any) -> None:
             assert rule.zero_variance == "drop" and not rewards
             assert group.state in (GroupState.READY, GroupState.PLACED, GroupState.UNINFORMATIVE)
         elif group.state in (GroupState.READY, GroupState.PLACED, GroupState.TRAINED):
-            same = max(rewards) - min(rewards) <= TOLERANCE
+            same = max(rewards) - min(rewards) <= EQUAL_REWARDS
             assert not (same and rule.zero_variance == "drop"), "an equal group waits to be trained"
     held = [slot.trajectory for g in core.records.values() for slot in g.slots if slot.trajectory is not None]
     assert core.payloads.held == {record.row_id for record in held}
