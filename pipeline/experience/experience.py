@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from pipeline.config import RunConfig
@@ -102,10 +103,11 @@ class Experience:
         replay = config.replay
         self._replay = replay
         self._enabled = replay.enabled
-        self._upper = config.groups.n_rollout if replay.success_upper is None else replay.success_upper
+        self._n = config.groups.n_rollout
+        self._upper = self._n if replay.success_upper is None else replay.success_upper
         self._pool = Pool(replay, config.staleness.max, config.environments, entries)
         finite = sizes if sizes is not None else _sizes(config)
-        self._difficulty = Difficulty(finite, tasks, self._replay.retire_after)
+        self._difficulty = Difficulty(config, finite, tasks)
         self._draws = Draws(config.run.seed, state.get("draws"))
         self._planner = Planner(config, self._pool, self._difficulty, self._draws)
         self._mixing = Mixing(replay, config.groups.groups_per_step, state.get("mixing"))
@@ -136,12 +138,12 @@ class Experience:
         return self._difficulty.records
 
     def buckets(self) -> Mapping[int, int]:
-        """Known tasks per difficulty: successes in their latest group of fresh rollouts."""
+        """Known tasks per difficulty: successes that a group of fresh rollouts would have at their success rate."""
         return self._difficulty.buckets
 
     @property
     def retired(self) -> int:
-        """Tasks that are not drawn, because every fresh rollout of their latest group succeeded."""
+        """Tasks that are not drawn, because their latest fresh rollouts all succeeded."""
         return len(self._difficulty.retired)
 
     @property
@@ -207,8 +209,8 @@ class Experience:
         saved: list[PoolEntry] = []
         if self._difficulty.is_retired(task.task_id):
             left += self._keeper.retire(task.task_id)
-        elif self._replay.success_lower < len(successes) < self._upper:
-            rate = len(successes) / len(fresh)
+        elif self._stores(len(successes), len(fresh)):
+            rate = self._difficulty.rate_when_stored(task.task_id, len(fresh), partial(self._stores, n=len(fresh)))
             saved = self._keeper.save(PoolEntry.of(task, f, rate) for f in successes if f.replayable)
             left += self._keeper.trim(saved)
         self._keeper.gone(left)
@@ -331,6 +333,10 @@ class Experience:
             "factor": self._factor,
             "next_saved": self._keeper.next_saved,
         }
+
+    def _stores(self, successes: int, n: int) -> bool:
+        """True if a group with so many successes of n fresh rollouts is stored. The bounds are for ``n_rollout``."""
+        return self._replay.success_lower * n < successes * self._n < self._upper * n
 
     def _fresh(self, sampler: TaskSampler) -> Task:
         task = self._deferred.draw(

@@ -95,6 +95,10 @@ _GAUGES: Final[tuple[tuple[Any, ...], ...]] = (
     (M.experience_pool_entries, lambda core: len(core.experience)),
     (M.experience_pool_bytes, lambda core: core.experience.bytes),
     (M.experience_pool_capacity, lambda core: core.config.replay.capacity if core.config.replay.enabled else 0),
+    (
+        M.experience_pool_capacity_bytes,
+        lambda core: core.config.replay.capacity_bytes if core.config.replay.enabled else 0,
+    ),
     (M.retired_tasks, lambda core: core.experience.retired),
     (M.planned_share_ratio, lambda core: core.experience.share),
     (M.guard_factor_ratio, lambda core: core.experience.factor),

@@ -79,7 +79,7 @@ saved = excluded.saved"""
 _SAMPLED = "UPDATE trajectories SET samples = samples + 1 WHERE row_id = ?"
 _POOL = f"INSERT OR REPLACE INTO pool VALUES ({','.join('?' * 8)})"
 _META = "INSERT OR REPLACE INTO meta VALUES (?,?)"
-_TASK = f"INSERT OR REPLACE INTO tasks VALUES ({','.join('?' * 7)})"
+_TASK = f"INSERT OR REPLACE INTO tasks VALUES ({','.join('?' * 8)})"
 
 
 def store_path(config: RunConfig, directory: RunDirectory) -> Path:

@@ -49,11 +49,11 @@ CREATE TABLE pool (
     entropy REAL, success_rate REAL, recorded INTEGER NOT NULL, uses INTEGER NOT NULL
 );
 CREATE TABLE tasks (
-    task_id TEXT PRIMARY KEY, task BLOB NOT NULL, bucket INTEGER, n_fresh INTEGER NOT NULL, retired INTEGER NOT NULL,
-    visits INTEGER NOT NULL, history BLOB NOT NULL
+    task_id TEXT PRIMARY KEY, task BLOB NOT NULL, bucket INTEGER, successes REAL NOT NULL, failures REAL NOT NULL,
+    solved INTEGER NOT NULL, retired INTEGER NOT NULL, visits INTEGER NOT NULL
 ) WITHOUT ROWID;
 """
-STORE = Database("replay store", "store", "replay.store", application_id=0x41465250, version=4, tables=TABLES)
+STORE = Database("replay store", "store", "replay.store", application_id=0x41465250, version=5, tables=TABLES)
 """Its application id is ``AFRP``."""
 
 
