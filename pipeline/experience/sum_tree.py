@@ -75,19 +75,9 @@ class SumTree:
         self._add(place, -weight, -weight * weight)
         self._fit()
 
-    def draw(self, exclude: Collection[str], rng: random.Random) -> str:
-        """A key that is not excluded, by its weight. There must be one."""
-        for _ in range(TRIES):
-            key = self._at(rng.randrange(self.total))
-            if key not in exclude:
-                return key
-        out = {key: self._held[key][1] for key in exclude if key in self._held}
-        for key in out:
-            self.discard(key)
-        drawn = self._at(rng.randrange(self.total))
-        for key, weight in out.items():
-            self.put(key, weight)
-        return drawn
+    def draw(self, rng: random.Random) -> str:
+        """A key by its weight. There must be one."""
+        return self._at(rng.randrange(self.total))
 
     def _order(self, key: str) -> tuple[int, str]:
         return self._held[key][0], key
@@ -133,8 +123,8 @@ class SumTree:
                 self._sums[above] += self._sums[i]
 
 
-_Left = tuple[tuple[bool, int], float, int, int]
-"""A tree that has a key which is not excluded, the scale of its weights, and what is left of its sums."""
+_Level = tuple[bool, int]
+"""Whether the weights of a tree decay, and their magnitude."""
 
 
 class Priorities:
@@ -145,78 +135,82 @@ class Priorities:
     """
 
     def __init__(self) -> None:
-        self._trees: dict[tuple[bool, int], SumTree] = {}
+        self._trees: dict[_Level, SumTree] = {}
         self._levels: dict[bool, list[int]] = {False: [], True: []}
-        self._level_of: dict[str, tuple[bool, int]] = {}
+        self._held: dict[str, tuple[_Level, int]] = {}
 
     def __len__(self) -> int:
-        return len(self._level_of)
+        return len(self._held)
 
     def put(self, key: str, log_weight: float, *, decays: bool = False) -> None:
         """Enter a key, or change its weight (natural logarithm)."""
         power = log_weight / math.log(2)
         level = math.floor(power / _LEVEL_BITS)
-        at = (decays, level)
-        if self._level_of.get(key, at) != at:
-            self.discard(key)
-        if at not in self._trees:
-            self._trees[at] = SumTree()
-            bisect.insort(self._levels[decays], level)
-        self._level_of[key] = at
-        self._trees[at].put(key, int(2.0 ** (power - level * _LEVEL_BITS + _FRACTION_BITS)))
+        self.discard(key)
+        self._enter(key, (decays, level), int(2.0 ** (power - level * _LEVEL_BITS + _FRACTION_BITS)))
 
     def discard(self, key: str) -> None:
         """Take a key out, if it is there."""
-        at = self._level_of.pop(key, None)
-        if at is None:
+        if key not in self._held:
             return
+        at, _ = self._held.pop(key)
         self._trees[at].discard(key)
         if not self._trees[at]:
             del self._trees[at]
             self._levels[at[0]].remove(at[1])
 
     def draw(self, exclude: Collection[str], rng: random.Random, decay: float = 0.0) -> tuple[str, float] | None:
-        """A key that is not excluded, by its weight; None when there is none. With it comes ``1 / (M P)``: P is its
-        probability and ``M = 1 / sum_j P_j^2`` the effective number of keys (Kish)."""
-        found = self._left(exclude, decay)
-        if not found:
+        """A key that is not excluded, by its weight; None when there is none. With it comes its :meth:`ratio`."""
+        scaled = self._scaled(decay)
+        if not scaled:
             return None
-        chosen, scale, _, _ = found[draw_weighted([total * scale for _, scale, total, _ in found], rng)]
-        key = self._trees[chosen].draw(exclude, rng)
-        return key, _mean(found) / (self._trees[chosen].weight(key) * scale)
+        for _ in range(TRIES):
+            key = self._draw(scaled, rng)
+            if key not in exclude:
+                return key, self._ratio(key, scaled)
+        out = {key: self._held[key] for key in exclude if key in self._held}
+        for key in out:
+            self.discard(key)
+        left = self._scaled(decay)
+        drawn = self._draw(left, rng) if left else None
+        for key, (at, weight) in out.items():
+            self._enter(key, at, weight)
+        return None if drawn is None else (drawn, self._ratio(drawn, scaled))
 
-    def ratio(self, key: str, exclude: Collection[str] = (), decay: float = 0.0) -> float:
-        """``1 / (M P)`` of a key that is held and not excluded; infinite for one that is never drawn."""
-        found = self._left(exclude, decay)
-        scale = {at: scale for at, scale, _, _ in found}.get(self._level_of[key], 0.0)
-        return _mean(found) / (self._trees[self._level_of[key]].weight(key) * scale) if scale else math.inf
+    def ratio(self, key: str, decay: float = 0.0) -> float:
+        """``1 / (M P)`` of a key that is held: P is its probability where nothing is excluded, and ``M = 1 / sum_j
+        P_j^2`` the effective number of keys (Kish). Infinite for a key that is never drawn."""
+        return self._ratio(key, self._scaled(decay))
 
-    def _left(self, exclude: Collection[str], decay: float) -> list[_Left]:
-        out: dict[tuple[bool, int], tuple[int, int]] = {}
-        for key in exclude:
-            if (at := self._level_of.get(key)) is not None:
-                total, squares = out.get(at, (0, 0))
-                weight = self._trees[at].weight(key)
-                out[at] = total + weight, squares + weight * weight
-        found = []
+    def _ratio(self, key: str, scaled: list[tuple[_Level, float]]) -> float:
+        total = sum(self._trees[at].total * scale for at, scale in scaled)
+        squares = sum(self._trees[at].squares * scale**2 for at, scale in scaled)
+        held_at, weight = self._held[key]
+        scale = dict(scaled).get(held_at, 0.0)
+        return squares / (total * weight * scale) if scale else math.inf
+
+    def _draw(self, scaled: list[tuple[_Level, float]], rng: random.Random) -> str:
+        weights = [self._trees[at].total * scale for at, scale in scaled]
+        return self._trees[scaled[draw_weighted(weights, rng)][0]].draw(rng)
+
+    def _enter(self, key: str, at: _Level, weight: int) -> None:
+        if at not in self._trees:
+            self._trees[at] = SumTree()
+            bisect.insort(self._levels[at[0]], at[1])
+        self._held[key] = (at, weight)
+        self._trees[at].put(key, weight)
+
+    def _scaled(self, decay: float) -> list[tuple[_Level, float]]:
+        """Trees that a key can be drawn from, each with the scale of its weights."""
+        powers: list[tuple[_Level, float]] = []
         for decays, levels in self._levels.items():
-            top = None
             for level in reversed(levels):
                 power = level * _LEVEL_BITS - (decay / math.log(2) if decays else 0.0)
-                if top is not None and power < top - _REACH_BITS:
+                if level < levels[-1] - _REACH_BITS // _LEVEL_BITS:
                     break
-                at = (decays, level)
-                total, squares = out.get(at, (0, 0))
-                if (left := self._trees[at].total - total) > 0:
-                    top = power if top is None else top
-                    found.append((at, power, left, self._trees[at].squares - squares))
-        largest = max((power for _, power, _, _ in found), default=0.0)
-        return [(at, 2.0 ** max(power - largest, -500.0), total, squares) for at, power, total, squares in found]
-
-
-def _mean(found: Sequence[_Left]) -> float:
-    """``sum_j w_j^2 / sum_j w_j``: the mean weight of a drawn key."""
-    return sum(squares * scale**2 for _, scale, _, squares in found) / sum(left * scale for _, scale, left, _ in found)
+                powers.append(((decays, level), power))
+        largest = max((power for _, power in powers), default=0.0)
+        return [(at, 2.0 ** (power - largest)) for at, power in powers if power > largest - _REACH_BITS]
 
 
 def draw_weighted(weights: Sequence[float], rng: random.Random) -> int:
