@@ -33,7 +33,7 @@ class TaskEntries:
 
     @property
     def mean_version(self) -> float | None:
-        """Of everything recorded that is stored for the task; None where nothing is."""
+        """Mean over everything recorded that is stored for the task; None where nothing is."""
         return self.version_sum / self.n_recorded if self.n_recorded else None
 
 

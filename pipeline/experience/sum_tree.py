@@ -124,7 +124,7 @@ class SumTree:
 
 
 _Level = tuple[bool, int]
-"""Whether the weights of a tree decay, and their magnitude."""
+"""Magnitude of the weights of a tree, behind a mark that says if they decay."""
 
 
 class Priorities:
