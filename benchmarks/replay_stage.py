@@ -33,7 +33,7 @@ from pipeline.experience.pool import Pool
 from pipeline.experience.selection import Draws
 from pipeline.schema import Order, Task
 from pipeline.stage.core import StageCore
-from pipeline.store.experience_records import PoolEntry
+from pipeline.store.experience_records import PoolEntry, TaskRecord
 from pipeline.store.store import ReplayStore
 
 PER_TASK = 5
@@ -92,17 +92,18 @@ def draw(n: int) -> dict[str, object]:
     """Microseconds of CPU, a median and all rounds: one planned group, and one finished group of a stored task."""
     found: dict[str, object] = {"tasks": n, "batch": BATCH, "draws": DRAWS}
     tasks = [Task(f"a/{i}", "a", i) for i in range(n)]
+    rng = random.Random(0)
+    records = [TaskRecord(task, s, s, 8 - s, visits=1) for task in tasks for s in [rng.randint(1, 7)]]
+    difficulty = Difficulty(config(n), {"a": n}, records)
+    entries = [
+        PoolEntry(i, f"t{i}", task, i, 1.0, 8, 2000, 1500, 20000, version, version, 1.0)
+        for i, task in enumerate(tasks)
+        for version in [rng.randrange(1000)]
+    ]
+    pool = Pool(config(n, capacity_bytes=2**50).replay, 1, config(n).environments, entries)
     for sampling in ("priority", "normal", "uniform"):
-        rng = random.Random(0)
-        settings = config(n, task_sampling=sampling)
-        difficulty = Difficulty(settings, {"a": n})
-        entries = []
-        for i, task in enumerate(tasks):
-            difficulty.finished(task, rng.randint(1, 7), 8)
-            version = rng.randrange(1000)
-            entries.append(PoolEntry(i, f"t{i}", task, i, 1.0, 8, 2000, 1500, 20000, version, version, 1.0))
-        pool = Pool(settings.replay, 1, settings.environments, entries)
-        planner = Planner(settings, pool, difficulty, Draws(0))
+        pool.touched.update(task.task_id for task in tasks)
+        planner = Planner(config(n, task_sampling=sampling), pool, difficulty, Draws(0))
         started = time.process_time()
         planner.reindex()
         built = time.process_time() - started
