@@ -88,8 +88,9 @@ def reopen(path: Path, n: int) -> None:
     store.close()
 
 
-def draw(n: int) -> dict[str, object]:
+def draw(n: int, samplings: list[str]) -> dict[str, object]:
     """Microseconds of CPU, a median and all rounds: one planned group, and one finished group of a stored task."""
+    gc.disable()
     found: dict[str, object] = {"tasks": n, "batch": BATCH, "draws": DRAWS}
     tasks = [Task(f"a/{i}", "a", i) for i in range(n)]
     rng = random.Random(0)
@@ -101,14 +102,13 @@ def draw(n: int) -> dict[str, object]:
         for version in [rng.randrange(1000)]
     ]
     pool = Pool(config(n, capacity_bytes=2**50).replay, 1, config(n).environments, entries)
-    for sampling in ("priority", "normal", "uniform"):
+    for sampling in samplings:
         pool.touched.update(task.task_id for task in tasks)
         planner = Planner(config(n, task_sampling=sampling), pool, difficulty, Draws(0))
         started = time.process_time()
         planner.reindex()
         built = time.process_time() - started
         batch = dict.fromkeys(f"a/{rng.randrange(n)}" for _ in range(BATCH))
-        gc.collect()
         drawn, changed = [], []
         for _ in range(ROUNDS):
             started = time.process_time()
@@ -132,13 +132,13 @@ def draw(n: int) -> dict[str, object]:
     return found
 
 
-def draws(sizes: list[int]) -> dict[str, object]:
+def draws(sizes: list[int], samplings: list[str]) -> dict[str, object]:
     """One size after the other, each in a process of its own."""
     found = []
     for n in sizes:
-        command = [sys.executable, "-m", "benchmarks.replay_stage", "--draw", str(n)]
+        command = [sys.executable, "-m", "benchmarks.replay_stage", "--draw", str(n), "--sampling", *samplings]
         found.append(json.loads(subprocess.run(command, capture_output=True, check=True, text=True, cwd=ROOT).stdout))
-        for sampling in ("priority", "normal", "uniform"):
+        for sampling in samplings:
             at = found[-1][sampling]
             print(
                 f"{n:,} tasks, {sampling}: {at['draw_us']:.1f} us a draw, {at['change_us']:.1f} us a change", flush=True
@@ -186,14 +186,15 @@ def run() -> None:
     parser.add_argument("--folder", type=Path, default=Path("."))
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--draws", type=int, nargs="+", help="tasks in the pool: measure planning instead")
+    parser.add_argument("--sampling", nargs="+", default=["priority", "normal", "uniform"])
     parser.add_argument("--json", type=Path, help="with --draws: write every round to this file")
     parser.add_argument("--draw", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.draw:
-        print(json.dumps(draw(options.draw)))
+        print(json.dumps(draw(options.draw, options.sampling)))
         return
     if options.draws:
-        found = draws(options.draws)
+        found = draws(options.draws, options.sampling)
         if options.json:
             options.json.write_text(json.dumps(found, indent=1) + "\n")
         return
