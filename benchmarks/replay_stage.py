@@ -1,12 +1,20 @@
 """The replay stage's own store with trajectories of 2,000 tokens in 8 turns: ingest, memory, reopening.
 
-Part of ``benchmarks.replay_store``; alone: ``python -m benchmarks.replay_stage --reopen 50000``.
+Part of ``benchmarks.replay_store``; alone: ``python -m benchmarks.replay_stage --reopen 50000``. CPU time of planning a
+replay group with so many tasks in the pool, and of changing a task:
+
+    python -m benchmarks.replay_stage --draws 50000 1000000 --json draws.json
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
+import platform
+import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,23 +27,31 @@ import numpy as np
 from benchmarks.replay_ingest import bare, stage, trajectory
 from pipeline.config import RunConfig
 from pipeline.experience.archive_transfer import PoolWriter
+from pipeline.experience.difficulty import Difficulty
+from pipeline.experience.planning import Planner
+from pipeline.experience.pool import Pool
+from pipeline.experience.selection import Draws
 from pipeline.schema import Order, Task
 from pipeline.stage.core import StageCore
+from pipeline.store.experience_records import PoolEntry, TaskRecord
 from pipeline.store.store import ReplayStore
 
 PER_TASK = 5
+BATCH = 64
+"""Tasks of the batch, which are not drawn again."""
+ROUNDS, DRAWS = 7, 1000
 ROOT = Path(__file__).resolve().parents[1]
 
 Rows = list[tuple[str, str, str, str]]
 
 
-def config(n: int) -> RunConfig:
+def config(n: int, **replay: object) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"total_steps": 10**6},
             "groups": {"n_rollout": 8},
             "environments": {"a": {"max_seconds": 1e6}},
-            "replay": {"enabled": True, "capacity": n, "max_trajectories_per_task": PER_TASK},
+            "replay": {"enabled": True, "capacity": n, "max_trajectories_per_task": PER_TASK} | replay,
         }
     )
 
@@ -70,6 +86,64 @@ def reopen(path: Path, n: int) -> None:
     elapsed = time.perf_counter() - started
     print(json.dumps({"seconds": elapsed, "bytes": rss_bytes() - before, "held": len(core.experience)}))
     store.close()
+
+
+def draw(n: int, samplings: list[str]) -> dict[str, object]:
+    """Microseconds of CPU, a median and all rounds: one planned group, and one finished group of a stored task."""
+    gc.disable()
+    found: dict[str, object] = {"tasks": n, "batch": BATCH, "draws": DRAWS}
+    tasks = [Task(f"a/{i}", "a", i) for i in range(n)]
+    rng = random.Random(0)
+    records = [TaskRecord(task, s, s, 8 - s, visits=1) for task in tasks for s in [rng.randint(1, 7)]]
+    difficulty = Difficulty(config(n), {"a": n}, records)
+    entries = [
+        PoolEntry(i, f"t{i}", task, i, 1.0, 8, 2000, 1500, 20000, version, version, 1.0)
+        for i, task in enumerate(tasks)
+        for version in [rng.randrange(1000)]
+    ]
+    pool = Pool(config(n, capacity_bytes=2**50).replay, 1, config(n).environments, entries)
+    for sampling in samplings:
+        pool.touched.update(task.task_id for task in tasks)
+        planner = Planner(config(n, task_sampling=sampling), pool, difficulty, Draws(0))
+        started = time.process_time()
+        planner.reindex()
+        built = time.process_time() - started
+        batch = dict.fromkeys(f"a/{rng.randrange(n)}" for _ in range(BATCH))
+        drawn, changed = [], []
+        for _ in range(ROUNDS):
+            started = time.process_time()
+            for _ in range(DRAWS):
+                assert planner.replay_group(batch, 0.5, 1000) is not None
+            drawn.append((time.process_time() - started) / DRAWS * 1e6)
+            some = rng.sample(tasks, DRAWS)
+            started = time.process_time()
+            for task in some:
+                difficulty.finished(task, 4, 8)
+                pool.touched.add(task.task_id)
+                planner.reindex()
+            changed.append((time.process_time() - started) / DRAWS * 1e6)
+        found[sampling] = {
+            "draw_us": statistics.median(drawn),
+            "change_us": statistics.median(changed),
+            "build_s": built,
+            "draw_us_rounds": drawn,
+            "change_us_rounds": changed,
+        }
+    return found
+
+
+def draws(sizes: list[int], samplings: list[str]) -> dict[str, object]:
+    """One size after the other, each in a process of its own."""
+    found = []
+    for n in sizes:
+        command = [sys.executable, "-m", "benchmarks.replay_stage", "--draw", str(n), "--sampling", *samplings]
+        found.append(json.loads(subprocess.run(command, capture_output=True, check=True, text=True, cwd=ROOT).stdout))
+        for sampling in samplings:
+            at = found[-1][sampling]
+            print(
+                f"{n:,} tasks, {sampling}: {at['draw_us']:.1f} us a draw, {at['change_us']:.1f} us a change", flush=True
+            )
+    return {"python": platform.python_version(), "cores": os.cpu_count(), "sizes": found}
 
 
 def stage_rows(folder: Path, n: int) -> Rows:
@@ -111,7 +185,19 @@ def run() -> None:
     parser.add_argument("--reopen", type=int, default=50_000)
     parser.add_argument("--folder", type=Path, default=Path("."))
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--draws", type=int, nargs="+", help="tasks in the pool: measure planning instead")
+    parser.add_argument("--sampling", nargs="+", default=["priority", "normal", "uniform"])
+    parser.add_argument("--json", type=Path, help="with --draws: write every round to this file")
+    parser.add_argument("--draw", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.draw:
+        print(json.dumps(draw(options.draw, options.sampling)))
+        return
+    if options.draws:
+        found = draws(options.draws, options.sampling)
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+        return
     if options.measure:
         reopen(options.measure, options.reopen)
         return

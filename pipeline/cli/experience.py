@@ -38,10 +38,12 @@ def show(found: ExperienceReport, config: RunConfig, run: Path, console: Console
 
 
 def _difficulty(found: ExperienceReport, config: RunConfig, console: Console) -> None:
-    table = _table("tasks by successes in their latest fresh group", "successes", "tasks", "in the pool")
+    table = _table(
+        f"tasks by successes of {config.groups.n_rollout} at their success rate", "successes", "tasks", "in the pool"
+    )
     pooled = [shelf.bucket for shelf in found.shelves]
     for bucket, tasks in sorted(found.buckets.items()):
-        table.add_row(f"{bucket} of up to {config.groups.n_rollout}", str(tasks), str(pooled.count(bucket)))
+        table.add_row(str(bucket), str(tasks), str(pooled.count(bucket)))
     table.add_row("retired", str(len(found.retired)), "0")
     console.print(table)
     for task_id in sorted(found.retired)[:TASKS_SHOWN]:

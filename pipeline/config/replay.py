@@ -11,11 +11,10 @@ from pipeline.config.base import Section
 
 
 class PriorityConfig(Section):
-    """Options of ``task_sampling: priority``: ``P = (p(1-p) + epsilon)^alpha * exp(-age / tau)``, normalized over
-    tasks.
+    """Options of ``task_sampling: priority``: ``P = (v + epsilon)^alpha * exp(-age / tau)``, normalized over tasks.
 
-    p is the success rate of the task's latest fresh group, so p(1-p) is the variance of a success. age is the mean age
-    of the task's stored trajectories, in versions. (Prioritized replay: arXiv:1511.05952.)
+    v is the variance p(1-p) of a success, its mean under the posterior of the task's success rate p. age is the mean
+    age of the task's recorded trajectories, in versions. (Prioritized replay: arXiv:1511.05952.)
     """
 
     alpha: float = Field(1.0, ge=0)
@@ -110,11 +109,13 @@ class ReplayConfig(Section):
     """Stored trajectories of one task. Above this, ``select`` decides which is evicted (the oldest with ``random``)."""
     capacity: int = Field(50_000, ge=1)
     """Stored trajectories of all tasks. Above this, the oldest are evicted."""
+    capacity_bytes: int = Field(16 * 1024**3, ge=1)
+    """Payload bytes of all stored trajectories, on disk. Above this, the oldest are evicted."""
     success_threshold: float = 1.0
     """A reward of at least this is a success. Decides about difficulty, retirement and storing."""
     success_lower: int = Field(0, ge=0)
-    """A group's successes are stored if their number s among its fresh rollouts satisfies ``success_lower < s <
-    success_upper``. 0: at least one rollout must succeed."""
+    """A group's successes are stored if their number s satisfies ``success_lower < s < success_upper``. s is of
+    ``groups.n_rollout``: with fewer fresh rollouts it is scaled up. 0: at least one rollout must succeed."""
     success_upper: int | None = Field(None, ge=1)
     """Upper bound of s, exclusive. None: ``groups.n_rollout``, so that groups in which every rollout succeeds store
     nothing."""
@@ -126,11 +127,15 @@ class ReplayConfig(Section):
     candidates in one forward pass. ``stored``: that at collection, which costs nothing."""
     task_sampling: Literal["uniform", "normal", "priority"] = "normal"
     """Distribution of replay tasks. ``uniform``: all with the same probability. ``normal``: tasks with s successes of n
-    have weight ``exp(-(s - n/2)^2 / 2)``, which prefers intermediate difficulty (ExGRPO). ``priority``: by variance and
-    age; see ``priority``."""
+    have weight ``exp(-(s - n/2)^2 / 2)``, which prefers intermediate difficulty (ExGRPO); n is ``groups.n_rollout``, s
+    their success rate times n, rounded. ``priority``: by variance and age; see ``priority``."""
     priority: PriorityConfig = PriorityConfig()
     difficulty: int | None = Field(None, ge=0)
-    """Replay only tasks with exactly this number of successes in their latest fresh group. None: all."""
+    """Replay only tasks with exactly this number of successes of ``groups.n_rollout``, at their success rate, rounded.
+    None: all."""
+    difficulty_half_life: float = Field(1.0, ge=0)
+    """Fresh rollouts, in groups of ``groups.n_rollout``, after which older ones count half in a task's success rate.
+    0: only the latest group counts (ExGRPO)."""
     use_recorded_logprobs: bool = True
     """Weight replayed tokens by π/μ with the log-probabilities recorded when they were sampled. False: the ratio is
     taken to the current policy (1 in the first pass), which is biased."""
@@ -142,7 +147,8 @@ class ReplayConfig(Section):
     """Unit that one replay trains. ``trajectory``: all turns. ``turn``: one turn, drawn uniformly over the turns of the
     candidates, with the preceding turns as context."""
     retire_after: int | None = Field(1, ge=1, le=16)
-    """A task retires when all fresh rollouts of this many consecutive groups succeeded. Retired tasks are only drawn
+    """A task retires when all fresh rollouts of this many consecutive groups succeeded. A replay group counts by its
+    fresh rollouts: one with half of ``groups.n_rollout`` is half a group. Retired tasks are only drawn
     for retests. None: tasks never retire. Retirement saves rollouts if there are many tasks. With few tasks, the
     unsolvable ones soon dominate the updates and the solved ones are forgotten."""
     retest_ratio: float = Field(0.02, ge=0, le=1)
@@ -152,8 +158,10 @@ class ReplayConfig(Section):
     whose fresh rollouts all failed; one of them is replaced by a stored success of the task (ARPO,
     arXiv:2505.16282)."""
     bias_correction: bool = False
-    """Multiply the weight of replayed trajectories by the success rate of their source group. Corrects the
-    over-weighting by 1/P(success) that comes from replaying only successes."""
+    """Multiply the weight of replayed trajectories by the success rate of the policy that sampled them on their task.
+    Corrects the over-weighting by 1/P(success) that comes from replaying only successes. The rate is that of all fresh
+    rollouts of the task until then, given that the source group was selected: it had successes and failures. A single
+    success, which the selection makes sure of, shows no rate above 0 and has weight 0."""
     ess_guard: EssGuardConfig = EssGuardConfig()
 
     @model_validator(mode="after")

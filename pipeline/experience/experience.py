@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from pipeline.config import RunConfig
@@ -105,10 +106,11 @@ class Experience:
         replay = config.replay
         self._replay = replay
         self._enabled = replay.enabled
-        self._upper = config.groups.n_rollout if replay.success_upper is None else replay.success_upper
+        self._n = config.groups.n_rollout
+        self._upper = self._n if replay.success_upper is None else replay.success_upper
         self._pool = Pool(replay, config.staleness.max, config.environments, entries)
         finite = sizes if sizes is not None else _sizes(config)
-        self._difficulty = Difficulty(finite, tasks, self._replay.retire_after)
+        self._difficulty = Difficulty(config, finite, tasks)
         self._draws = Draws(config.run.seed, state.get("draws"))
         self._planner = Planner(config, self._pool, self._difficulty, self._draws)
         self._mixing = Mixing(replay, config.groups.groups_per_step, state.get("mixing"))
@@ -152,12 +154,12 @@ class Experience:
         return self._difficulty.records
 
     def buckets(self) -> Mapping[int, int]:
-        """Known tasks per difficulty: successes in their latest group of fresh rollouts."""
+        """Known tasks per difficulty: successes that a group of fresh rollouts would have at their success rate."""
         return self._difficulty.buckets
 
     @property
     def retired(self) -> int:
-        """Tasks that are not drawn, because every fresh rollout of their latest group succeeded."""
+        """Tasks that are not drawn, because their latest fresh rollouts all succeeded."""
         return len(self._difficulty.retired)
 
     @property
@@ -226,10 +228,8 @@ class Experience:
         if self._difficulty.is_retired(task.task_id):
             left += self._keeper.retire(task.task_id)
             self._groups.retire(task.task_id)
-        elif self._replay.mode == "groups":
-            pass
-        elif self._replay.success_lower < len(successes) < self._upper:
-            rate = len(successes) / len(fresh)
+        elif self._stores(len(successes), len(fresh)):
+            rate = self._difficulty.rate_when_stored(task.task_id, len(fresh), partial(self._stores, n=len(fresh)))
             saved = self._keeper.save(PoolEntry.of(task, f, rate) for f in successes if f.replayable)
             left += self._keeper.trim(saved)
         self._keeper.gone(left)
@@ -388,6 +388,12 @@ class Experience:
         if group is None:
             return None
         return Planned(group.task, len(group.members), tuple(map(Candidate, group.members)))
+
+    def _stores(self, successes: int, n: int) -> bool:
+        """True if the successes of a group are stored, which has so many among n fresh rollouts. The bounds are for
+        ``n_rollout``."""
+        replay = self._replay
+        return replay.mode != "groups" and replay.success_lower * n < successes * self._n < self._upper * n
 
     def _fresh(self, sampler: TaskSampler) -> Task:
         task = self._deferred.draw(

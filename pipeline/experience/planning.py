@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from pipeline.config import RunConfig
@@ -12,12 +13,12 @@ from pipeline.experience.selection import (
     TaskIndex,
     choose,
     choose_turns,
-    draw_by_turns,
     draw_normal,
-    draw_priority,
     draw_uniform,
     log_priority,
+    sampling_correction,
 )
+from pipeline.experience.sum_tree import Priorities
 from pipeline.schema import Task
 from pipeline.store.experience_records import Candidate, Planned, PoolEntry
 
@@ -33,21 +34,29 @@ class Planner:
         self._difficulty = difficulty
         self._draws = draws
         self._index = TaskIndex()
-        self._n_turns: dict[str, int] = {}
-        self._log_variance: dict[str, float] = {}
+        self._priorities = Priorities()
+        self._by_priority = config.replay.task_sampling == "priority"
+        self._by_turns = config.replay.unit == "turn" and config.replay.task_sampling == "uniform"
 
     def reindex(self) -> None:
         """Bring the index up to date with the shelves that changed."""
-        for task_id in self._pool.touched:
+        only = self._replay.difficulty
+        for task_id in sorted(self._pool.touched):
             shelf = self._pool.shelf(task_id)
-            if shelf is not None and shelf.usable:
-                self._index.put(task_id, self._difficulty.bucket(task_id))
-                self._n_turns[task_id] = shelf.n_turns
-                self._log_variance[task_id] = self._log_priority(task_id)
-            else:
+            bucket = self._difficulty.bucket(task_id)
+            if shelf is None or not shelf.usable:
                 self._index.discard(task_id)
-                self._n_turns.pop(task_id, None)
-                self._log_variance.pop(task_id, None)
+                self._priorities.discard(task_id)
+                continue
+            self._index.put(task_id, bucket)
+            if only is not None and bucket != only:
+                self._priorities.discard(task_id)
+            elif self._by_priority:
+                born = shelf.mean_version
+                log_weight = self._log_priority(task_id) + (born or 0.0) / self._replay.priority.tau
+                self._priorities.put(task_id, log_weight, decays=born is not None)
+            elif self._by_turns:
+                self._priorities.put(task_id, math.log(shelf.n_turns))
         self._pool.touched.clear()
 
     def retired(self, batch: Collection[str]) -> Task | None:
@@ -73,15 +82,13 @@ class Planner:
         replay, index = self._replay, self._index
         rng = self._draws.next("task")
         ids = index.all() if replay.difficulty is None else index.of(replay.difficulty)
-        if replay.task_sampling == "priority":
+        if self._by_priority or self._by_turns:
             priority = replay.priority
-            beta = priority.beta + (1 - priority.beta) * min(1.0, max(0.0, progress))
-            shelves, variance, tau = self._pool.shelves, self._log_variance, priority.tau
-            return draw_priority(ids, lambda t: variance[t] - shelves[t].mean_age(version) / tau, beta, batch, rng)
+            beta = priority.beta + (1 - priority.beta) * min(1.0, max(0.0, progress)) if self._by_priority else 0.0
+            drawn = self._priorities.draw(batch, rng, version / priority.tau)
+            return None if drawn is None else (drawn[0], sampling_correction(drawn[1], beta))
         if replay.task_sampling == "normal" and replay.difficulty is None:
             task_id = draw_normal(index, self._n, batch, rng)
-        elif replay.unit == "turn" and replay.task_sampling == "uniform":
-            task_id = draw_by_turns(ids, self._n_turns, batch, rng)
         else:
             task_id = draw_uniform(ids, batch, rng)
         return None if task_id is None else (task_id, 1.0)
@@ -90,7 +97,7 @@ class Planner:
         """The part of a task's log priority that does not change with its age."""
         record = self._difficulty.records.get(task_id)
         priority = self._replay.priority
-        return log_priority(record.success_rate if record else 0.5, priority.alpha, priority.epsilon)
+        return log_priority(record.variance if record else 1 / 6, priority.alpha, priority.epsilon)
 
     def candidates(self, shelf: TaskEntries, k: int, correction: float = 1.0) -> tuple[Candidate, ...]:
         """The k that are replayed, first; behind them, if the learner chooses, the others."""

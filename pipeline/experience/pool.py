@@ -31,14 +31,15 @@ class TaskEntries:
     version_sum: int = 0
     """Sum of ``version_min`` over the recorded ones."""
 
-    def mean_age(self, version: int) -> float:
-        """Versions, over everything stored for the task."""
-        return max(0.0, (self.n_recorded * version - self.version_sum) / len(self.entries))
+    @property
+    def mean_version(self) -> float | None:
+        """Mean over everything recorded that is stored for the task; None where nothing is."""
+        return self.version_sum / self.n_recorded if self.n_recorded else None
 
 
 class Pool:
-    """Entries by task, under four bounds: per task (evicts by ``select``), in all (the oldest go), by retirement, by
-    age.
+    """Entries by task, under five bounds: per task (evicts by ``select``), in all and in bytes (the oldest go), by
+    retirement, by age.
 
     ``staleness_max`` is added to an entry's age: so much older it may be when it is trained. After each change
     :attr:`touched` names the tasks whose shelf is no longer what it was; the owner empties it.
@@ -111,8 +112,9 @@ class Pool:
             while len(self._shelves[task_id].entries) > self._replay.max_trajectories_per_task:
                 left.append((self._worst(self._shelves[task_id].entries), Leave.FULL))
                 self.remove(left[-1][0])
-        while len(self._order) > self._replay.capacity:
-            left.append((self._by_saved[self._order[0]], Leave.CAPACITY))
+        replay = self._replay
+        while (over := len(self._order) > replay.capacity) or self.bytes > replay.capacity_bytes:
+            left.append((self._by_saved[self._order[0]], Leave.CAPACITY if over else Leave.BYTES))
             self.remove(left[-1][0])
         return left
 

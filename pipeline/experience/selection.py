@@ -12,12 +12,10 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
+from pipeline.experience.sum_tree import TRIES, draw_weighted
 from pipeline.store.experience_records import PoolEntry
 
 Select = Literal["argmin", "argmax", "random"]
-
-TRIES = 16
-"""Draws that may hit a task of this batch before those tasks are sorted out exactly."""
 
 
 def rank(select: Select) -> Callable[[PoolEntry], float]:
@@ -98,7 +96,7 @@ def draw_normal(index: TaskIndex, n_rollout: int, exclude: Collection[str], rng:
     buckets = index.buckets()
     while buckets:
         exponents = [0.0 if s is None else -((s - n_rollout / 2) ** 2) / 2 for s in buckets]
-        bucket = buckets[_draw_weighted(_from_logs(exponents), rng)]
+        bucket = buckets[draw_weighted(_from_logs(exponents), rng)]
         task_id = draw_uniform(index.of(bucket), exclude, rng)
         if task_id is not None:
             return task_id
@@ -106,28 +104,13 @@ def draw_normal(index: TaskIndex, n_rollout: int, exclude: Collection[str], rng:
     return None
 
 
-def draw_by_turns(
-    ids: Sequence[str], n_turns: Mapping[str, int], exclude: Collection[str], rng: random.Random
-) -> str | None:
-    """A task with probability proportional to its number of turns, by cumulative ends."""
-    left = [task_id for task_id in ids if task_id not in exclude]
-    return left[_draw_weighted([n_turns[task_id] for task_id in left], rng)] if left else None
+def log_priority(variance: float, alpha: float, epsilon: float) -> float:
+    """Log of ``(variance + epsilon)^alpha``; of the whole priority ``-age / tau`` is added."""
+    return alpha * math.log(variance + epsilon)
 
 
-def log_priority(success_rate: float, alpha: float, epsilon: float) -> float:
-    """Log of ``(p(1-p) + epsilon)^alpha``; of the whole priority ``-age / tau`` is added. Logs, because old tasks
-    underflow."""
-    return alpha * math.log(success_rate * (1 - success_rate) + epsilon)
-
-
-def draw_priority(
-    ids: Sequence[str],
-    log_priorities: Callable[[str], float],
-    beta: float,
-    exclude: Collection[str],
-    rng: random.Random,
-) -> tuple[str, float] | None:
-    """A task by its priority, and its importance correction ``min(1, (M P)^-beta)``, ``M = 1 / sum_j P_j^2``.
+def sampling_correction(ratio: float, beta: float) -> float:
+    """``min(1, (M P)^-beta)`` of a draw, ``ratio`` being ``1 / (M P)``, ``M = 1 / sum_j P_j^2``.
 
     This is ``(N P)^-beta`` of prioritised replay (arXiv:1511.05952, 3.4) with two changes. Kish's effective number M of
     tasks replaces N: ``1 / M`` is the mean probability of a drawn task, so tasks drawn more often than that get a lower
@@ -137,13 +120,7 @@ def draw_priority(
     where a task is alone. At most half of the draws have more than twice the mean probability (Markov), so the mean
     weight is at least ``2^-(1 + beta)``, whatever the priorities. At beta 1 a task counts by ``min(P, 1/M)``.
     """
-    left = [task_id for task_id in ids if task_id not in exclude]
-    if not left:
-        return None
-    shares = _from_logs([log_priorities(task_id) for task_id in left])
-    chosen = _draw_weighted(shares, rng)
-    mean = sum(share * share for share in shares) / sum(shares)
-    return left[chosen], min(1.0, mean / shares[chosen]) ** beta
+    return float(min(1.0, ratio) ** beta)
 
 
 def choose(entries: Sequence[PoolEntry], k: int, select: Select, rng: random.Random) -> list[PoolEntry]:
@@ -181,14 +158,6 @@ def unit_at(ends: Sequence[int], index: int) -> tuple[int, int]:
 def _from_logs(logs: Sequence[float]) -> list[float]:
     largest = max(logs)
     return [math.exp(value - largest) for value in logs]
-
-
-def _draw_weighted(weights: Sequence[float], rng: random.Random) -> int:
-    ends = list(itertools.accumulate(weights))
-    index = bisect.bisect_right(ends, rng.random() * ends[-1])
-    while index >= len(weights) or not weights[index]:
-        index -= 1
-    return index
 
 
 def _remove(ids: list[str], task_id: str) -> None:

@@ -30,7 +30,7 @@ ORDER_OUTCOMES = ("completed", "error", "aborted", "expired", "cancelled")
 DIFFICULTIES = ("unseen", "hard", "medium", "easy", "solved")
 POPULATIONS = ("sampled", "stored", "trained", "replayed", "uninformative")
 SAVED_FROM = ("rollout", "import")
-LEFT = ("full", "capacity", "retired", "age")
+LEFT = ("full", "capacity", "bytes", "retired", "age")
 GROUPS_LEFT = ("capacity", "uses", "age", "retired", "reconfigured")
 GUARD = ("shrink", "recover")
 SCORE_FAILURES = ("raised", "timeout", "crashed", "missing", "type", "nonfinite", "unavailable", "refused", "protocol")
@@ -138,7 +138,7 @@ class ReplayMetrics(MetricSet):
     score_value = histogram("Value of one score function, unweighted.", REW, function="score_functions")
 
     difficulty_tasks = gauge(
-        "Known tasks by the success rate of their latest group; bucket = unseen, hard (below a third), medium, easy "
+        "Known tasks by the success rate of their fresh rollouts; bucket = unseen, hard (below a third), medium, easy "
         "(above two thirds) or solved (retired).",
         bucket=DIFFICULTIES,
     )
@@ -146,12 +146,14 @@ class ReplayMetrics(MetricSet):
     experience_pool_entries = gauge("Trajectories in the experience pool.")
     experience_pool_bytes = gauge("Payload bytes of the experience pool.")
     experience_pool_capacity = gauge("Trajectories that the experience pool may hold; 0 where none enters it.")
+    experience_pool_capacity_bytes = gauge("Payload bytes that the experience pool may hold; 0 where none enters it.")
     experience_oldest_version = gauge("Oldest policy version in the experience pool.")
     experience_saved_total = counter(
         "Trajectories that entered the experience pool; origin = rollout or import.", origin=SAVED_FROM
     )
     experience_left_total = counter(
-        "Trajectories that left the experience pool; reason = full (its task), capacity (the pool), retired or age.",
+        "Trajectories that left the experience pool; reason = full (its task), capacity or bytes (the pool), "
+        "retired or age.",
         reason=LEFT,
     )
     stored_groups = gauge("Groups that may come back whole (replay.mode groups or both).")

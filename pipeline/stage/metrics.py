@@ -93,9 +93,9 @@ def _capacity(rule: Any) -> int:
     return int((rule.bound + 1) * rule.groups_per_step)
 
 
-def _pool_capacity(replay: Any) -> int:
-    """Trajectories that the pool may hold; 0 where nothing enters it."""
-    return int(replay.capacity) if replay.enabled and replay.mode != "groups" else 0
+def _filled(core: StageCore) -> bool:
+    """True if trajectories enter the pool."""
+    return core.config.replay.enabled and core.config.replay.mode != "groups"
 
 
 _GAUGES: Final[tuple[tuple[Any, ...], ...]] = (
@@ -111,7 +111,8 @@ _GAUGES: Final[tuple[tuple[Any, ...], ...]] = (
     (M.experience_pool_entries, lambda core: len(core.experience)),
     (M.stored_groups, lambda core: len(core.experience.groups)),
     (M.experience_pool_bytes, lambda core: core.experience.bytes),
-    (M.experience_pool_capacity, lambda core: _pool_capacity(core.config.replay)),
+    (M.experience_pool_capacity, lambda core: _filled(core) and core.config.replay.capacity),
+    (M.experience_pool_capacity_bytes, lambda core: _filled(core) and core.config.replay.capacity_bytes),
     (M.retired_tasks, lambda core: core.experience.retired),
     (M.planned_share_ratio, lambda core: core.experience.share),
     (M.guard_factor_ratio, lambda core: core.experience.factor),

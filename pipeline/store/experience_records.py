@@ -21,6 +21,8 @@ class Leave(StrEnum):
     """Its task has ``max_trajectories_per_task`` others."""
     CAPACITY = "capacity"
     """The pool has ``capacity`` others."""
+    BYTES = "bytes"
+    """The pool is over ``capacity_bytes``."""
     RETIRED = "retired"
     """Its task was solved by every fresh rollout."""
     AGE = "age"
@@ -52,7 +54,8 @@ class PoolEntry:
     """Mean over sampled tokens, nats: at collection ``-mean(log mu)``, which estimates it without bias, later the exact
     one when the learner has trained it. None: unknown, which ranks worst."""
     success_rate: float | None = None
-    """Success rate of the fresh rollouts of its group; None: unknown (a demonstration)."""
+    """Success rate of the policy that sampled it on its task, estimated when it was saved; None: unknown (a
+    demonstration)."""
     recorded: bool = True
     """True if its log-probabilities were recorded."""
     uses: int = 0
@@ -60,7 +63,7 @@ class PoolEntry:
 
     @classmethod
     def of(cls, task: Task, fresh: Fresh, success_rate: float) -> PoolEntry:
-        """A fresh rollout of a group with this success rate; not saved yet. An entropy that is not finite is
+        """A fresh rollout of a task with this success rate; not saved yet. An entropy that is not finite is
         unknown."""
         entropy = fresh.entropy if fresh.entropy is not None and math.isfinite(fresh.entropy) else None
         return cls(
@@ -201,20 +204,25 @@ class TaskRecord:
 
     task: Task
     bucket: int | None = None
-    """Successes among the fresh rollouts of its latest group."""
-    n_fresh: int = 0
-    """Fresh rollouts of that group."""
+    """Successes that a group of ``n_rollout`` would have at its success rate; None: retired, or no finished group."""
+    successes: float = 0.0
+    """Among the fresh rollouts of its finished groups, older ones counting less."""
+    failures: float = 0.0
+    """The same of failures: the posterior of its success rate is ``Beta(1 + successes, 1 + failures)``."""
+    solved: int = 0
+    """Fresh rollouts of its latest groups without a failure."""
     retired: bool = False
     visits: int = 0
     """Finished groups."""
-    history: list[tuple[int, int]] = field(default_factory=list)
-    """(successes, fresh rollouts) of its latest groups, newest last; at most :data:`HISTORY`."""
 
     @property
     def success_rate(self) -> float:
-        """Success rate of the latest fresh group; 0.5 before there was one."""
-        return self.bucket / self.n_fresh if self.bucket is not None and self.n_fresh else 0.5
+        """Mode of the posterior: the success rate of the only group where there was one, 0.5 where there was none."""
+        counted = self.successes + self.failures
+        return self.successes / counted if counted else 0.5
 
-
-HISTORY = 16
-"""Groups that a task's history remembers."""
+    @property
+    def variance(self) -> float:
+        """Posterior mean of ``p (1 - p)``, the variance of a success."""
+        a, b = 1 + self.successes, 1 + self.failures
+        return a * b / ((a + b) * (a + b + 1))

@@ -81,7 +81,7 @@ class ExperienceReport:
     policy_version: int = -1
     updates: int = 0
     buckets: Counter[int] = field(default_factory=Counter)
-    """Tasks by successes in their latest fresh group; retired ones are apart."""
+    """Tasks by successes of a group at their success rate; retired ones are apart."""
     retired: list[str] = field(default_factory=list)
     entries: int = 0
     n_bytes: int = 0
@@ -113,6 +113,7 @@ class ExperienceReport:
             "pool": {
                 "trajectories": self.entries,
                 "capacity": config.replay.capacity,
+                "capacity_bytes": config.replay.capacity_bytes,
                 "tasks": len(self.shelves),
                 "bytes": self.n_bytes,
                 "unrecorded": self.unrecorded,

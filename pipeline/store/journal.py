@@ -63,7 +63,7 @@ def stored_group_row(g: StoredGroup) -> Row:
 
 def task_row(t: TaskRecord) -> Row:
     return (
-        t.task.task_id, task_json(t.task), t.bucket, t.n_fresh, t.retired, t.visits, orjson.dumps(t.history),
+        t.task.task_id, task_json(t.task), t.bucket, t.successes, t.failures, t.solved, t.retired, t.visits,
     )  # fmt: skip
 
 

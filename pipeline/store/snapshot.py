@@ -135,8 +135,8 @@ def _task(json: bytes) -> Task:
 
 
 def _task_record(row: Sequence[Any]) -> TaskRecord:
-    _, task, bucket, n_fresh, retired, visits, history = row
-    return TaskRecord(_task(task), bucket, n_fresh, bool(retired), visits, [(s, n) for s, n in orjson.loads(history)])
+    _, task, bucket, successes, failures, solved, retired, visits = row
+    return TaskRecord(_task(task), bucket, successes, failures, solved, bool(retired), visits)
 
 
 def _entry(row: Sequence[Any], tasks: Mapping[str, TaskRecord]) -> PoolEntry:

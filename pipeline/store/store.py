@@ -81,7 +81,7 @@ _SAMPLED = "UPDATE trajectories SET samples = samples + 1 WHERE row_id = ?"
 _POOL = f"INSERT OR REPLACE INTO pool VALUES ({','.join('?' * 8)})"
 _STORED_GROUP = f"INSERT OR REPLACE INTO stored_groups VALUES ({','.join('?' * 6)})"
 _META = "INSERT OR REPLACE INTO meta VALUES (?,?)"
-_TASK = f"INSERT OR REPLACE INTO tasks VALUES ({','.join('?' * 7)})"
+_TASK = f"INSERT OR REPLACE INTO tasks VALUES ({','.join('?' * 8)})"
 
 
 def store_path(config: RunConfig, directory: RunDirectory) -> Path:

@@ -53,8 +53,8 @@ CREATE TABLE stored_groups (
     saved INTEGER NOT NULL, uses INTEGER NOT NULL
 );
 CREATE TABLE tasks (
-    task_id TEXT PRIMARY KEY, task BLOB NOT NULL, bucket INTEGER, n_fresh INTEGER NOT NULL, retired INTEGER NOT NULL,
-    visits INTEGER NOT NULL, history BLOB NOT NULL
+    task_id TEXT PRIMARY KEY, task BLOB NOT NULL, bucket INTEGER, successes REAL NOT NULL, failures REAL NOT NULL,
+    solved INTEGER NOT NULL, retired INTEGER NOT NULL, visits INTEGER NOT NULL
 ) WITHOUT ROWID;
 """
 STORE = Database("replay store", "store", "replay.store", application_id=0x41465250, version=5, tables=TABLES)

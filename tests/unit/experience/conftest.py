@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 from collections import Counter
@@ -60,7 +61,7 @@ def play(experience: Experience, task: int | Task, successes: int, n: int, first
 
 def own(record: TaskRecord) -> TaskRecord:
     """A copy that does not change with the original."""
-    return replace(record, history=list(record.history))
+    return replace(record)
 
 
 @dataclass
@@ -83,6 +84,8 @@ class History:
     reasons: Counter = field(default_factory=Counter)
     rescued: list = field(default_factory=list)
     batch: list = field(default_factory=list)
+    outcomes: dict = field(default_factory=dict)
+    """Of each task, (successes, fresh rollouts) of its groups."""
 
     def __post_init__(self) -> None:
         self.experience = Experience(self.config)
@@ -120,6 +123,7 @@ class History:
             fresh.append(make_fresh(self.row_id, reward, version=max(0, self.version - (x >> i) % 3), entropy=entropy))
             self.row_id += 1
         outcome = self.experience.finished(planned.task, fresh, planned=planned.k > 0, version=self.version)
+        self.outcomes.setdefault(planned.task.task_id, []).append((int(sum(rewards)), n))
         self.saved += len(outcome.saved)
         assert outcome.successes == sum(rewards)
         if outcome.rescue:
@@ -190,17 +194,41 @@ class History:
             if replay.max_age is not None:
                 assert entry.age(self.version) + self.config.staleness.max <= replay.max_age
 
+    def check_rates(self) -> None:
+        """Difficulty again from every rollout, slowly. A task that was forgotten begins anew."""
+        n, replay = self.config.groups.n_rollout, self.config.replay
+        half_life = n * replay.difficulty_half_life
+        for task_id, record in self.experience.tasks.items():
+            if not record.visits:
+                continue
+            groups = self.outcomes[task_id][-record.visits :]
+            since, good, bad = 0, 0.0, 0.0
+            for s, fresh in reversed(groups):
+                weight = 0.5 ** (since / half_life) if half_life else not since
+                good, bad, since = good + weight * s, bad + weight * (fresh - s), since + fresh
+            assert (record.successes, record.failures) == pytest.approx((good, bad), abs=1e-9)
+            solved = [fresh for s, fresh in itertools.takewhile(lambda g: g[0] == g[1], reversed(groups))]
+            assert record.solved == sum(solved)
+            if record.retired:
+                assert solved
+            else:
+                assert replay.retire_after is None or sum(solved) < replay.retire_after * n
+                successes = n * good / (good + bad)
+                assert abs(record.bucket - successes) <= 0.5 + 1e-9
+
     def check(self) -> None:
         x, replay = self.experience, self.config.replay
         entries = x.entries
         stored = Counter(entry.task.task_id for entry in entries)
         assert len(x) == len(entries) == self.saved - self.left <= replay.capacity
+        assert x.bytes <= replay.capacity_bytes
         assert max(stored.values(), default=0) <= replay.max_trajectories_per_task
         assert len({entry.trajectory_id for entry in entries}) == len(entries)
         assert [entry.saved for entry in entries] == sorted({entry.saved for entry in entries})
         retired = {task_id for task_id, record in x.tasks.items() if record.retired}
         assert len(retired) == x.retired and not retired & set(stored)
         assert all(record.bucket is None for task_id, record in x.tasks.items() if task_id in retired)
+        self.check_rates()
         buckets = Counter(record.bucket for record in x.tasks.values() if record.bucket is not None)
         assert dict(buckets) == dict(x.buckets())
         for task_id, record in x.tasks.items():

@@ -28,6 +28,9 @@ def config_of(make, rng):
         trajectories_per_task=rng.randint(1, min(n - 1, per_task)),
         max_trajectories_per_task=per_task,
         capacity=rng.choice([2, 8, 50_000]),
+        capacity_bytes=rng.choice([500, 2000, 2**40]),
+        difficulty_half_life=rng.choice([0.0, 0.5, 1.0, 4.0]),
+        retire_after=rng.choice([None, 1, 1, 2]),
         select=rng.choice(["argmin", "argmax", "random"]),
         entropy=rng.choice(["stored", "current"]),
         task_sampling=rng.choice(["uniform", "normal", "priority"]),
@@ -111,6 +114,7 @@ def test_an_update_that_is_taken_back_leaves_what_there_would_be_had_it_never_be
     assert one.experience.entries == other.experience.entries
     assert (one.experience.factor, one.experience.share) == (other.experience.factor, other.experience.share)
     assert one.experience._state() == other.experience._state()
+    assert one.experience.tasks == other.experience.tasks
     assert (one.update_records or []) == (other.update_records or [])
     for i in range(20):
         one.admit(i), other.admit(i)

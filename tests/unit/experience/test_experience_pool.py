@@ -9,7 +9,7 @@ import pytest
 from pipeline.errors import ConfigurationError
 from pipeline.experience import difficulty
 from pipeline.experience.experience import Experience
-from pipeline.store.experience_records import HISTORY, Leave
+from pipeline.store.experience_records import Leave
 from pipeline.tasks.sampler import TaskSampler
 
 
@@ -36,10 +36,8 @@ def test_both_bounds_of_the_save_filter_are_exclusive(make, lower, upper, saved)
 def test_all_successes_are_saved_with_what_is_known_of_them(make):
     experience = Experience(make.config())
     outcome = make.play(experience, 3, 2, 4, 10, version=5, entropy=0.3)
-    assert [(e.row_id, e.success_rate, e.entropy, e.version_min, e.saved) for e in outcome.saved] == [
-        (10, 0.5, 0.3, 5, 0),
-        (11, 0.5, 0.3, 5, 1),
-    ]
+    assert [(e.row_id, e.entropy, e.version_min, e.saved) for e in outcome.saved] == [(10, 0.3, 5, 0), (11, 0.3, 5, 1)]
+    assert [e.success_rate for e in outcome.saved] == pytest.approx([0.5, 0.5])
     assert experience.buckets() == {2: 1} and experience.oldest_version == 5 and experience.holds(10)
 
 
@@ -115,7 +113,7 @@ def test_retirement_purges_pool_and_bucket_and_failure_ends_it(make):
 
 
 def test_a_task_retires_after_as_many_solved_groups_in_a_row_as_asked(make):
-    experience = Experience(make.config(batch=1, tasks=4, retire_after=2))
+    experience = Experience(make.config(batch=1, tasks=4, retire_after=2, difficulty_half_life=0.0))
     make.play(experience, 0, 2, 4, 0)
     assert not make.play(experience, 0, 4, 4, 10).retired and experience.buckets() == {4: 1} and len(experience) == 2
     make.play(experience, 0, 3, 4, 20)
@@ -135,19 +133,31 @@ def test_without_retirement_a_solved_task_keeps_its_pool_and_is_drawn(make):
     assert {experience.next_group(sampler, progress=0, version=0).task.seed for _ in range(6)} == {0, 1}
 
 
-def test_a_replay_group_retires_its_task_by_its_fresh_rollouts_alone(make):
-    experience = Experience(make.config(n=4))
-    fresh = [make.fresh(i, 1.0) for i in range(3)]
-    assert experience.finished(make.task(0), fresh, planned=True, version=0).retired
+def test_a_task_retires_once_as_many_fresh_rollouts_in_a_row_succeeded_as_a_plain_group_has(make):
+    experience = Experience(make.config(n=4, tasks=4))
+    make.play(experience, 0, 2, 4, 0)
+    assert not make.play(experience, 0, 3, 3, 10).retired
+    assert make.play(experience, 0, 3, 3, 20).retired
+    make.play(experience, 1, 2, 4, 30)
+    assert make.play(experience, 1, 4, 4, 40).retired
 
 
-def test_history_and_visits_are_kept_and_bounded(make):
-    experience = Experience(make.config(tasks=4))
-    for i in range(HISTORY + 3):
-        make.play(experience, 0, i % 3, 4, 10 * i)
-    record = experience.tasks["a/0"]
-    assert record.visits == HISTORY + 3 and len(record.history) == HISTORY
-    assert record.history[-1] == ((HISTORY + 2) % 3, 4) and record.n_fresh == 4
+@pytest.mark.parametrize("retire_after", [None, 2])
+def test_a_solved_replay_group_stores_as_little_as_a_solved_plain_group(make, retire_after):
+    for n_fresh in (2, 4, 8):
+        experience = Experience(make.config(n=8, retire_after=retire_after))
+        assert not make.play(experience, 0, n_fresh, n_fresh, 0).saved
+        assert len(make.play(experience, 1, n_fresh // 2, n_fresh, 10).saved) == n_fresh // 2
+
+
+def test_over_the_bytes_of_the_pool_the_oldest_go(make):
+    experience = Experience(make.config(capacity_bytes=330))
+    make.play(experience, 0, 2, 4, 0)
+    outcome = make.play(experience, 1, 2, 4, 10)
+    assert [(e.row_id, why) for e, why in outcome.left] == [(0, Leave.BYTES)]
+    assert (row_ids(experience), experience.bytes) == ([1, 10, 11], 101 + 110 + 111)
+    outcome = make.play(experience, 2, 1, 4, 20, n_bytes=1000)
+    assert len(outcome.left) == 4 and not len(experience) and experience.bytes == 0
 
 
 def test_retired_tasks_of_an_endless_environment_are_forgotten_beyond_a_bound(make, monkeypatch):

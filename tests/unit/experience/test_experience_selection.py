@@ -15,12 +15,12 @@ from pipeline.experience.selection import (
     TaskIndex,
     choose,
     choose_turns,
-    draw_by_turns,
     draw_normal,
-    draw_priority,
     draw_uniform,
     log_priority,
+    sampling_correction,
 )
+from pipeline.experience.sum_tree import Priorities
 from pipeline.tasks.sampler import TaskSampler
 
 CHI2_999 = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32, 8: 26.12, 9: 27.88, 10: 29.59}
@@ -79,9 +79,20 @@ def test_nothing_left_gives_nothing(index):
     rng = random.Random(0)
     assert draw_uniform(index.all(), everything, rng) is None
     assert draw_normal(index, 4, everything, rng) is None
-    assert draw_by_turns(index.all(), dict.fromkeys(everything, 1), everything, rng) is None
-    assert draw_priority(index.all(), lambda _: 0.0, 1.0, everything, rng) is None
+    assert priorities_of(dict.fromkeys(everything, 0.0)).draw(everything, rng) is None
     assert draw_uniform([], (), rng) is None
+
+
+def priorities_of(logs):
+    priorities = Priorities()
+    for key, log_weight in logs.items():
+        priorities.put(key, log_weight)
+    return priorities
+
+
+def draw_priority(priorities, beta, rng):
+    key, ratio = priorities.draw((), rng)
+    return key, sampling_correction(ratio, beta)
 
 
 PRIORITIES = {"a": (0.5, 0), "b": (0.25, 10), "c": (1.0, 3), "d": (0.75, 50)}
@@ -94,20 +105,19 @@ def priority(name, alpha=0.8, epsilon=0.05, tau=20.0):
 
 def logs(name):
     p, age = PRIORITIES[name]
-    return log_priority(p, alpha=0.8, epsilon=0.05) - age / 20.0
+    return log_priority(p * (1 - p), alpha=0.8, epsilon=0.05) - age / 20.0
 
 
 def test_priority_is_variance_of_success_times_freshness():
-    assert_frequencies(
-        lambda rng: draw_priority(list("abcd"), logs, 0.4, (), rng)[0], {name: priority(name) for name in "abcd"}
-    )
+    priorities = priorities_of({name: logs(name) for name in "abcd"})
+    assert_frequencies(lambda rng: priorities.draw((), rng)[0], {name: priority(name) for name in "abcd"})
 
 
 def corrections(beta):
     found = {}
     rng = random.Random(0)
     while len(found) < 4:
-        name, weight = draw_priority(list("abcd"), logs, beta, (), rng)
+        name, weight = draw_priority(priorities_of({name: logs(name) for name in "abcd"}), beta, rng)
         found[name] = weight
     return found
 
@@ -135,23 +145,9 @@ PRIORITY_LOGS = st.lists(st.floats(-60, 0), min_size=1, max_size=30)
 
 
 def weights_of(logs, beta):
-    """Of every task that can be drawn: its correction."""
-    ids = [f"{i:02}" for i in range(len(logs))]
-    at = dict(zip(ids, logs, strict=True))
-
-    class Exactly(random.Random):
-        def random(self):
-            return self.wanted
-
-    rng, found, below = Exactly(), {}, 0.0
-    shares = [math.exp(value - max(logs)) for value in logs]
-    for task_id, share in zip(ids, shares, strict=True):
-        rng.wanted = min((below + share / 2) / sum(shares), 1 - 2**-53)
-        drawn, weight = draw_priority(ids, at.__getitem__, beta, (), rng)
-        if drawn == task_id:
-            found[task_id] = weight
-        below += share
-    return found
+    """Of every task: its correction."""
+    priorities = priorities_of({f"{i:02}": value for i, value in enumerate(logs)})
+    return {f"{i:02}": sampling_correction(priorities.ratio(f"{i:02}"), beta) for i in range(len(logs))}
 
 
 @given(logs=PRIORITY_LOGS, beta=st.floats(0, 1), age=st.integers(100, 10_000))
@@ -160,7 +156,7 @@ def test_an_ancient_task_changes_nothing_for_the_others(logs, beta, age):
     others = weights_of(logs, beta)
     together = weights_of([*logs, max(logs) - age], beta)
     for task_id, weight in others.items():
-        assert together[task_id] == pytest.approx(weight, rel=1e-9)
+        assert together[task_id] == pytest.approx(weight, rel=1e-5)
 
 
 @given(logs=PRIORITY_LOGS, beta=st.floats(0, 1))
@@ -173,8 +169,8 @@ def test_no_weight_is_above_one_and_their_mean_has_a_floor(logs, beta):
 
 
 def test_priorities_of_very_old_tasks_do_not_underflow():
-    drawn = draw_priority(["a", "b"], lambda name: -1e6 if name == "a" else -1e6 - 1, 1.0, (), random.Random(0))
-    assert drawn is not None and 0 < drawn[1] <= 1
+    key, weight = draw_priority(priorities_of({"a": -1e6, "b": -1e6 - 1}), 1.0, random.Random(0))
+    assert key in "ab" and 0 < weight <= 1
 
 
 @given(st.lists(st.one_of(st.none(), st.floats(0, 5), st.just(math.nan)), min_size=1, max_size=8), st.integers(1, 8))
@@ -248,14 +244,14 @@ def test_the_pool_is_drawn_by_variance_of_success_times_freshness(make):
     weights = {}
     for task, (successes, version) in enumerate(((1, 10), (2, 10), (3, 4), (2, 0))):
         make.play(experience, task, successes, 4, 10 * task, version=version)
-        p = successes / 4
-        weights[task] = (p * (1 - p) + 0.01) * math.exp(-(10 - version) / 8)
+        variance = (1 + successes) * (5 - successes) / (6 * 7)
+        weights[task] = (variance + 0.01) * math.exp(-(10 - version) / 8)
     plans = iter(draws(experience, config, 6000, version=10))
     assert_frequencies(lambda _: next(plans).task.seed, weights)
 
 
 def test_a_stored_task_moves_to_the_bucket_of_its_latest_group(make):
-    config = make.config(difficulty=2, batch=1, task_ratio=1.0, tasks=100)
+    config = make.config(difficulty=2, difficulty_half_life=0.0, batch=1, task_ratio=1.0, tasks=100)
     experience = Experience(config)
     make.play(experience, 0, 2, 4, 0)
     make.play(experience, 1, 2, 4, 10)
@@ -291,7 +287,7 @@ def test_an_ancient_task_in_the_pool_does_not_change_the_weights_of_the_others(m
     assert sum(weight for _, weight in without) / 200 > 0.25
 
 
-def test_bias_correction_is_the_success_rate_of_the_source_group_and_one_where_unknown(make):
+def test_bias_correction_is_the_success_rate_when_it_was_saved_and_one_where_unknown(make):
     config = make.config(batch=1, task_ratio=1.0, bias_correction=True, tasks=9)
     entries = [make.entry(0, 0, success_rate=0.25), make.entry(1, 1, success_rate=None, recorded=False)]
     plans = draws(Experience(config, entries=entries), config, 60)

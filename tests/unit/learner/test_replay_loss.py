@@ -1,5 +1,6 @@
 """The off-policy losses, token by token, against slow references and by enumeration."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from learner.losses.registry import loss_rules
 from learner.losses.total import LossTokens, policy_loss
 from pipeline.config.algorithm import ImportanceConfig, LossConfig
 from pipeline.config.policy_losses import Shaped
+from pipeline.experience.difficulty import selected_rate
 
 FORMS = ("clip", "shaped", "second_moment")
 F = torch.float64
@@ -172,23 +174,53 @@ def test_full_importance_sampling_of_replays_gives_the_true_gradient_of_a_bandit
     torch.testing.assert_close(came, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_success_only_replay_times_the_success_rate_is_the_true_gradient():
-    """``bias_correction``: successes alone over-weight by 1/P(success); the recorded rate as weight undoes it."""
+def replayed_successes(n: int, factor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The expected gradient of one replayed success, and the true one, of a bandit. All groups of n rollouts are
+    enumerated; those with successes and failures are stored, and one of their successes is drawn."""
     theta = torch.tensor([0.3, -0.2, 0.7, 0.0], dtype=F, requires_grad=True)
-    mu = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=F)
-    reward = torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=F)
-    success = float((mu * reward).sum())
+    mu = [0.1, 0.2, 0.3, 0.4]
+    rewarded = {0, 1}
     log_pi = torch.log_softmax(theta, dim=0)
-    conditional = mu * reward / success
-    yes = torch.ones(4, dtype=torch.bool)
+    answers, probabilities, factors = [], [], []
+    for group in itertools.product(range(4), repeat=n):
+        successes = [answer for answer in group if answer in rewarded]
+        if 0 < len(successes) < n:
+            for answer in successes:
+                answers.append(answer)
+                probabilities.append(math.prod(mu[a] for a in group) / len(successes))
+                factors.append(factor(len(successes)))
+    weights = torch.tensor(probabilities, dtype=F)
+    yes = torch.ones(len(answers), dtype=torch.bool)
+    behaviour = torch.tensor([mu[a] for a in answers], dtype=F).log()
     t = LossTokens(
-        log_pi, torch.zeros(4, dtype=F), mu.log(), None, reward, conditional, yes, yes, yes,
-        factors=torch.full((4,), success, dtype=F),
+        log_pi[answers], torch.zeros(len(answers), dtype=F), behaviour, None, torch.ones(len(answers), dtype=F),
+        weights / weights.sum(), yes, yes, yes, factors=torch.tensor(factors, dtype=F),
     )  # fmt: skip
     wide = rules(off=ClipRange(1 - 1e-12, 1e12), dual_clip=None)
     (came,) = torch.autograd.grad(policy_loss(t, wide).loss, theta, retain_graph=True)
-    (expected,) = torch.autograd.grad(-(log_pi.exp() * reward).sum(), theta)
+    (expected,) = torch.autograd.grad(-log_pi.exp()[:2].sum(), theta)
+    return came, expected
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_replayed_successes_times_the_success_rate_are_the_true_gradient_and_times_the_recorded_rate_too_much(n):
+    """``bias_correction``: the pool has successes of groups that also had failures."""
+    p = 0.3
+    came, expected = replayed_successes(n, lambda s: p)
     torch.testing.assert_close(came, expected, rtol=1e-10, atol=1e-12)
+    came, expected = replayed_successes(n, lambda s: s / n)
+    over = (1 - p ** (n - 1)) / (1 - p**n - (1 - p) ** n)
+    torch.testing.assert_close(came, over * expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_estimated_rate_leaves_a_sixth_of_bias_after_one_group():
+    p, n = 0.3, 4
+    chance = [math.comb(n, s) * p**s * (1 - p) ** (n - s) for s in range(n + 1)]
+    rate = [0.0] + [selected_rate(s, n, n, lambda s: 0 < s < n) for s in range(1, n)]
+    left = sum(chance[s] * rate[s] for s in range(1, n)) / sum(chance[1:n]) / p
+    came, expected = replayed_successes(n, rate.__getitem__)
+    torch.testing.assert_close(came, left * expected, rtol=1e-10, atol=1e-12)
+    assert abs(left - 1) < 1 / 6
 
 
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=12), st.floats(0.01, 2))

@@ -123,7 +123,8 @@ def test_a_replay_group_has_fewer_fresh_slots_and_sends_its_candidates_behind_th
     assert [set(d["replay"]) for d in sent[3:]] == [{"weight", "entropy", "turn", "age", "success_rate"}] * len(
         plan.candidates
     )
-    assert sent[3]["replay"]["entropy"] == pytest.approx(0.375) and sent[3]["replay"]["success_rate"] == 0.5
+    assert sent[3]["replay"]["entropy"] == pytest.approx(0.375)
+    assert sent[3]["replay"]["success_rate"] == pytest.approx(0.5)
     assert sent[3]["reward"] == 1.0 and sent[3]["replay"]["age"] > 0
     stage.store.close()
 
