@@ -2,7 +2,7 @@
 
 ::
 
-    python -m benchmarks.replay_bias                              # the tables of docs/REPLAY.md, about half a minute
+    python -m benchmarks.replay_bias                              # the tables of docs/REPLAY.md, 30 s of CPU
     python -m benchmarks.replay_bias --json bias.json --chains 20
 
 A chain emits one of two tokens at each position, and its probability depends on the position and the token before. A
@@ -10,7 +10,8 @@ quarter of all sequences are successes. μ and π are random; μ sampled the tra
 ``reward - E_π[reward]``. Every sequence goes through the learner's own loss, weighted by its probability under what
 sampled it, so the gradient is the expectation. It is compared with the true policy gradient of π.
 
-*cosine* and *error* (distance over the length of the true gradient) are the bias, *noise* is the standard deviation of
+*cosine* and *error* (distance over the length of the true gradient) are the bias; of successes alone the length is not
+that of the true gradient, only the direction says something. *noise* is the standard deviation of
 one trajectory's gradient over that of a trajectory from π itself.
 """
 
@@ -57,6 +58,8 @@ class Choice:
     """With the clips that are the default."""
     fresh_share: float = 0.0
     """Share of the trajectories that π sampled."""
+    successes: bool = False
+    """Only the successes of μ, as in the pool of experience replay."""
 
     @property
     def rules(self) -> LossRules:
@@ -80,6 +83,10 @@ CHOICES = (
     Choice("replayed: sequence, max 8", True, {"name": "sequence", "max": 8.0}),
     Choice("replayed: sequence, no bound", True, WHOLE),
     Choice("replayed: soft", True, "soft"),
+    Choice("successes: token, default clip", True, successes=True),
+    Choice("successes: sequence, max 2", True, "sequence", successes=True),
+    Choice("successes: sequence, no bound", True, WHOLE, successes=True),
+    Choice("successes: soft", True, "soft", successes=True),
     Choice("half fresh, half token, default clip", True, fresh_share=0.5),
     Choice("half fresh, half sequence, max 2", True, "sequence", fresh_share=0.5),
     Choice("half fresh, half sequence, no bound", True, WHOLE, fresh_share=0.5),
@@ -90,7 +97,7 @@ CHOICES = (
 class Chain:
     """All sequences of a chain of ``length`` tokens under π and μ.
 
-    Arrays: N sequences, T their length, P parameters (logits of π).
+    Arrays: N sequences, T their length, P parameters (logits of π). ``jacobian_NTP`` is that of log π.
     """
 
     def __init__(self, length: int, spread: float, seed: int) -> None:
@@ -101,21 +108,20 @@ class Chain:
         n = len(self.sequences_NT)
         self.rewards_N = torch.zeros(n, dtype=torch.float64)
         self.rewards_N[rng.permutation(n)[: n // 4]] = 1.0
+        before = torch.nn.functional.pad(self.sequences_NT[:, :-1], (1, 0))
+        self._signs_NT = torch.where(self.sequences_NT == 1, 1.0, -1.0).double()
+        self._at = (torch.arange(length).expand_as(before), before)
         self.log_pi_NT = self._logprobs(self.theta)
         self.log_mu_NT = self._logprobs(torch.tensor(logits + spread * rng.normal(size=logits.shape)))
-        flat = self.log_pi_NT.flatten()
-        basis = torch.eye(len(flat), dtype=torch.float64)
-        (jacobian,) = torch.autograd.grad(flat, self.theta, basis, retain_graph=True, is_grads_batched=True)
-        self.jacobian_NTP = jacobian.reshape(n, length, -1).numpy()
+        slopes_NT = (self._signs_NT * (1 - self.log_pi_NT.detach().exp())).numpy()
+        self.jacobian_NTP = np.zeros((n, length, 2 * length))
+        self.jacobian_NTP[np.arange(n)[:, None], np.arange(length), 2 * self._at[0] + before] = slopes_NT
         self.p_pi_N = self.log_pi_NT.detach().sum(1).exp().numpy()
         self.p_mu_N = self.log_mu_NT.sum(1).exp().numpy()
         self.advantages_N = self.rewards_N.numpy() - float(self.p_pi_N @ self.rewards_N.numpy())
 
     def _logprobs(self, theta: Tensor) -> Tensor:
-        before = torch.nn.functional.pad(self.sequences_NT[:, :-1], (1, 0))
-        signed = torch.where(self.sequences_NT == 1, 1.0, -1.0)
-        position = torch.arange(self.sequences_NT.shape[1]).expand_as(before)
-        return torch.nn.functional.logsigmoid(signed * theta[position, before])
+        return torch.nn.functional.logsigmoid(self._signs_NT * theta[self._at])
 
     @property
     def largest_ratio(self) -> float:
@@ -145,9 +151,11 @@ class Chain:
     def sampled(self, choice: Choice) -> tuple[FloatArray, FloatArray]:
         """Gradient of each sequence and its probability, fresh ones after those of μ."""
         rules, share = choice.rules, choice.fresh_share
+        p_mu_N = self.p_mu_N * self.rewards_N.numpy() if choice.successes else self.p_mu_N
         stale = self.gradients(rules, replayed=choice.replayed, of_pi=False)
         fresh = self.gradients(rules, replayed=False, of_pi=True)
-        return np.concatenate([stale, fresh]), np.concatenate([(1 - share) * self.p_mu_N, share * self.p_pi_N])
+        p = np.concatenate([(1 - share) * p_mu_N / p_mu_N.sum(), share * self.p_pi_N])
+        return np.concatenate([stale, fresh]), p
 
 
 @dataclass(frozen=True)
@@ -205,7 +213,9 @@ def main() -> None:
             rows = table(chains)
             results.append({"tokens": length, "ratios": size, "spread": spread, "chains": given.chains,
                             "largest_token_ratio": largest, "choices": rows})  # fmt: skip
-            print(f"\n{length} tokens, {size} ratios (largest of a token {largest:.1f}, median of {given.chains} chains)")
+            print(
+                f"\n{length} tokens, {size} ratios: median of {given.chains} chains, largest of a token {largest:.1f}"
+            )
             print(f"{'':38}{'cosine':>8}{'worst':>8}{'error':>8}{'noise':>8}")
             for name, row in rows.items():
                 print(f"{name:38}{row['cosine']:8.3f}{row['cosine_min']:8.3f}{row['error']:8.3f}{row['noise']:8.2f}")

@@ -100,8 +100,8 @@ def other_rows_of(
     rules: LossRules,
     score: Score,
 ) -> npt.NDArray[np.float64] | None:
-    """Sum of log π_prox/μ and number of tokens in the other rows of a token's trajectory, ``[2, n_tokens]``, for weights
-    over trajectories; 0 where a trajectory has one row. None where all have, or no weight is taken over trajectories.
+    """Sum of log π_prox/μ and number of tokens in the other rows of a token's trajectory, ``[2, n_tokens]``, for
+    weights over trajectories; 0 where a trajectory has one row. None where all have, or no weight is over trajectories.
 
     ``rows`` hold whole trajectories; only those of several rows are scored, and only without ``old_logprobs``.
     """

@@ -66,8 +66,8 @@ class StepSums:
         if level == "token":
             return ranks.ratios(self.ratios).ess_ratio
         names = sorted({row.trajectory_index for row in rows})
-        found = ranks.summed([self.log_ratios.get(i, 0.0) for i in names] + [float(i in self.log_ratios) for i in names])
-        totals, held = np.split(np.asarray(found), 2)
+        parts = [self.log_ratios.get(i, 0.0) for i in names] + [float(i in self.log_ratios) for i in names]
+        totals, held = np.split(np.asarray(ranks.summed(parts)), 2)
         return Weights.of(np.exp(np.clip(totals[held > 0], -log_ratio_max, log_ratio_max))).ess_ratio
 
     def add_ranks(self, ranks: Ranks) -> None:

@@ -308,8 +308,8 @@ class RunConfig(Section):
             return
         if replay.correction.name != "token" and self.loss.off_policy.name != "clip":
             raise ValueError(
-                f"replay.correction is {replay.correction.name}, but loss.off_policy {self.loss.off_policy.name} weighs "
-                "each token by itself: set loss.off_policy: clip, or replay.correction: token"
+                f"replay.correction is {replay.correction.name}, but loss.off_policy is {self.loss.off_policy.name}, "
+                "which weighs each token by itself: set loss.off_policy: clip, or replay.correction: token"
             )
         if replay.trajectories_per_task >= n:
             raise ValueError(
