@@ -74,7 +74,7 @@ class LossTokens:
     factors: Tensor | None = None
     """Weight of the trajectory, multiplies ℓ. None: 1."""
     others: OtherRows | None = None
-    """Of the other rows of the token's trajectory, for weights over trajectories. None: each has one row."""
+    """Sums over the other rows of the token's trajectory, for weights over trajectories. None: each has one row."""
 
 
 @dataclass(frozen=True, slots=True)
