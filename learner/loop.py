@@ -152,7 +152,7 @@ class LearnerLoop:
                 prefetching.start_soon(self._prefetcher.prefetch, update + 1)
             batch, report, choice = await anyio.to_thread.run_sync(self._train, update, groups, prefetched)
             prefetching.cancel_scope.cancel()
-        await self._session.consumed(update, trained_facts(batch, report, choice))
+        await self._session.consumed(update, trained_facts(batch, report, choice, self._config.replay.ess_guard.level))
         self.version += 1
         try:
             with self._clock.stage("publish"):

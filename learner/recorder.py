@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -110,6 +110,7 @@ def _of_source(source: str, **keys: str) -> tuple[Number, ...]:
 
     return (
         Number(key("ess"), of(lambda s: s.ratio.ess_ratio), M.source_ess_ratio, (source,)),
+        Number(key("sequence_ess"), of(lambda s: s.sequence_ratio.ess_ratio), M.source_sequence_ess_ratio, (source,)),
         Number(key("ratio_mean"), of(lambda s: s.ratio.mean), M.source_importance_ratio, (source, "mean")),
         Number("", of(lambda s: _smallest(s.ratio)), M.source_importance_ratio, (source, "min")),
         Number(key("ratio_max"), of(lambda s: _largest(s.ratio)), M.source_importance_ratio, (source, "max")),
@@ -152,9 +153,19 @@ NUMBERS: Final = (
     Number("sequence_ess_ratio", lambda u: u.all.sequence_ratio.ess_ratio, M.batch_ess_ratio, ("sequence",), keep=True),
     *_of_source("fresh", ess="ess_fresh"),
     *_of_source(
-        "replay", ess="ess_replay", ratio_mean="ratio_mean_replay", ratio_max="ratio_max_replay", kl_k3="kl_k3_replay"
+        "replay",
+        ess="ess_replay",
+        sequence_ess="sequence_ess_replay",
+        ratio_mean="ratio_mean_replay",
+        ratio_max="ratio_max_replay",
+        kl_k3="kl_k3_replay",
     ),
     Number("ess_carried", lambda u: u.replay.ratio.carried_ratio, doc="ess_replay times min(1, ratio_mean_replay)."),
+    Number(
+        "sequence_ess_carried",
+        lambda u: u.replay.sequence_ratio.carried_ratio,
+        doc="sequence_ess_replay times min(1, mean of the replayed trajectories' products of pi/mu).",
+    ),
     Number("kl_k1", lambda u: u.all.kl_k1.value, M.behaviour_kl_nats, ("k1",)),
     Number("kl_k3", lambda u: u.all.kl_k3.value, M.behaviour_kl_nats, ("k3",)),
     Number("entropy", lambda u: u.all.entropy.value, M.entropy_nats),
@@ -281,9 +292,11 @@ def step_line(update: Update) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not ABSENT}
 
 
-def trained_facts(batch: Batch, report: StepReport, choice: ReplayChoice) -> Trained:
+def trained_facts(
+    batch: Batch, report: StepReport, choice: ReplayChoice, guard_level: Literal["token", "sequence"] = "token"
+) -> Trained:
     """Facts of the update for the message CONSUMED. Entropies of trajectories of which only one turn was trained are
-    left out: they are not means over the trajectory."""
+    left out: they are not means over the trajectory. ``guard_level``: ratios that the ESS guard goes by."""
     s = report.statistics
     partial = {row.trajectory_index for row in batch.rows if not row.whole}
     groups, trajectory_index = {}, 0
@@ -297,7 +310,8 @@ def trained_facts(batch: Batch, report: StepReport, choice: ReplayChoice) -> Tra
         replayed = tuple(t.trajectory_id for t in group.candidates)
         groups[group.group_id] = TrainedGroup(replayed, entropy, group.group_id in choice.failed)
     ess = {"all": s.all.ratio.ess_ratio, **{name: part.ratio.ess_ratio for name, part in s.by_source.items()}}
-    ess["carried"] = s.by_source["replay"].ratio.carried_ratio
+    replay = s.by_source["replay"]
+    ess["carried"] = (replay.ratio if guard_level == "token" else replay.sequence_ratio).carried_ratio
     return Trained(ess, groups, report.policy_version)
 
 

@@ -26,7 +26,8 @@ class Trained:
 
     ess: Mapping[str, float | None] = field(default_factory=dict)
     """Kish's effective sample size of token ratios over N: ``all``, ``fresh``, ``replay``; and ``carried``, the
-    ``Weights.carried_ratio`` of replayed tokens."""
+    ``Weights.carried_ratio`` of replayed tokens, or of replayed trajectories with ``replay.ess_guard.level:
+    sequence``."""
     groups: Mapping[str, TrainedGroup] = field(default_factory=dict)
     policy_version: int | None = None
     """Version of the weights that the update was made from."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from pipeline.config.algorithm import MaskConfig
 from pipeline.config.base import Options, expect_kind
 from pipeline.config.policy_losses import Clip, OffPolicyOptions, PolicyOptions
+from pipeline.config.replay import CorrectionOptions, TokenCorrection
 from pipeline.errors import TrainingError
 
 
@@ -170,6 +171,8 @@ class LossRules:
     use_recorded: bool = True
     """Replayed tokens are anchored at recorded μ where there is one."""
     weight: Literal["none", "token", "sequence", "geometric"] = "token"
+    replay_correction: CorrectionOptions = field(default_factory=TokenCorrection)
+    """Weight of replayed tokens with recorded μ; over trajectories they are anchored at π_prox."""
     masks: tuple[MaskConfig, ...] = ()
     kl_in_loss: bool = False
     kl_coef: float = 0.0
@@ -184,7 +187,15 @@ class LossRules:
         """True if log π_prox of such tokens is read: as π_old, or for the masks."""
         if not replayed:
             return self.decoupled or bool(self.masks)
-        return not self.use_recorded or (not recorded and self.off_policy.name != "shaped")
+        if recorded:
+            return not self.use_recorded or self.replay_correction.name != "token"
+        return not self.use_recorded or self.off_policy.name != "shaped"
+
+    def weighs_trajectory(self, *, replayed: bool, recorded: bool) -> bool:
+        """True if such tokens have a weight that is taken over all rows of their trajectory."""
+        if replayed:
+            return recorded and self.replay_correction.name != "token"
+        return self.decoupled and self.weight in ("sequence", "geometric")
 
     @property
     def needs_signal(self) -> bool:

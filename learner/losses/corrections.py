@@ -2,10 +2,11 @@
 
 Weights and rejections come from r = π_prox/μ: μ is the policy that the engine sampled from, π_prox that of the learner
 before the first optimizer step, so r holds the engine's numerical mismatch and the staleness of its weights. By level:
-``token`` is r of the token, ``sequence`` the product of r over the tokens of its row, ``geometric`` that to the power
-of 1 over their number.
+``token`` is r of the token, ``sequence`` the product of r over the tokens of a sequence, ``geometric`` that to the
+power of 1 over their number. The sequence of a weight is the trajectory with all of its rows, that of a mask the row.
 
-    weight   min(r, max)             truncated importance sampling (Ionides 2008; arXiv:2505.24298 for tokens)
+    weight   min(r, max)              truncated importance sampling (Ionides 2008; arXiv:2505.24298 for tokens)
+             r^k exp(lambda (1 - r))  soft, for replayed tokens; k and lambda by the sign of A (VESPO, arXiv:2602.10693)
     mask     0 unless low ≤ r ≤ high  masked importance sampling; two-sided for tokens: IcePop (arXiv:2510.18855)
 
 Each log-ratio is clamped to ± ``log_ratio_max`` before it is summed, and the sum again. Masked out tokens count neither
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from learner.losses.base import LossRules, RowSums, log_ratio
-from learner.observability.statistics import Weights
+from pipeline.config.replay import SoftCorrection, TruncatedCorrection
 
 REASONS = ("", "ratio_cap", "sequence_mask", "geometric_mask", "any_token_mask")
 """Reasons for rejecting a token, by the code in ``Correction.reasons``; code 0: not rejected."""
@@ -44,42 +45,87 @@ class Correction:
     """int8: code into :data:`REASONS`."""
 
 
+@dataclass(frozen=True, slots=True)
+class OtherRows:
+    """Sums over the tokens that a token's trajectory has in other rows, float64 ``[S]``. These rows may be in other
+    micro-batches or on other ranks."""
+
+    log_ratios: Tensor
+    """Sum of the clamped log-ratios log r."""
+    counts: Tensor
+    """Number of the tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class RatioInputs:
+    """Tensors ``[S]`` that r of every level is made of."""
+
+    proximal: Tensor
+    """log π_prox."""
+    behaviour: Tensor
+    """log μ."""
+    rows: Tensor | None
+    """Row of each token, for levels over sequences."""
+    others: OtherRows | None
+    """None: every trajectory has one row."""
+    log_ratio_max: float
+
+    def ratio(self, level: str, valid: Tensor, *, trajectory: bool) -> Tensor:
+        """r of each token at a level; 1 where not ``valid``. ``trajectory``: over all rows of the trajectory, else over
+        the valid tokens of the token's row."""
+        d = log_ratio(self.proximal, self.behaviour, valid, self.log_ratio_max).detach()
+        if level in ("sequence", "geometric"):
+            sums = RowSums(self.rows, valid)
+            total, count = sums.sum(d.double()), sums.sum(torch.ones_like(d, dtype=torch.float64))
+            if trajectory and self.others is not None:
+                total, count = total + self.others.log_ratios, count + self.others.counts
+            total = total / count.clamp(min=1.0) if level == "geometric" else total
+            d = total.clamp(-self.log_ratio_max, self.log_ratio_max).to(d.dtype)
+        return torch.where(valid, d, torch.zeros_like(d)).exp()
+
+
 def corrections(
-    proximal: Tensor, behaviour: Tensor, weighed: Tensor, maskable: Tensor, rows: Tensor | None, rules: LossRules
+    inputs: RatioInputs, fresh: Tensor, replayed: Tensor, maskable: Tensor, advantages: Tensor, rules: LossRules
 ) -> Correction:
     """Weights and rejections of the tokens of a micro-batch.
 
-    ``proximal`` and ``behaviour``: log π_prox and log μ. ``weighed``, ``maskable``: bool ``[S]``, the tokens that get a
-    weight, or may be rejected. Rows are taken over those.
+    ``fresh``, ``replayed``: bool ``[S]``, the tokens that get the weight of fresh, or of replayed tokens. ``maskable``:
+    those that may be rejected. Sequences are taken over those.
     """
-    ones, reasons = torch.ones_like(proximal), torch.zeros_like(weighed, dtype=torch.int8)
-    weights, truncated = ones, torch.zeros_like(weighed)
+    weights, reasons = torch.ones_like(inputs.proximal), torch.zeros_like(fresh, dtype=torch.int8)
+    truncated = torch.zeros_like(fresh)
+    form = rules.replay_correction
     if rules.decoupled and rules.weight != "none":
-        raw = _ratio(proximal, behaviour, weighed, rows, rules.weight, rules)
-        weights = torch.where(weighed, raw.clamp(max=rules.weight_max), ones)
-        truncated = weighed & (raw > rules.weight_max)
+        raw = inputs.ratio(rules.weight, fresh, trajectory=True)
+        weights = torch.where(fresh, raw.clamp(max=rules.weight_max), weights)
+        truncated = fresh & (raw > rules.weight_max)
+    if isinstance(form, TruncatedCorrection):
+        raw = inputs.ratio(form.name, replayed, trajectory=True)
+        highest = math.inf if form.max is None else form.max
+        weights = torch.where(replayed, raw.clamp(max=highest), weights)
+        truncated = truncated | (replayed & (raw > highest))
+    elif isinstance(form, SoftCorrection):
+        raw = inputs.ratio("sequence", replayed, trajectory=True)
+        weights = torch.where(replayed, soft_weights(raw, advantages, form), weights)
     for mask in rules.masks:
         level = "token" if mask.level == "any_token" else mask.level
-        ratio = _ratio(proximal, behaviour, maskable, rows, level, rules)
+        ratio = inputs.ratio(level, maskable, trajectory=False)
         outside = maskable & (ratio < mask.low)
         if mask.high is not None:
             outside |= maskable & (ratio > mask.high)
         if mask.level == "any_token":
-            outside = maskable & RowSums(rows, maskable).any(outside)
+            outside = maskable & RowSums(inputs.rows, maskable).any(outside)
         reasons = torch.where((reasons == 0) & outside, reasons.new_tensor(_CODES[mask.level]), reasons)
     return Correction(weights.detach(), truncated, reasons)
 
 
-def _ratio(
-    proximal: Tensor, behaviour: Tensor, valid: Tensor, rows: Tensor | None, level: str, rules: LossRules
-) -> Tensor:
-    """r of each token at a level, ``[S]``; 1 where not ``valid``."""
-    d = log_ratio(proximal, behaviour, valid, rules.log_ratio_max).detach()
-    if level == "sequence":
-        d = RowSums(rows, valid).sum(d).clamp(-rules.log_ratio_max, rules.log_ratio_max)
-    elif level == "geometric":
-        d = RowSums(rows, valid).mean(d)
-    return torch.where(valid, d, torch.zeros_like(d)).exp()
+def soft_weights(ratios_S: Tensor, advantages_S: Tensor, form: SoftCorrection) -> Tensor:
+    """``W^k exp(lambda (1 - W))``, k and lambda by the sign of A, ``[S]``: 1 at W = 1, largest at ``W = k / lambda``
+    (VESPO, arXiv:2602.10693)."""
+    up = advantages_S >= 0
+    k = torch.where(up, ratios_S.new_tensor(form.k_positive), ratios_S.new_tensor(form.k_negative))
+    rate = torch.where(up, ratios_S.new_tensor(form.lambda_positive), ratios_S.new_tensor(form.lambda_negative))
+    return (torch.xlogy(k, ratios_S) + rate * (1.0 - ratios_S)).exp()
 
 
 def second_moment_mask(log_ratios_N: npt.ArrayLike, second_moment_max: float) -> npt.NDArray[np.bool_]:
@@ -97,14 +143,6 @@ def second_moment_mask(log_ratios_N: npt.ArrayLike, second_moment_max: float) ->
     means = np.cumsum(ordered) / np.arange(1, len(ordered) + 1)
     count = int(np.searchsorted(means > second_moment_max, True))
     return squares < ordered[count] if count < len(ordered) else np.ones(len(ordered), dtype=np.bool_)
-
-
-def token_weights_of(
-    logprobs_S: npt.ArrayLike, behaviour_S: npt.ArrayLike, chosen_S: npt.NDArray[np.bool_], log_ratio_max: float
-) -> Weights:
-    """Ratios π/μ of the chosen tokens, clamped in log as in the loss."""
-    d = np.asarray(logprobs_S, np.float64)[chosen_S] - np.asarray(behaviour_S, np.float64)[chosen_S]
-    return Weights.of(np.exp(np.clip(d, -log_ratio_max, log_ratio_max)))
 
 
 def step_factor(ess_ratio: float | None, target: float) -> float:

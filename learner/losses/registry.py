@@ -11,6 +11,7 @@ from learner.losses.base import ClipRange, LossRules, PolicyLoss
 from learner.losses.policy_losses import cispo, dppo_kl, dppo_tv, gmpo, gspo, gspo_token, ppo, sapo
 from pipeline.config.algorithm import ImportanceConfig, LossConfig
 from pipeline.config.policy_losses import OwnLoss
+from pipeline.config.replay import ReplayConfig
 from pipeline.errors import ConfigurationError
 from pipeline.scorer.conversation import resolve
 
@@ -63,8 +64,9 @@ def needed_scores(loss: LossConfig, importance: ImportanceConfig) -> frozenset[s
     return frozenset(needed)
 
 
-def loss_rules(loss: LossConfig, importance: ImportanceConfig, use_recorded: bool = True) -> LossRules:
-    """Raises :class:`ConfigurationError` for a policy loss that does not exist."""
+def loss_rules(loss: LossConfig, importance: ImportanceConfig, replay: ReplayConfig | None = None) -> LossRules:
+    """``replay`` None: its defaults. Raises :class:`ConfigurationError` for a policy loss that does not exist."""
+    replay = replay or ReplayConfig()
     chosen, policy = loss.policy, policy_loss_of(loss.policy.name)
     fresh = ClipRange(
         _first(getattr(chosen, "clip_low", None), policy.clip.low),
@@ -80,7 +82,8 @@ def loss_rules(loss: LossConfig, importance: ImportanceConfig, use_recorded: boo
         log_ratio_max=importance.log_ratio_max,
         entropy_bonus=loss.entropy_bonus,
         off_policy=loss.off_policy,
-        use_recorded=use_recorded,
+        use_recorded=replay.use_recorded_logprobs,
+        replay_correction=replay.correction,
         policy=policy,
         options=dict(chosen.options) if isinstance(chosen, OwnLoss) else chosen,
         weight=importance.weight,

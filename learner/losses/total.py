@@ -1,7 +1,7 @@
 """The loss of an update's tokens: policy loss, corrections, KL and entropy, put together.
 
-Formula, per token with ρ = π/π_old, A the advantage, w the correction of the decoupled form (else 1), v the weight of a
-replayed trajectory (else 1), m the token's mask:
+Formula, per token with ρ = π/π_old, A the advantage, w the correction of the decoupled form or of replayed
+trajectories (else 1), v the weight of a replayed trajectory (else 1), m the token's mask:
 
     ℓ = v · w · (off · O + (1 - off) · L(lo, hi))
     loss = Σ weight · m · (ℓ + kl_coef · K - entropy_bonus · H)
@@ -17,6 +17,7 @@ is one of
 π_old of a token:
 
     replayed, recorded              μ
+    ... with a weight over trajectories (``replay.correction``): π_prox
     replayed, unrecorded            π_prox, before the first optimizer step of the update: ρ is 1 at first
     ... with ``shaped``             1, as LUFFY sets it: f(ρ) = f(π) = π / (π + β)
     replayed, all of them, where ``use_recorded`` is False: π_prox
@@ -38,7 +39,7 @@ import torch
 from torch import Tensor
 
 from learner.losses.base import LossRules, Scored, TokenLosses, log_ratio
-from learner.losses.corrections import Correction, corrections
+from learner.losses.corrections import Correction, OtherRows, RatioInputs, corrections
 from learner.losses.kl import kl_terms
 from learner.losses.policy_losses import bounded, shaped
 from pipeline.config.policy_losses import SecondMoment, Shaped
@@ -72,6 +73,8 @@ class LossTokens:
     """bool: log μ is known. None: everywhere."""
     factors: Tensor | None = None
     """Weight of the trajectory, multiplies ℓ. None: 1."""
+    others: OtherRows | None = None
+    """Sums over the other rows of the token's trajectory, for weights over trajectories. None: each has one row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +138,14 @@ def policy_loss(tokens: LossTokens, rules: LossRules) -> LossTerms:
 
 
 def _correction(tokens: LossTokens, proximal: Tensor, recorded: Tensor, rules: LossRules) -> Correction:
-    fresh = tokens.loss_mask & ~tokens.replay_mask
+    inputs = RatioInputs(proximal, tokens.behaviour, tokens.rows, tokens.others, rules.log_ratio_max)
     return corrections(
-        proximal, tokens.behaviour, fresh, tokens.loss_mask & ~tokens.off_policy & recorded, tokens.rows, rules
+        inputs,
+        tokens.loss_mask & ~tokens.replay_mask,
+        tokens.loss_mask & tokens.replay_mask & recorded,
+        tokens.loss_mask & ~tokens.off_policy & recorded,
+        tokens.advantages,
+        rules,
     )
 
 
@@ -145,7 +153,7 @@ def _anchor(tokens: LossTokens, proximal: Tensor, recorded: Tensor, rules: LossR
     """log π_old of each token."""
     replayed = tokens.replay_mask
     anchor = torch.where(replayed, tokens.behaviour, proximal) if rules.decoupled else tokens.behaviour
-    if not rules.use_recorded:
+    if not rules.use_recorded or rules.replay_correction.name != "token":
         return torch.where(replayed, proximal, anchor)
     unknown = torch.zeros_like(proximal) if rules.off_policy.name == "shaped" else proximal
     return torch.where(replayed & ~recorded, unknown, anchor)

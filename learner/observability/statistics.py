@@ -181,6 +181,12 @@ class SourceStatistics:
         return SourceStatistics(**added, ratios_S=joined("ratios_S"), sequence_ratios=joined("sequence_ratios"))
 
 
+def log_ratios_of(values: TokenValues, log_ratio_max: float) -> npt.NDArray[np.float64]:
+    """log π/μ, clamped as in the loss, float64 ``[S]``."""
+    d = np.asarray(values.logprobs, np.float64) - np.asarray(values.behaviour, np.float64)
+    return np.clip(d, -log_ratio_max, log_ratio_max)
+
+
 def source_statistics(values: TokenValues, log_ratio_max: float) -> SourceStatistics:
     """Statistics of the trained tokens of ``values``; rejected ones are only counted."""
     masked, seen = int(values.masked.sum()), len(values)
@@ -188,8 +194,7 @@ def source_statistics(values: TokenValues, log_ratio_max: float) -> SourceStatis
     rejected = int((~values.trained).sum()) - masked - reasons.total()
     values = values.where(values.trained)
     known = values.where(values.recorded)
-    d = np.asarray(known.logprobs, np.float64) - np.asarray(known.behaviour, np.float64)
-    d = np.clip(d, -log_ratio_max, log_ratio_max)
+    d = log_ratios_of(known, log_ratio_max)
     ratios = np.exp(d)
     _, place = np.unique(known.trajectory_indices, return_inverse=True)
     sequence_ratios = np.exp(np.clip(np.bincount(place, weights=d), -log_ratio_max, log_ratio_max))

@@ -5,6 +5,7 @@ Dimensions: B rows, T padded length, S sampled tokens of a micro-batch, H hidden
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from learner.data.rows import Row
 from learner.distributed.ranks import Ranks
 from learner.losses.auxiliary import cross_entropy, imported_share, is_imported
 from learner.losses.base import LossRules
-from learner.losses.corrections import second_moment_mask, step_factor, token_weights_of
+from learner.losses.corrections import OtherRows, second_moment_mask, step_factor
 from learner.losses.total import LossTerms, LossTokens, policy_loss
 from learner.observability.report import NonFinite, Stopwatch
 from learner.observability.statistics import TokenValues
@@ -48,6 +49,8 @@ class LossInputs:
     """False where the second-moment mask rejects the token. None: nothing is rejected."""
     reference_logprobs: FloatArray | None = None
     """log π of the reference policy."""
+    other_rows: npt.NDArray[np.float64] | None = None
+    """``[2, tokens]``, see :func:`other_rows_of`."""
 
 
 def old_logprobs_of(rows: Sequence[Row], rules: LossRules, score: Score) -> FloatArray | None:
@@ -88,6 +91,43 @@ def second_moment_loss_mask(
     return loss_mask
 
 
+def other_rows_of(
+    rows: Sequence[Row],
+    offsets: Sequence[int],
+    n_tokens: int,
+    old_logprobs: FloatArray | None,
+    loss_mask: BoolArray | None,
+    rules: LossRules,
+    score: Score,
+) -> npt.NDArray[np.float64] | None:
+    """Sum of log π_prox/μ and number of tokens in the other rows of a token's trajectory, ``[2, n_tokens]``, for
+    weights over trajectories; 0 where a trajectory has one row. None where all have, or no weight is over trajectories.
+
+    ``rows`` hold whole trajectories; only those of several rows are scored, and only without ``old_logprobs``.
+    """
+    counts = Counter(row.trajectory_index for row in rows)
+    chosen = [
+        (row, offset)
+        for row, offset in zip(rows, offsets, strict=True)
+        if counts[row.trajectory_index] > 1 and rules.weighs_trajectory(replayed=row.replayed, recorded=row.recorded)
+    ]
+    if not chosen:
+        return None
+    indices = [np.arange(row.n_sampled) + offset for row, offset in chosen]
+    at = np.concatenate(indices)
+    logprobs = old_logprobs[at] if old_logprobs is not None else score([row for row, _ in chosen])
+    behaviour = np.concatenate([row.behaviour_logprobs[row.loss_mask] for row, _ in chosen]).astype(np.float64)
+    counted = np.isfinite(behaviour) if loss_mask is None else np.isfinite(behaviour) & loss_mask[at]
+    d = np.clip(logprobs - np.where(counted, behaviour, 0.0), -rules.log_ratio_max, rules.log_ratio_max)
+    row_of_token = np.repeat(np.arange(len(chosen)), [len(places) for places in indices])
+    sums = np.stack([np.bincount(row_of_token, weights=np.where(counted, x, 0.0)) for x in (d, np.ones_like(d))])
+    trajectories = np.unique([row.trajectory_index for row, _ in chosen], return_inverse=True)[1]
+    whole = np.stack([np.bincount(trajectories, weights=x)[trajectories] for x in sums])
+    found = np.zeros((2, n_tokens))
+    found[:, at] = (whole - sums)[:, row_of_token]
+    return found
+
+
 def loss_tokens(
     part: MicroBatch, logprobs: Tensor, entropy: Tensor, inputs: LossInputs, loss: LossConfig
 ) -> LossTokens:
@@ -117,6 +157,9 @@ def loss_tokens(
         ),
         recorded=tensor(part.recorded_S),
         factors=tensor(part.replay_weights_S),
+        others=(
+            None if inputs.other_rows is None else OtherRows(*map(tensor, inputs.other_rows[:, part.token_index_S]))
+        ),
     )
 
 
@@ -258,11 +301,12 @@ class OptimizerSteps:
                     self._microbatch(part, inputs, share, conditions, totals, learn=learn, record=record)
         sums.add_ranks(self._policy.ranks)
         totals.watch.operations += sums.operations
+        ess = None
         if guard.enabled:
-            sums.ratios = self._policy.ranks.ratios(sums.ratios)
+            ess = sums.ess_ratio(guard.level, rows, self._policy.ranks, conditions.rules.log_ratio_max)
         demonstrated = not frozen and self._supervise(conditions.update, totals)
         if any(with_signal) or demonstrated:
-            factor = step_factor(sums.ratios.ess_ratio, guard.target) if guard.enabled else 1.0
+            factor = step_factor(ess, guard.target)
             self._apply(conditions.learning_rate * factor, totals)
             totals.lr_factors.append(factor)
 
@@ -315,8 +359,7 @@ class OptimizerSteps:
             if record:
                 totals.values.append(values)
             if self._config.replay.ess_guard.enabled:
-                chosen = values.trained & values.recorded
-                sums.ratios += token_weights_of(values.logprobs, values.behaviour, chosen, rules.log_ratio_max)
+                sums.add_ratios(values, rules.log_ratio_max)
             loss = terms.loss
             if supervised_share:
                 imported = torch.from_numpy(part.replayed_S & ~part.recorded_S).to(loss.device)

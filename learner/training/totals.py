@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from learner.data.rows import Row, TokenScores
 from learner.distributed.ranks import Ranks
 from learner.losses.base import LossRules
 from learner.observability.report import CriticReport, NonFinite, SkippedBatch, SkippedStep, StepReport, Stopwatch
-from learner.observability.statistics import TokenValues, Weights, batch_statistics
+from learner.observability.statistics import TokenValues, Weights, batch_statistics, log_ratios_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,30 @@ class StepSums:
     operations: float = 0.0
     grad_norm: float = 0.0
     ratios: Weights = field(default_factory=Weights)
-    """Token ratios that the ESS guard reads."""
+    """Token ratios π/μ, for the ESS guard."""
+    log_ratios: dict[int, float] = field(default_factory=dict)
+    """Sum of log π/μ over the tokens of a trajectory, by ``Row.trajectory_index``, for the ESS guard."""
+
+    def add_ratios(self, values: TokenValues, log_ratio_max: float) -> None:
+        """Count the trained tokens of a micro-batch whose log μ is known."""
+        known = values.where(values.trained & values.recorded)
+        d = log_ratios_of(known, log_ratio_max)
+        self.ratios += Weights.of(np.exp(d))
+        names, place = np.unique(known.trajectory_indices, return_inverse=True)
+        for name, total in zip(names.tolist(), np.bincount(place, weights=d).tolist(), strict=True):
+            self.log_ratios[name] = self.log_ratios.get(name, 0.0) + total
+
+    def ess_ratio(
+        self, level: Literal["token", "sequence"], rows: Sequence[Row], ranks: Ranks, log_ratio_max: float
+    ) -> float | None:
+        """Kish's effective sample size of the ratios of all ranks over their number. ``rows``: those of the optimizer
+        step. Collective."""
+        if level == "token":
+            return ranks.ratios(self.ratios).ess_ratio
+        names = sorted({row.trajectory_index for row in rows})
+        parts = [self.log_ratios.get(i, 0.0) for i in names] + [float(i in self.log_ratios) for i in names]
+        totals, held = np.split(np.asarray(ranks.summed(parts)), 2)
+        return Weights.of(np.exp(np.clip(totals[held > 0], -log_ratio_max, log_ratio_max))).ess_ratio
 
     def add_ranks(self, ranks: Ranks) -> None:
         """Sum the losses over ranks."""

@@ -34,6 +34,7 @@ from learner.training.optimizer_step import (
     NonFiniteStep,
     OptimizerSteps,
     old_logprobs_of,
+    other_rows_of,
     second_moment_loss_mask,
 )
 from learner.training.scoring_passes import ScoringPasses, needed_scores
@@ -70,7 +71,7 @@ class Trainer:
         self.optimizer = make_optimizer(policy.parameters, learner, learner.learning_rate)
         self.average = None if learner.ema_decay is None else WeightAverage(policy.named_parameters, learner.ema_decay)
         self._config = config
-        self._rules = loss_rules(config.loss, config.importance, config.replay.use_recorded_logprobs)
+        self._rules = loss_rules(config.loss, config.importance, config.replay)
         self._scoring_passes = ScoringPasses(policy, config, reference, critic)
         self._steps = OptimizerSteps(policy, config, self.optimizer, self.average, demonstrations)
 
@@ -165,7 +166,10 @@ class Trainer:
                         loss_mask = second_moment_loss_mask(
                             rows, first_tokens, batch.n_sampled, self._config.loss, score
                         )
-                    inputs = LossInputs(old_logprobs, loss_mask, scores.reference)
+                    other_rows = other_rows_of(
+                        rows, first_tokens, batch.n_sampled, old_logprobs, loss_mask, rules, score
+                    )
+                    inputs = LossInputs(old_logprobs, loss_mask, scores.reference, other_rows)
                     self._steps.take(rows, first_tokens, inputs, conditions, totals, record=epoch == 0)
                 except NonFiniteStep as error:
                     totals.skipped.append(SkippedStep(error.where, tuple(chosen)))

@@ -117,8 +117,8 @@ class ImportanceConfig(Section):
     numerically or if staleness is above 1."""
     weight: Literal["none", "token", "sequence", "geometric"] = "token"
     """Weight w with ``anchor: proximal``, truncated at ``weight_max``. ``token``: of each token (truncated importance
-    sampling; AReaL, arXiv:2505.24298). ``sequence``: the product over the row. ``geometric``: the geometric mean over
-    the row. ``none``: 1."""
+    sampling; AReaL, arXiv:2505.24298). ``sequence``: the product over the trajectory. ``geometric``: the geometric mean
+    over the trajectory. ``none``: 1. Replayed tokens have ``replay.correction``."""
     weight_max: float = Field(2.0, gt=0)
     """Upper bound of w with ``anchor: proximal``."""
     masks: tuple[MaskConfig, ...] = ()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.base import Section
+from pipeline.config.base import Choice, Section
 
 
 class PriorityConfig(Section):
@@ -28,18 +28,55 @@ class PriorityConfig(Section):
     end. ``1 / M`` is the mean probability of a drawn task."""
 
 
+class TokenCorrection(Section):
+    """Each replayed token is weighted by its own π/μ, which the off-policy loss clips. The prefixes before the token
+    keep the distribution of μ."""
+
+    name: Literal["token"] = "token"
+
+
+class TruncatedCorrection(Section):
+    """``min(W, max)``, with W the product of π/μ over the trajectory's sampled tokens (truncated importance sampling,
+    Ionides 2008); ``geometric``: ``min(W^(1/n), max)``, n their number."""
+
+    name: Literal["sequence", "geometric"] = "sequence"
+    max: float | None = Field(2.0, gt=0)
+    """Upper bound of the weight. None: no bound, so that ``sequence`` is unbiased and its variance unbounded."""
+
+
+class SoftCorrection(Section):
+    """``W^k exp(lambda (1 - W))``, with W as for ``sequence`` (VESPO, arXiv:2602.10693): 1 at W = 1, near 0 for very
+    small and very large W. Defaults of the published code."""
+
+    name: Literal["soft"] = "soft"
+    k_positive: float = Field(2.0, ge=0)
+    """k for tokens with positive advantage. The kernel is largest at ``W = k / lambda``."""
+    lambda_positive: float = Field(3.0, gt=0)
+    """lambda for tokens with positive advantage. Larger fades large W sooner."""
+    k_negative: float = Field(3.0, ge=0)
+    """k for tokens with negative advantage."""
+    lambda_negative: float = Field(2.0, gt=0)
+    """lambda for tokens with negative advantage."""
+
+
+CorrectionOptions = Annotated[TokenCorrection | TruncatedCorrection | SoftCorrection, Choice("token")]
+
+
 class EssGuardConfig(Section):
-    """Reaction to a low effective sample size (ESS, Kish) of the token ratios: the learning rate of the step is reduced
-    at once, and the share of replay for some updates."""
+    """Reaction to a low effective sample size (ESS, Kish) of the importance ratios: the learning rate of the step is
+    reduced at once, and the share of replay for some updates."""
 
     enabled: bool = False
     """Switches the guard on."""
+    level: Literal["token", "sequence"] = "token"
+    """Ratios that the ESS is taken of. ``token``: π/μ of each token. ``sequence``: the product of π/μ over each
+    trajectory; use it with a ``correction`` over trajectories."""
     target: float = Field(0.5, gt=0, le=1)
     """ESS0: the learning rate of a step is multiplied by ``sqrt(min(1, ESS / ESS0))``, with the ESS over all its tokens
-    as a share of their number."""
+    (trajectories) as a share of their number."""
     floor: float = Field(0.3, ge=0, le=1)
-    """The replay share is multiplied by ``shrink`` if the ESS of an update's replayed tokens times ``min(1, mean
-    ratio)`` is below this. (Kish's ESS alone would be 1 if every ratio were 0.01.)"""
+    """The replay share is multiplied by ``shrink`` if the ESS of an update's replayed tokens (trajectories) times
+    ``min(1, mean ratio)`` is below this. (Kish's ESS alone would be 1 if every ratio were 0.01.)"""
     shrink: float = Field(0.5, gt=0, lt=1)
     """Factor on the replay share after an update below the floor."""
     recover: float = Field(0.05, gt=0, le=1)
@@ -139,6 +176,12 @@ class ReplayConfig(Section):
     use_recorded_logprobs: bool = True
     """Weight replayed tokens by π/μ with the log-probabilities recorded when they were sampled. False: the ratio is
     taken to the current policy (1 in the first pass), which is biased."""
+    correction: CorrectionOptions = TokenCorrection()
+    """Importance weight of replayed trajectories, by name or with its options: ``soft`` or ``{name: sequence, max:
+    4}``. ``token``: of each token. ``sequence`` and ``geometric``: truncated, over the trajectory. ``soft``: a kernel
+    over the trajectory (VESPO). Over the trajectory means over all its sampled tokens, in all turns and branches,
+    before the first optimizer step of the update; the clip then holds π against the policy at that moment.
+    docs/REPLAY.md has the bias of each."""
     max_age: int | None = Field(None, ge=1)
     """Oldest trajectory that may be replayed, in versions at the time of training. None: no limit."""
     window: int = Field(0, ge=0)
@@ -191,6 +234,22 @@ class ReplayConfig(Section):
                 f"replay.mode: {self.mode} stores fresh groups and needs some in each update, but replay.task_ratio is "
                 f"{self.task_ratio:g}: set it below 1"
             )
+
+    @model_validator(mode="after")
+    def _correction_is_possible(self) -> ReplayConfig:
+        if self.correction.name == "token":
+            return self
+        if not self.use_recorded_logprobs:
+            raise ValueError(
+                f"replay.correction {self.correction.name} is a product of π/μ, but replay.use_recorded_logprobs is "
+                "false: set it to true, or replay.correction: token"
+            )
+        if self.unit == "turn":
+            raise ValueError(
+                f"replay.correction {self.correction.name} is over all turns of a trajectory, but replay.unit is turn: "
+                "set replay.unit: trajectory, or replay.correction: token"
+            )
+        return self
 
 
 class LessonsConfig(Section):

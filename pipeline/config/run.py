@@ -306,6 +306,11 @@ class RunConfig(Section):
         replay, n = self.replay, self.groups.n_rollout
         if not replay.enabled:
             return
+        if replay.correction.name != "token" and self.loss.off_policy.name != "clip":
+            raise ValueError(
+                f"replay.correction is {replay.correction.name}, but loss.off_policy is {self.loss.off_policy.name}, "
+                "which weighs each token by itself: set loss.off_policy: clip, or replay.correction: token"
+            )
         if replay.trajectories_per_task >= n:
             raise ValueError(
                 f"replay.trajectories_per_task ({replay.trajectories_per_task}) must be below groups.n_rollout ({n}): "

@@ -116,6 +116,10 @@ class LearnerMetrics(MetricSet):
     source_ess_ratio = gauge(
         "Token-level ESS of the last batch, 0 to 1; 0 without such tokens; source = fresh or replay.", source=SOURCES
     )
+    source_sequence_ess_ratio = gauge(
+        "Trajectory-level ESS of the last batch, 0 to 1; 0 without such trajectories; source = fresh or replay.",
+        source=SOURCES,
+    )
     source_kl_nats = gauge(
         "KL(mu||pi) of the last batch; source = fresh or replay; estimator = k1 or k3.",
         source=SOURCES,

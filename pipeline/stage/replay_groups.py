@@ -35,7 +35,8 @@ class UpdateReport:
     """Ids of the replays that were trained, by group id."""
     ess: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(ESS_OF))
     """Kish effective sample size of pi/mu over recorded tokens, as a share: ``all``, ``fresh``, ``replay``.
-    ``carried``: that of ``replay`` times min(1, mean ratio), which the guard of the replay share goes by."""
+    ``carried``: what the guard of the replay share goes by, that of ``replay`` times min(1, mean ratio), over tokens or
+    trajectories as ``replay.ess_guard.level`` says."""
     entropies: Mapping[str, float] = field(default_factory=dict)
     """Mean exact entropy over sampled tokens, nats, by trajectory id."""
     choice_failed: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,8 @@ def config_of(case):
 
 def rows_of(case, update):
     if "groups" in case:
-        return branching_rows(case["groups"], update)
+        replayed = case.get("replayed", 0)
+        return tuple(replace(r, replayed=r.trajectory_index < replayed) for r in branching_rows(case["groups"], update))
     rows = make_rows(case.get("rows", 9), seed=update, replayed=[i % 3 == 0 for i in range(case.get("rows", 9))])
     for i in case.get("without_signal", []):
         rows[i].advantages[:] = 0
@@ -47,8 +49,6 @@ def train(trainer: Trainer, case, updates) -> dict:
         rows = rows_of(case, update)
         scores = trainer.token_scores(rows)
         if scores.values is not None:
-            from dataclasses import replace
-
             scores = replace(scores, returns=np.sin(np.arange(len(scores.values))).astype(np.float32))
         report = trainer.step(Batch(update, (), rows), policy_version=update, scores=scores)
         s = report.statistics

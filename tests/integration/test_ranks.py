@@ -36,7 +36,17 @@ CASES = {
     "masks": {"sections": {"loss": {"off_policy": "second_moment"}, "replay": {"ess_guard": {"enabled": True}}}},
     "adapters": {"sections": {"loss": {"kl": "loss"}}, "learner": {"lora": LORA}},
     "not_finite": {"poison": 1},
-    "groups": {"groups": 4, "learner": {"tokens_per_microbatch": 500}},
+    "groups": {
+        "groups": 4,
+        "replayed": 3,
+        "learner": {"tokens_per_microbatch": 500},
+        "sections": {
+            "replay": {
+                "correction": {"name": "sequence", "max": 20},
+                "ess_guard": {"enabled": True, "level": "sequence"},
+            }
+        },
+    },
     "a_divided_group": {
         "groups": 1,
         "sections": {"loss": {"policy": "gspo", "aggregation": "sequence_mean"}},

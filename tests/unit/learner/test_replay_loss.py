@@ -11,11 +11,13 @@ import torch
 from hypothesis import given, settings
 
 from learner.losses.base import ClipRange, LossRules
-from learner.losses.corrections import second_moment_mask, step_factor, token_weights_of
+from learner.losses.corrections import second_moment_mask, step_factor
 from learner.losses.registry import loss_rules
 from learner.losses.total import LossTokens, policy_loss
+from learner.observability.statistics import Weights
 from pipeline.config.algorithm import ImportanceConfig, LossConfig
 from pipeline.config.policy_losses import Shaped
+from pipeline.config.replay import ReplayConfig
 from pipeline.experience.difficulty import selected_rate
 
 FORMS = ("clip", "shaped", "second_moment")
@@ -239,13 +241,13 @@ def test_the_second_moment_mask_keeps_most_within_the_bound_whatever_the_order(d
 
 @given(st.lists(st.floats(-2, 2), min_size=1, max_size=20), st.floats(0.05, 1))
 def test_the_guard_shrinks_by_the_root_of_ess_over_its_target_and_never_grows(d, target):
-    w = token_weights_of(d, np.zeros(len(d)), np.ones(len(d), bool), 20.0)
     e = np.exp(d)
+    w = Weights.of(e)
     assert w.ess_ratio == pytest.approx(1 / (1 + (e.std() / e.mean()) ** 2))
     assert step_factor(w.ess_ratio, target) == pytest.approx(min(1.0, math.sqrt(w.ess_ratio / target)))
 
 
 def test_off_policy_rules_come_from_the_run_file():
     loss = LossConfig(off_clip_low=0.4, off_clip_high=2.0, off_policy={"name": "shaped", "beta": 0.2})
-    r = loss_rules(loss, ImportanceConfig(), use_recorded=False)
+    r = loss_rules(loss, ImportanceConfig(), ReplayConfig(use_recorded_logprobs=False))
     assert (r.off, r.off_policy, r.use_recorded) == (ClipRange(0.4, 2.0), Shaped(beta=0.2), False)

@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import torch
 
 from learner.losses.base import ClipRange, LossRules
+from learner.losses.corrections import OtherRows
 from learner.losses.registry import loss_rules
 from learner.losses.total import LossTokens
 from pipeline.config.algorithm import ImportanceConfig, LossConfig
@@ -50,6 +51,7 @@ def tensors(tokens: list[Token], *, proximal: bool = True, dtype=torch.float64) 
         reference=column("reference"),
         recorded=flags("recorded"),
         factors=column("factor"),
+        others=OtherRows(*torch.tensor([t.others for t in tokens], dtype=torch.float64).reshape(-1, 2).T),
     )
 
 
@@ -83,13 +85,14 @@ def hostile(span: float = 80.0):
         st.sampled_from(POISON), st.sampled_from([0.125, 0.5]),
     )  # fmt: skip
     kind = st.sampled_from(["fresh", "fresh", "replayed", "demonstration", "guided"])
-    row = st.tuples(kind, st.lists(token, min_size=1, max_size=4), st.sampled_from([0.0, 0.25, 1.0]))
+    others = st.sampled_from([(0.0, 0), (-0.7, 1), (3.0, 5)])
+    row = st.tuples(kind, st.lists(token, min_size=1, max_size=4), st.sampled_from([0.0, 0.25, 1.0]), others)
     return st.lists(row, min_size=1, max_size=3).map(_numbered)
 
 
 def _numbered(rows) -> list[Token]:
     out = []
-    for number, (kind, members, factor) in enumerate(rows):
+    for number, (kind, members, factor, others) in enumerate(rows):
         for token in members:
             replayed = kind in ("replayed", "demonstration")
             out.append(
@@ -100,6 +103,7 @@ def _numbered(rows) -> list[Token]:
                     guided=kind == "guided",
                     recorded=kind != "demonstration",
                     factor=factor if replayed and token.mask else token.factor,
+                    others=others,
                 )
             )
     return out

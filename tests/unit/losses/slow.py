@@ -24,6 +24,8 @@ class Token:
     guided: bool = False
     recorded: bool = True
     factor: float = 1.0
+    others: tuple[float, int] = (0.0, 0)
+    """Of the other rows of the trajectory: sum of log r, and number of tokens."""
     weight: float = 0.125
     entropy: float = 0.5
 
@@ -119,7 +121,7 @@ def coin_distance(p: float, q: float, name: str) -> float:
 def pi_old(t: Token, rules, proximal: bool):
     now = t.proximal if proximal else t.new
     if t.replayed:
-        if not rules.use_recorded:
+        if not rules.use_recorded or rules.replay_correction.name != "token":
             return now
         if not t.recorded:
             return 0.0 if rules.off_policy.name == "shaped" else now
@@ -135,7 +137,7 @@ def clamp(x, limit):
     return torch.tensor(bound, dtype=torch.float64) if isinstance(x, Tensor) else bound
 
 
-def ratio_at(tokens, i, level, eligible, rules, proximal) -> float:
+def ratio_at(tokens, i, level, eligible, rules, proximal, others=(0.0, 0)) -> float:
     def log_r(t):
         return clamp((t.proximal if proximal else t.new) - t.mu, rules.log_ratio_max)
 
@@ -143,15 +145,25 @@ def ratio_at(tokens, i, level, eligible, rules, proximal) -> float:
         return math.exp(log_r(tokens[i]))
     row = [log_r(t) for t in tokens if t.row == tokens[i].row and eligible(t)]
     if level == "sequence":
-        return math.exp(clamp(sum(row), rules.log_ratio_max))
-    return math.exp(sum(row) / len(row))
+        return math.exp(clamp(sum(row) + others[0], rules.log_ratio_max))
+    return math.exp((sum(row) + others[0]) / (len(row) + others[1]))
 
 
 def weight_of(tokens, i, rules, proximal) -> float:
-    t = tokens[i]
-    if not rules.decoupled or t.replayed or rules.weight == "none":
+    t, form = tokens[i], rules.replay_correction
+    if t.replayed:
+        if form.name == "token" or not t.recorded:
+            return 1.0
+        level = "geometric" if form.name == "geometric" else "sequence"
+        r = ratio_at(tokens, i, level, lambda t: t.mask and t.replayed and t.recorded, rules, proximal, t.others)
+        if form.name != "soft":
+            return r if form.max is None else min(r, form.max)
+        side = "positive" if t.advantage >= 0 else "negative"
+        k, rate = getattr(form, f"k_{side}"), getattr(form, f"lambda_{side}")
+        return r**k * math.exp(rate * (1 - r))
+    if not rules.decoupled or rules.weight == "none":
         return 1.0
-    r = ratio_at(tokens, i, rules.weight, lambda t: t.mask and not t.replayed, rules, proximal)
+    r = ratio_at(tokens, i, rules.weight, lambda t: t.mask and not t.replayed, rules, proximal, t.others)
     return min(r, rules.weight_max)
 
 

@@ -12,6 +12,7 @@ from learner.losses.policy_losses import binary_kl, binary_tv
 from learner.losses.registry import LOSSES
 from learner.losses.total import policy_loss
 from pipeline.config.algorithm import MaskConfig
+from pipeline.config.replay import SoftCorrection, TokenCorrection, TruncatedCorrection
 from tests.unit.losses.cases import POISON, hostile, poisoned, rules_of, tensors
 from tests.unit.losses.slow import Token, slow_loss
 
@@ -26,12 +27,19 @@ masks = st.lists(
     ),
     max_size=2,
 ).map(tuple)
+CORRECTIONS = (
+    TokenCorrection(),
+    TruncatedCorrection(),
+    TruncatedCorrection(name="geometric", max=None),
+    SoftCorrection(),
+)
 options = st.fixed_dictionaries(
     {
         "dual_clip": st.sampled_from([None, 3.0]),
         "decoupled": st.booleans(),
         "weight": st.sampled_from(["none", "token", "sequence", "geometric"]),
         "masks": masks,
+        "replay_correction": st.sampled_from(CORRECTIONS),
         "off_policy": st.sampled_from(["clip", "shaped", "second_moment"]),
         "use_recorded": st.booleans(),
         "entropy_bonus": st.sampled_from([0.0, 0.1]),

@@ -1,5 +1,7 @@
 """Gradients of an update whose groups are divided: those of all ranks' shares add up to those of one process."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -11,13 +13,19 @@ from tests.unit.packing.conftest import branching_rows
 
 
 class OneOf(Alone):
-    """A rank that computes its share and hears nothing from the others."""
+    """A rank that computes its share and hears nothing from the others; scores it computes of all rows."""
 
     def __init__(self, rank, size):
-        self.share, self.of = rank, size
+        self.share, self.of, self.scores = rank, size, False
+
+    @contextmanager
+    def together(self, command, *_, **__):
+        self.scores = command == "score"
+        yield
+        self.scores = False
 
     def mine(self, rows, form):
-        return divide(rows, self.of, form)[self.share]
+        return list(range(len(rows))) if self.scores else divide(rows, self.of, form)[self.share]
 
 
 LOSSES = {
