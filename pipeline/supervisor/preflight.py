@@ -23,6 +23,7 @@ from pipeline.schema import Task
 from pipeline.supervisor.inventory import local_inventory
 from pipeline.supervisor.plan import plan
 from pipeline.tasks.open import open_source
+from pipeline.trackers.tracker import require_package
 
 log = logging.getLogger("afterplay.preflight")
 
@@ -41,6 +42,9 @@ def check_all(config: RunConfig) -> Findings:
         fitting = plan(config, local_inventory()).fitting()
         found.notes += fitting.reasons
         resolve(fitting.config)
+    for tracker in config.report_to:
+        with found.collecting():
+            require_package(tracker)
     with found.collecting():
         check_directory(RunDirectory(config.run.path.absolute()))
     _check_keys(config, found)

@@ -130,6 +130,10 @@ class Place:
             chat_template__jinja="{% for message in messages %}{{ message['content'] }}{% endfor %}",
         )
 
+    def without_wandb(self) -> list[str]:
+        self.patch.setitem(sys.modules, "wandb", None)
+        return self.check(report_to=["wandb"])
+
     def full(self) -> list[str]:
         self.patch.setattr("pipeline.supervisor.preflight.free_bytes", lambda path: 9_000)
         return self.check()
@@ -312,6 +316,7 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         lambda p: ["run", p.check(run={"directory": p.write("file", ""), "name": "x"})[2]],
         "file, which is no folder: give another one with --set run.directory=DIR",
     ),
+    "tracker is not installed": (Place.without_wandb, "report_to: expected the package wandb, which is not installed"),
     "full disk": (Place.full, "expected at least 16 MB free for a new run in"),
     # runs
     "run is alive": (Place.alive, "is in use by a run that is alive (supervisor pid"),
