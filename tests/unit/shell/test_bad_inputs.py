@@ -130,6 +130,14 @@ class Place:
             chat_template__jinja="{% for message in messages %}{{ message['content'] }}{% endfor %}",
         )
 
+    def without_gguf(self) -> list[str]:
+        """With a package that carries a GGUF file."""
+        self.patch.setitem(sys.modules, "gguf", None)
+        for name, text in (("METADATA", "Name: some-model\nVersion: 1\n"), ("RECORD", "some.gguf,,\n")):
+            self.write(f"some_model-1.dist-info/{name}", text)
+        self.write("some.gguf", "")
+        return self.check(model={"source": "package:some-model"})
+
     def without_wandb(self) -> list[str]:
         self.patch.setitem(sys.modules, "wandb", None)
         return self.check(report_to=["wandb"])
@@ -278,6 +286,7 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         lambda p: p.check(model={"source": "package:nothing-of-it"}),
         "'nothing-of-it' is not installed",
     ),
+    "GGUF file without gguf": (Place.without_gguf, "expected the package gguf, which reads some.gguf of 'some-model'"),
     "no source": (lambda p: p.check(model={"source": "a/b/c"}), "model.source: expected a folder, a hub id"),
     "tiny option": (lambda p: p.check(model={"source": "tiny", "tiny": {"layer": 2}}), "model.tiny.layer"),
     "template is missing": (
