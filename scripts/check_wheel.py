@@ -34,6 +34,13 @@ EXECUTE = "from nbclient.cli import main; main()"
 ABSENT = "import importlib.util as u; assert not any(map(u.find_spec, ('vllm', 'gguf', 'datasets', 'openai')))"
 REVERSE = "environments={mine: {name: 'my_file.py:Reverse', options: {length: 4}, max_turns: 3}}"
 CALL = '<tool_call>{"name": "dig", "arguments": {"place": %d}}</tool_call>\n'
+PAGES = {
+    "my_file.py": "README.md",
+    "treasure.py": "docs/ENVIRONMENTS.md",
+    "bank.py": "docs/PYTHON.md",
+    "run.yaml": "docs/PYTHON.md",
+}
+"""Files that are code blocks of a page, which begin with their name as a comment."""
 REFUSED = (
     ("run @tinny", "expected the name of a run file that ships with Afterplay"),
     ("config check @tiny --set environments.gess.weight=2", "did you mean environments.guess?"),
@@ -118,7 +125,7 @@ class Check:
         return f"{self.wheel.name}, {self.wheel.stat().st_size / 1e6:.1f} MB"
 
     def install(self):
-        constraints = ("--constraint", str(ROOT / "constraints.txt"))
+        constraints = ("-c", str(ROOT / "constraints.txt"))
         self.pip("install", *constraints, *shlex.split(self.options.torch), str(self.wheel))
         self.pip("check")
         self.call("python", "-c", ABSENT)
@@ -155,7 +162,7 @@ class Check:
         return f"{len(REFUSED)} of them are told in a sentence, each with at most {slowest:.1f} s of CPU"
 
     def readme(self):
-        self.write_from("README.md", "my_file.py")
+        self.write_block("my_file.py")
         self.call("afterplay", "env", "play", "my_file.py:Reverse", typed="abcd\n" * 3)
         sets = ["run.name=mine", "run.total_steps=2", "sampling.max_tokens=4", REVERSE]
         self.call("afterplay", "run", "@tiny", *(part for one in sets for part in ("--set", one)))
@@ -166,7 +173,7 @@ class Check:
         return f"{self.steps_of('program')} step"
 
     def treasure(self):
-        self.write_from("docs/ENVIRONMENTS.md", "treasure.py")
+        self.write_block("treasure.py")
         typed = "".join(CALL % place for place in range(9)) + "done\n"
         printed = self.call("afterplay", "env", "play", "treasure.py:Treasure", typed=typed)
         if "Treasure!" not in printed or "Nothing here." not in printed:
@@ -174,8 +181,8 @@ class Check:
         return "played with tool calls"
 
     def bank(self):
-        self.write_from("docs/PYTHON.md", "bank.py")
-        self.write_from("docs/PYTHON.md", "run.yaml")
+        self.write_block("bank.py")
+        self.write_block("run.yaml")
         run_file = self.here / "run.yaml"
         run_file.write_text(run_file.read_text().replace("total_steps: 30", "total_steps: 2"))
         printed = self.call("python", "bank.py")
@@ -193,7 +200,7 @@ class Check:
         return f"{self.steps_of('colours', colours)} steps"
 
     def notebook(self):
-        self.pip("install", "--constraint", str(ROOT / "constraints.txt"), *NOTEBOOK)
+        self.pip("install", "-c", str(ROOT / "constraints.txt"), *NOTEBOOK)
         shutil.copy(ROOT / "docs" / "notebooks" / "bank.ipynb", self.here / "bank.ipynb")
         shutil.rmtree(self.here / "runs" / "bank")  # of the page
         places = ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")
@@ -211,11 +218,11 @@ class Check:
         """Number of steps in the metrics of a run."""
         return len(((folder or self.here) / "runs" / name / "metrics.jsonl").read_text().splitlines())
 
-    def write_from(self, page, name):
-        """Write the code block of a page that begins with its file name."""
-        found = re.search(rf"```\w+\n(# {re.escape(name)}\n.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    def write_block(self, name):
+        """Write the file ``name`` of a page."""
+        found = re.search(rf"```\w+\n(# {re.escape(name)}\n.*?)```", (ROOT / PAGES[name]).read_text(), re.DOTALL)
         if found is None:
-            raise Failed(f"expected a block of {page} that begins with '# {name}'")
+            raise Failed(f"expected a block of {PAGES[name]} that begins with '# {name}'")
         (self.here / name).write_text(found[1])
 
     def pip(self, *arguments):

@@ -1,7 +1,8 @@
 """Preflight: what a run file names is there, fits and works, with one sentence for each thing that does not.
 
-``afterplay config check`` makes all checks. ``afterplay run`` makes those of the run directory before it does anything,
-and those of plug-ins in a process beside the preparation of the model, which ends the run if something is wrong.
+``afterplay config check`` makes all checks. ``afterplay run`` makes those of the run directory and of the model before
+it starts anything, and those of plug-ins in a process beside the preparation of the model, which ends the run if
+something is wrong.
 """
 
 from __future__ import annotations
@@ -86,6 +87,14 @@ def check_beside_run(config: RunConfig) -> None:
         log.exception("the checks are given up, and the run continues")
     for note in found.notes:
         log.info("%s", note)
+
+
+def check_model(config: RunConfig) -> None:
+    """Raises :class:`ConfigurationError` where ``model.source`` leads nowhere or does not fit the run file. Nothing is
+    downloaded, and no heavy library imported."""
+    found = Findings()
+    load_main("learner.models.preflight:check_model")(config, found)
+    found.require_none()
 
 
 def check_directory(directory: RunDirectory) -> None:

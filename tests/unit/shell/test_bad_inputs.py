@@ -281,6 +281,10 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     ),
     # model
     "model folder is missing": (lambda p: p.check(model={"source": "./nowhere"}), "nowhere is not a folder"),
+    "run without its model": (
+        lambda p: ["run", *p.check(model={"source": "./nowhere"})[2:]],
+        "nowhere is not a folder",
+    ),
     "no model in the folder": (lambda p: p.check(model={"source": "."}), "found no config.json"),
     "package is missing": (
         lambda p: p.check(model={"source": "package:nothing-of-it"}),
