@@ -2,8 +2,8 @@
 """Build the wheel, install it in a new virtual environment, and use it there as a stranger does.
 
     python3 scripts/check_wheel.py                    installed with pip
-    python3 scripts/check_wheel.py --uv uv            installed with this program
     python3 scripts/check_wheel.py --torch "torch==2.13.0 --index-url ADDRESS"
+    UV_TORCH_BACKEND=cpu python3 scripts/check_wheel.py --uv uv
 
 The environment has the base installation alone: neither vLLM nor an extra. The commands run in a folder with packages
 named pipeline, actors and learner that raise when they are imported. Standard library only; safe to repeat: everything
@@ -206,7 +206,7 @@ class Check:
         places = ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")
         more = {name: str(self.folder / name.lower()) for name in places}
         execute = ("-c", EXECUTE, "bank.ipynb", "--output=made.ipynb", "--kernel_name=python3")
-        self.call("python", "-P", *execute, more=more)
+        self.call("python", *execute, more=more)
         cells = json.loads((self.here / "made.ipynb").read_text())["cells"]
         printed = "".join("".join(o.get("text", ())) for cell in cells for o in cell.get("outputs", ()))
         steps = re.findall(r"^step (\d+): reward", printed, re.MULTILINE)
