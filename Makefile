@@ -7,10 +7,12 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 # auto, cpu, gpu or none: which build of vLLM is installed. none leaves the embedded engine.
 VLLM   ?= auto
+# Set to 1, the newest packages that pyproject.toml allows are installed, not those of constraints.txt.
+NEWEST ?=
 # More arguments for afterplay run: make quickstart RUN="--fresh --set run.total_steps=4"
 RUN    ?=
 
-SETUP = $(PYTHON) scripts/setup.py --venv "$(VENV)" --torch "$(TORCH)" --vllm "$(VLLM)"
+SETUP = $(PYTHON) scripts/setup.py --venv "$(VENV)" --torch "$(TORCH)" --vllm "$(VLLM)" $(if $(NEWEST),--newest)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev quickstart tiny test test-all test-added lint docs clean
@@ -18,7 +20,7 @@ SETUP = $(PYTHON) scripts/setup.py --venv "$(VENV)" --torch "$(TORCH)" --vllm "$
 help:  ## Show this list
 	@echo "Afterplay. Targets:"
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
-	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' VLLM=$(VLLM)"
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' VLLM=$(VLLM) NEWEST=$(NEWEST)"
 
 setup:  ## Create the virtual environment and install Afterplay, PyTorch and vLLM in it
 	@$(SETUP)

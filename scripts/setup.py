@@ -4,6 +4,7 @@
     python3 scripts/setup.py                     everything that the quickstart needs
     python3 scripts/setup.py --dev               and what the tests need
     python3 scripts/setup.py --torch "torch==2.13.0 --index-url ADDRESS"
+    python3 scripts/setup.py --newest            not the versions of constraints.txt, but the newest that are allowed
     python3 scripts/setup.py --engine-options    print the options that `afterplay run` needs on this machine
 
 CPU vLLM declares CUDA builds of torchvision, torchaudio and torchcodec, which break its import. So it is installed
@@ -98,6 +99,7 @@ class Setup:
             Path(__file__).read_text(),
             self.options.torch,
             self.options.vllm,
+            self.tested(),
             sys.version,
             str(self.venv),
         ]
@@ -202,10 +204,14 @@ class Setup:
         self.pip("install", "--no-compile", *self.keep_torch(state), SCHEMAS)
 
     def keep_torch(self, state):
-        """pip options that let no later package replace PyTorch."""
+        """pip options that let no later package replace PyTorch, and that take the tested version of every other."""
         constraints = self.venv / "constraints.txt"
-        constraints.write_text(state["constraint"] + "\n")
+        others = [line for line in self.tested() if not line.startswith("torch==")]
+        constraints.write_text("\n".join([state["constraint"], *others]) + "\n")
         return ["--constraint", str(constraints)]
+
+    def tested(self):
+        return [] if self.options.newest else (ROOT / "constraints.txt").read_text().splitlines()
 
     def pip(self, *arguments):
         self.execute([str(self.python), "-m", "pip", "--disable-pip-version-check", *arguments])
@@ -284,6 +290,7 @@ def main():
     parser.add_argument("--venv", default=".venv", help="folder of the virtual environment (default .venv)")
     parser.add_argument("--torch", default="torch==2.13.0", help="what to install as PyTorch; may hold pip options")
     parser.add_argument("--vllm", default="auto", choices=("auto", "cpu", "gpu", "none"), help="which build of vLLM")
+    parser.add_argument("--newest", action="store_true", help="ignore constraints.txt")
     parser.add_argument("--dev", action="store_true", help="also what the tests need")
     parser.add_argument(
         "--engine-options", action="store_true", help="print options for `afterplay run`; install nothing"

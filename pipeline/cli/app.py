@@ -9,7 +9,7 @@ import os
 import resource
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -19,10 +19,11 @@ from pipeline.cli.experience import app as replay_app
 from pipeline.cli.plan import show_plan
 from pipeline.cli.push import push
 from pipeline.cli.show import show
-from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError, PlugInError
 from pipeline.runtime.children import append_working_folder, module_command
-from pipeline.runtime.process import ExitCode
+
+if TYPE_CHECKING:
+    from pipeline.config import RunConfig
 
 REPORTER_NICENESS = 10
 """Added to the niceness of a reporter process: the processes that train come first."""
@@ -607,11 +608,15 @@ def entry() -> None:
     try:
         app(prog_name="afterplay")
     except AfterplayError as error:
+        from pipeline.runtime.process import ExitCode
+
         print(f"afterplay: {error.sentence if isinstance(error, PlugInError) else error}", file=sys.stderr)
         sys.exit(ExitCode.CONFIGURATION if isinstance(error, ConfigurationError) else ExitCode.FAILED)
     except OSError as error:
         if error.errno not in NO_WRITES or error.filename is None:
             raise
+        from pipeline.runtime.process import ExitCode
+
         print(f"afterplay: expected to write {error.filename}, got: {error.strerror}", file=sys.stderr)
         sys.exit(ExitCode.FAILED)
 

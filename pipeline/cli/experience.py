@@ -11,11 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from pipeline.config import RunConfig
-from pipeline.store.experience_report import ExperienceReport
-
 if TYPE_CHECKING:
+    from pipeline.config import RunConfig
     from pipeline.runtime.rundir import RunDirectory
+    from pipeline.store.experience_report import ExperienceReport
 
 TASKS_SHOWN = 10
 

@@ -7,13 +7,15 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError, StoreError
-from pipeline.runtime.rundir import RunDirectory
+
+if TYPE_CHECKING:
+    from pipeline.config import RunConfig
+    from pipeline.runtime.rundir import RunDirectory
 
 SHOWN = (
     "model", "sampling", "environments", "groups", "staleness", "advantage", "importance", "loss", "learner", "replay",
@@ -149,7 +151,7 @@ def _ledger(config: RunConfig, directory: RunDirectory) -> list[str]:
 
 def _changed(config: RunConfig) -> dict[str, Any]:
     """Values of :data:`SHOWN` sections that were set."""
-    set_, default = config.model_dump(mode="json"), RunConfig().model_dump(mode="json")
+    set_, default = config.model_dump(mode="json"), type(config)().model_dump(mode="json")
     found = {section: _difference(set_[section], default[section]) for section in SHOWN}
     return {section: value for section, value in found.items() if value}
 

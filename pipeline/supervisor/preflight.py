@@ -1,7 +1,8 @@
 """Preflight: what a run file names is there, fits and works, with one sentence for each thing that does not.
 
-``afterplay config check`` makes all checks. ``afterplay run`` makes those of the run directory before it does anything,
-and those of plug-ins in a process beside the preparation of the model, which ends the run if something is wrong.
+``afterplay config check`` makes all checks. ``afterplay run`` makes those of the run directory and of the model before
+it starts anything, and those of plug-ins in a process beside the preparation of the model, which ends the run if
+something is wrong.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pipeline.schema import Task
 from pipeline.supervisor.inventory import local_inventory
 from pipeline.supervisor.plan import plan
 from pipeline.tasks.open import open_source
+from pipeline.trackers.tracker import require_package
 
 log = logging.getLogger("afterplay.preflight")
 
@@ -41,6 +43,9 @@ def check_all(config: RunConfig) -> Findings:
         fitting = plan(config, local_inventory()).fitting()
         found.notes += fitting.reasons
         resolve(fitting.config)
+    for tracker in config.report_to:
+        with found.collecting():
+            require_package(tracker)
     with found.collecting():
         check_directory(RunDirectory(config.run.path.absolute()))
     _check_keys(config, found)
@@ -82,6 +87,14 @@ def check_beside_run(config: RunConfig) -> None:
         log.exception("the checks are given up, and the run continues")
     for note in found.notes:
         log.info("%s", note)
+
+
+def check_model(config: RunConfig) -> None:
+    """Raises :class:`ConfigurationError` where ``model.source`` leads nowhere or does not fit the run file. Nothing is
+    downloaded, and no heavy library imported."""
+    found = Findings()
+    load_main("learner.models.preflight:check_model")(config, found)
+    found.require_none()
 
 
 def check_directory(directory: RunDirectory) -> None:

@@ -42,7 +42,7 @@ from pipeline.supervisor.history import compare, record
 from pipeline.supervisor.host import ProcessHost
 from pipeline.supervisor.inventory import local_inventory
 from pipeline.supervisor.plan import Place, plan, preflight_place
-from pipeline.supervisor.preflight import check_directory
+from pipeline.supervisor.preflight import check_directory, check_model
 from pipeline.supervisor.processes import ProcessSpec, specs_of
 from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shell import Supervisor
@@ -154,6 +154,8 @@ def run(
             resumed = compare(directory, config)
             for line in resumed.lines():
                 console.print(line, markup=False, soft_wrap=True)
+            if cluster is None:  # else the machine that prepares the model may be another one
+                check_model(config)
             directory.finished_file.unlink(missing_ok=True)
             wait_for_room(directory.create, directory.path, "the run directory")
             if cluster is not None:

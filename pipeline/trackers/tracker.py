@@ -88,7 +88,8 @@ class Tracker(ABC):
 
 def require_package(name: str) -> None:
     """Raises :class:`ConfigurationError` with the command to install it, if the package of a tracker is missing."""
-    if importlib.util.find_spec(name) is None:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:  # a folder without code: wandb keeps its offline runs in ./wandb
         raise ConfigurationError(
             f"report_to: expected the package {name}, which is not installed: pip install 'afterplay[{name}]'"
         )

@@ -227,7 +227,7 @@ def test_imports_are_absolute() -> None:
 
 def test_the_command_line_starts_without_heavy_libraries() -> None:
     """``afterplay --help`` must not load torch: neither directly nor through what it imports."""
-    heavy = {"torch", "vllm", "transformers", "matplotlib", "zmq"}
+    heavy = {"torch", "vllm", "transformers", "matplotlib", "zmq", "numpy", "pydantic", "prometheus_client", "aiohttp"}
     program = f"import sys, pipeline.cli.app; print(sorted({heavy!r} & set(sys.modules)))"
     result = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True

@@ -159,6 +159,7 @@ UNCHECKED = {
     "mkdir": "makes a folder",
     "pip": "installs; tests/unit/test_extras.py checks the extras",
     "pre-commit": "installs hooks",
+    "uv": "installs; scripts/check_wheel.py proves it",
     "time": "measures the command after it",
 }
 """Programs whose arguments are not checked, and the reason."""

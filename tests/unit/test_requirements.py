@@ -1,4 +1,4 @@
-"""Imports at the top of modules need only packages of the base installation."""
+"""Imports at the top of modules need only the base installation; the tested versions of packages are allowed ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -50,3 +53,41 @@ def test_modules_import_only_what_the_base_installation_has() -> None:
 
 def test_packages_that_come_with_another_are_of_packages_that_we_require() -> None:
     assert set(BROUGHT.values()) <= BASE
+
+
+CONSTRAINTS = [
+    Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")
+]
+TESTED = {canonicalize_name(line.name): line.specifier for line in CONSTRAINTS}
+
+
+def declared(*extras: str) -> list[Requirement]:
+    """What the base installation and extras require, without what they take from each other."""
+    texts = [*PROJECT["dependencies"], *(one for extra in extras for one in PROJECT["optional-dependencies"][extra])]
+    return [found for text in texts if (found := Requirement(text)).name != PROJECT["name"]]
+
+
+def test_constraints_name_one_allowed_version_of_each_package() -> None:
+    assert [canonicalize_name(line.name) for line in CONSTRAINTS] == sorted(TESTED)
+    versions = {}
+    for name, specifier in TESTED.items():
+        (pin,) = specifier
+        assert pin.operator == "==" and "+" not in pin.version and "*" not in pin.version, f"{name}{specifier}"
+        versions[name] = pin.version
+    for requirement in declared(*PROJECT["optional-dependencies"]):
+        version = versions.get(canonicalize_name(requirement.name))
+        assert version is None or requirement.specifier.contains(version, prereleases=True), requirement
+
+
+def test_constraints_cover_the_base_installation_and_what_the_tests_need() -> None:
+    assert {canonicalize_name(requirement.name) for requirement in declared("quickstart", "dev")} <= set(TESTED)
+
+
+def test_one_version_of_pytorch_is_the_tested_one() -> None:
+    pin = f"torch{TESTED['torch']}"
+    named = {file: (ROOT / file).read_text() for file in ("Makefile", "scripts/setup.py", "scripts/check_wheel.py")}
+    assert [
+        file for file, text in named.items() if pin not in text or set(re.findall(r"torch==[\d.]*\d", text)) != {pin}
+    ] == []
+    overridden = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["override-dependencies"]
+    assert overridden == [pin]

@@ -130,6 +130,18 @@ class Place:
             chat_template__jinja="{% for message in messages %}{{ message['content'] }}{% endfor %}",
         )
 
+    def without_gguf(self) -> list[str]:
+        """With a package that carries a GGUF file."""
+        self.patch.setitem(sys.modules, "gguf", None)
+        for name, text in (("METADATA", "Name: some-model\nVersion: 1\n"), ("RECORD", "some.gguf,,\n")):
+            self.write(f"some_model-1.dist-info/{name}", text)
+        self.write("some.gguf", "")
+        return self.check(model={"source": "package:some-model"})
+
+    def without_wandb(self) -> list[str]:
+        self.patch.setitem(sys.modules, "wandb", None)
+        return self.check(report_to=["wandb"])
+
     def full(self) -> list[str]:
         self.patch.setattr("pipeline.supervisor.preflight.free_bytes", lambda path: 9_000)
         return self.check()
@@ -269,11 +281,16 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     ),
     # model
     "model folder is missing": (lambda p: p.check(model={"source": "./nowhere"}), "nowhere is not a folder"),
+    "run without its model": (
+        lambda p: ["run", *p.check(model={"source": "./nowhere"})[2:]],
+        "nowhere is not a folder",
+    ),
     "no model in the folder": (lambda p: p.check(model={"source": "."}), "found no config.json"),
     "package is missing": (
         lambda p: p.check(model={"source": "package:nothing-of-it"}),
         "'nothing-of-it' is not installed",
     ),
+    "GGUF file without gguf": (Place.without_gguf, "expected the package gguf, which reads some.gguf of 'some-model'"),
     "no source": (lambda p: p.check(model={"source": "a/b/c"}), "model.source: expected a folder, a hub id"),
     "tiny option": (lambda p: p.check(model={"source": "tiny", "tiny": {"layer": 2}}), "model.tiny.layer"),
     "template is missing": (
@@ -312,6 +329,7 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         lambda p: ["run", p.check(run={"directory": p.write("file", ""), "name": "x"})[2]],
         "file, which is no folder: give another one with --set run.directory=DIR",
     ),
+    "tracker is not installed": (Place.without_wandb, "report_to: expected the package wandb, which is not installed"),
     "full disk": (Place.full, "expected at least 16 MB free for a new run in"),
     # runs
     "run is alive": (Place.alive, "is in use by a run that is alive (supervisor pid"),

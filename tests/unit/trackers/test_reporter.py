@@ -21,6 +21,7 @@ from pipeline.trackers import reporter as reporter_module
 from pipeline.trackers.delivery import DeliveryFile
 from pipeline.trackers.records import RunRecords, numbers_of
 from pipeline.trackers.reporter import Reporter, delivery_path, describe_delivery
+from pipeline.trackers.tracker import require_package
 from tests.support.fake_tracker import FakeTracker, Fuse, Killed, TrackerStore
 from tests.unit.show.making import Rollout, make_run
 
@@ -287,3 +288,10 @@ def test_rollouts_of_a_step_and_of_an_evaluation_become_tables(tmp_path: Path, m
     assert found["task"] == "sums/1" and found["reward"] == 0.5 and found["step"] == 1
     assert found["text"] == "[user]\nwhat is 1+1?\n\n[assistant]\ntwo\n\n[user]\nare you sure?\n\n[assistant]\n2"
     assert delivery_path(directory, "trackio").exists()
+
+
+def test_a_folder_without_code_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "offline_runs").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigurationError, match="expected the package offline_runs, which is not installed"):
+        require_package("offline_runs")
