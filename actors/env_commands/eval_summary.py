@@ -68,17 +68,17 @@ class EvalSummary:
     compared: int
     """Tasks with at least two rewards."""
     always: int
-    """Of these: every rollout was a success."""
+    """Compared tasks of which every rollout was a success."""
     never: int
-    """Of these: no rollout was."""
+    """Compared tasks of which no rollout was."""
     between: int
-    """Of these: some were."""
+    """Compared tasks of which some were."""
     informative: int
-    """Of these: the rewards differ, so the task gives advantages."""
+    """Compared tasks whose rewards differ, so that they give advantages."""
     score: float | None
     """Mean over tasks of the mean reward of a task."""
     se: float | None
-    """Its standard error over tasks; None with fewer than two."""
+    """Standard error of the score over tasks; None with fewer than two."""
     pass_at: Mapping[int, Estimate]
     turns: float | None
     """Mean over scored rollouts."""
@@ -98,8 +98,8 @@ def wanted(tasks: Sequence[str], samples: int, done: Collection[tuple[str, int]]
 def interval(values: Sequence[float], rollouts: int) -> tuple[float, float]:
     """95 % interval of the mean of ``values`` (in 0..1, one for each task), which are of so many ``rollouts``.
 
-    Wilson's interval at the effective sample size ``p (1 - p) / se²``, where ``se`` is the standard error over tasks. It
-    has a width also where all values are equal. The effective size is between the number of tasks and of rollouts.
+    Wilson's interval at the effective sample size ``p (1 - p) / se²``, where ``se`` is the standard error over tasks.
+    It has a width also where all values are equal. The effective size is between the number of tasks and of rollouts.
     """
     n = len(values)
     p = math.fsum(values) / n
@@ -163,8 +163,8 @@ def sentences(found: EvalSummary) -> list[str]:
         n = found.compared
         said.append(
             f"Of {n} tasks, {_share(found.always, n)} were always solved, {_share(found.never, n)} never, and "
-            f"{_share(found.between, n)} sometimes (a reward of at least {found.threshold:g} is a success). The rewards "
-            f"differ within {_share(found.informative, n)}: only these tasks give advantages."
+            f"{_share(found.between, n)} sometimes (a reward of at least {found.threshold:g} is a success). The "
+            f"rewards differ within {_share(found.informative, n)}: only these tasks give advantages."
         )
     return [*said, _meaning(found)]
 

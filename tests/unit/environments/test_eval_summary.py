@@ -12,7 +12,12 @@ def outcomes(*tasks, failure=None):
     """One outcome for each reward of each task; None fails."""
     return [
         Outcome(
-            f"task/{i}", sample, reward, turns=2, tokens=10, failure=("engine: EngineUnavailable" if reward is None else None)
+            f"task/{i}",
+            sample,
+            reward,
+            turns=2,
+            tokens=10,
+            failure=("engine: EngineUnavailable" if reward is None else None),
         )
         for i, rewards in enumerate(tasks)
         for sample, reward in enumerate(rewards)
