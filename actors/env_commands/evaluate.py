@@ -34,6 +34,7 @@ from pipeline.cli.viewer.page import page_of_rows
 from pipeline.cli.viewer.reader import Found, Transcript
 from pipeline.cli.viewer.views import dumps, found_json
 from pipeline.cli.viewer.vocabulary import Vocabulary
+from pipeline.config.rewards import ScorerConfig
 from pipeline.config.tasks import TRAIN
 from pipeline.errors import ConfigurationError
 from pipeline.metrics.actor import ActorMetrics
@@ -42,6 +43,8 @@ from pipeline.runtime.engine_keys import key_at
 from pipeline.runtime.plugin_guard import interrupting_blocks
 from pipeline.runtime.rundir import FileLock, write_bytes_atomically
 from pipeline.schema import Order, Task, Trajectory
+from pipeline.scorer.scorer import Scorer
+from pipeline.scorer.verdict import ScoreFailure
 from pipeline.store.queries import Listed
 
 ROWS, SUMMARY, SETTINGS, PAGE = "rollouts.jsonl", "summary.json", "settings.json", "rollouts.html"
@@ -184,6 +187,7 @@ class _Evaluation:
         )
         self._tokens = MessageTokens()
         self._settings = ChatSettings(self._endpoint, self._tokens, self._more(), request.tools_as_text)
+        self._scorer = Scorer(run.scorer if run else ScorerConfig())
         self._rows: dict[str, Row] = {}
         self._failed_in_a_row = 0
         self._stopped: str | None = None
@@ -205,7 +209,7 @@ class _Evaluation:
                 self._lock.release()
 
     async def _prepared(self, progress: Progress) -> None:
-        async with self._endpoint as endpoint:
+        async with self._scorer, self._endpoint as endpoint:
             listed = await endpoint.models()
             if not endpoint.model:
                 if len(listed) != 1:
@@ -282,12 +286,20 @@ class _Evaluation:
         place, task = self._tasks[index]
         number = f"{self._request.split}.{place}.{sample}"
         order = Order(number, f"{self._request.split}.{place}", task, sample, 0, 0, ORDER_SECONDS, evaluation=True)
-        return self._row(await Rollout(order, services).run(), sample)
+        trajectory = replace(await Rollout(order, services).run(), recorded=False)
+        if trajectory.failure is not None:
+            return self._row(trajectory, sample)
+        verdict = await self._scorer.score(trajectory)
+        row = self._row(replace(trajectory, reward=verdict.reward, rewards=verdict.rewards), sample)
+        if verdict.reward is None:
+            failed = (
+                verdict.failures[0] if verdict.failures else ScoreFailure("the environment", "missing", "no reward")
+            )
+            row |= {"state": "failed", "failure": _failure(f"scorer {failed.name}", failed.reason, failed.details)}
+        return row
 
     def _row(self, trajectory: Trajectory, sample: int) -> Row:
         """The rollout as ``afterplay show`` writes it, with the endpoint's own counts of tokens."""
-        reward = trajectory.rewards.get("environment")
-        trajectory = replace(trajectory, reward=reward, recorded=False)
         spans = [span for turn in trajectory.turns for span in (turn.context, turn.completion)]
         ids = {int(number) for span in spans for number in span.token_ids}
         texts = {number: self._tokens.decode_ids([number]).encode("utf-8", "replace") for number in ids}
@@ -358,7 +370,9 @@ class _Evaluation:
         summary = summarise([outcome_of(row) for row in rows], len(ids), request.samples, pass_at, self._threshold)
         examples = {_reason(row): row["failure"]["message"] for row in rows if row["failure"]}
         words = sentences(summary)
-        notes = list(self._subject.notes)
+        notes = []
+        if self._scorer.needs_group(self._subject.section):
+            notes.append("the reward does not include the score functions that compare a whole group (per: group)")
         if len(ids) < request.tasks:
             notes.append(f"the split {request.split} has {len(ids)} tasks from {request.first} on")
         folder.mkdir(parents=True, exist_ok=True)
@@ -418,6 +432,10 @@ def _reason(row: Row) -> str:
     return f"{row['failure']['boundary']}: {row['failure']['kind']}"
 
 
+def _failure(boundary: str, kind: str, message: str, details: str = "") -> dict[str, str]:
+    return {"boundary": boundary, "kind": kind, "message": message, "details": details}
+
+
 def _listed(t: Trajectory, n_tokens: int, n_sampled: int) -> Listed:
     failure = t.failure
     return Listed(
@@ -437,14 +455,7 @@ def _listed(t: Trajectory, n_tokens: int, n_sampled: int) -> Listed:
         duration_seconds=t.timings.duration_seconds,
         actor=t.actor_id,
         received_at=t.timings.finished_at,
-        failure=None
-        if failure is None
-        else {
-            "boundary": failure.boundary,
-            "kind": failure.kind,
-            "message": failure.message,
-            "details": failure.details,
-        },
+        failure=failure and _failure(failure.boundary, failure.kind, failure.message, failure.details),
         entropy=None,
         age=0,
         n_bytes=0,

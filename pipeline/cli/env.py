@@ -165,7 +165,7 @@ def eval_(
             "--config",
             "-c",
             metavar="FILE",
-            help="Use section NAME of this run file, with its loop, data, limits and sampling.",
+            help="Use section NAME of this run file, with its loop, data, scorer, limits and sampling.",
         ),
     ] = None,
     tasks: Annotated[int, typer.Option("--tasks", "-n", min=1, help="Number of tasks.")] = 32,
@@ -220,16 +220,18 @@ def eval_(
     Runs --samples rollouts of each of --tasks tasks and reports the mean reward, pass@k, failures by reason, and how
     many tasks are always, never or sometimes solved. Only tasks whose rollouts get different rewards give advantages,
     so these tell whether training can learn anything. A rollout that failed is no reward of 0: it is counted apart.
+    With --config the agent loop, the data and the scorer are those of the run; agent programs work as well.
 
     The folder gets rollouts.jsonl, summary.json and rollouts.html, the page of `afterplay show`. The same command
     continues an evaluation that was stopped, or adds to it with more --tasks or --samples. Rollouts that the endpoint
     failed are tried again. The exit code is 1 if it stopped early or nothing was scored.
 
-      afterplay env eval number_guess --url http://127.0.0.1:8000/v1 --body 'chat_template_kwargs={enable_thinking: false}'
+      afterplay env eval number_guess --url http://127.0.0.1:8000/v1
       afterplay env eval reasoning_gym --set dataset=chain_sum --url http://127.0.0.1:8000/v1
       afterplay env eval questions --config configs/questions.yaml --url http://127.0.0.1:11434/v1 --model qwen3:0.6b
       afterplay env eval my_env.py:Bank --url https://api.openai.com/v1 --model gpt-4.1-mini --turns 16
       afterplay env eval big_sums --url http://127.0.0.1:8080/v1 --tools text
+      afterplay env eval guess --config @program --url http://127.0.0.1:8000/v1 --body 'reasoning_effort=low'
     """
     import os
 

@@ -239,6 +239,36 @@ def test_an_agent_program_calls_the_endpoint_through_the_gateway(tmp_path):
     assert result.summary.threshold == 0.5
 
 
+QUESTIONS = """
+run: {name: ours}
+model: {source: tiny}
+environments:
+  sums:
+    name: question
+    tasks_from: {kind: jsonl, path: FOLDER/q.jsonl, columns: {prompt: q, answer: a}, splits: {train: 0.5, eval: 0.5}}
+scorer:
+  environment_weight: 0
+  functions: [{path: number, name: right, weight: 0.5}, {path: "FOLDER/score.py:short", name: short, weight: 0.5}]
+"""
+
+
+def test_the_scorer_of_the_run_file_gives_the_reward(tmp_path):
+    rows = [{"q": f"{i} + 1?", "a": str(i + 1)} for i in range(20)]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "score.py").write_text("def short(t):\n    return None if t.task.payload['answer'] == '9' else 1.0\n")
+    (tmp_path / "ours.yaml").write_text(QUESTIONS.replace("FOLDER", str(tmp_path)))
+    with chat_server(lambda body: str(int(body["messages"][-1]["content"].split()[0]) + 1)) as server:
+        found = [
+            run(server.url, tmp_path / split, "sums", run_file=tmp_path / "ours.yaml", split=split, tasks=20, samples=1)
+            for split in ("train", "eval")
+        ]
+    tasks = [{row["task_id"] for row in rows.values()} for _, rows in found]
+    assert len(tasks[0]) + len(tasks[1]) == 20 and not tasks[0] & tasks[1]
+    assert all(result.summary.score == 1.0 for result, _ in found)
+    failures = {reason: n for result, _ in found for reason, n in result.summary.failures.items()}
+    assert failures == {"scorer short: missing": 1}
+
+
 def test_the_tasks_of_a_split_are_taken_in_order(tmp_path):
     with chat_server(right) as server:
         with pytest.raises(ConfigurationError, match="--split: expected one of train"):
