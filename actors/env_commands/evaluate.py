@@ -233,7 +233,7 @@ class _Evaluation:
                     "--out"
                 )
         write_bytes_atomically(file, orjson.dumps(settings, option=orjson.OPT_INDENT_2))
-        self._rows = read_rows(folder / ROWS)
+        self._rows = {row["trajectory_id"]: without_transcript(row) for row in read_rows(folder / ROWS)}
         end_line(folder / ROWS)
 
     async def _all(self, file: Any, progress: Progress) -> None:
@@ -243,20 +243,24 @@ class _Evaluation:
             for row in self._rows.values()
             if (row["failure"] or {}).get("boundary") != ENDPOINT
         }
-        left = wanted(ids, self._request.samples, done)
+        left = list(wanted(ids, self._request.samples, done))
         total = len(ids) * self._request.samples
+        ended, failed = total - len(left), sum(row["reward"] is None for row in self._rows.values())
+        places = iter(left)
         metrics = ActorMetrics(CollectorRegistry())
         services = self._services(metrics)
 
         async def work() -> None:
-            for index, sample in left:
+            nonlocal ended, failed
+            for index, sample in places:
                 if self._stopped is not None:
                     return
                 row = await self._one(services, index, sample)
                 file.write(dumps(row).encode() + b"\n")
-                self._rows[row["trajectory_id"]] = row
-                failed = [r for r in self._rows.values() if r["reward"] is None]
-                progress(len(self._rows), total, len(failed))
+                ended += 1
+                failed += (row["reward"] is None) - (row["trajectory_id"] in self._rows)  # one that is tried again
+                self._rows[row["trajectory_id"]] = without_transcript(row)
+                progress(ended, total, failed)
                 if self._must_stop(row):
                     group.cancel_scope.cancel()
 
@@ -264,7 +268,7 @@ class _Evaluation:
             async with anyio.create_task_group() as serving:
                 serving.start_soon(services.serve)
                 async with anyio.create_task_group() as group:
-                    for _ in range(min(self._request.concurrency, total)):
+                    for _ in range(min(self._request.concurrency, len(left))):
                         group.start_soon(work)
                 serving.cancel_scope.cancel()
             await services.close()
@@ -342,6 +346,7 @@ class _Evaluation:
 
     def _stated(self) -> Row:
         """Settings that every rollout of a folder shares."""
+        run = self._subject.run
         section = self._subject.config.model_dump(mode="json", include=set(_SHARED))
         return {
             "environment": self._subject.section,
@@ -351,6 +356,7 @@ class _Evaluation:
             "stop": list(self._sampling.stop),
             "request": self._settings.more,
             "tools_as_text": self._request.tools_as_text,
+            "scorer": None if run is None else run.scorer.model_dump(mode="json"),
             **section,
         }
 
@@ -380,7 +386,9 @@ class _Evaluation:
         stated |= {"words": words, "notes": notes, "stopped": self._stopped}
         write_bytes_atomically(folder / SUMMARY, orjson.dumps(stated, option=orjson.OPT_INDENT_2))
         about = {"run": folder.resolve().name, "count": len(rows), "notes": [*words, *notes], "messages": True}
-        _, html = page_of_rows(rows, {**about, "traces_trained": 0, "tokenizer": True})
+        latest = {(row["trajectory_id"], row["received_at"]) for row in rows}
+        shown = (r for r in read_rows(folder / ROWS) if (r["trajectory_id"], r["received_at"]) in latest)
+        _, html = page_of_rows(shown, {**about, "traces_trained": 0, "tokenizer": True})
         write_bytes_atomically(folder / PAGE, html.encode("utf-8", "replace"))
         return EvalResult(folder, self._endpoint.model, summary, examples, words, notes, self._stopped)
 
@@ -408,15 +416,17 @@ def outcome_of(row: Row) -> Outcome:
     )
 
 
-def read_rows(path: Path) -> dict[str, Row]:
-    """Whole lines by trajectory; the last of a trajectory stands. None where there is no file."""
-    rows = {}
-    with suppress(FileNotFoundError):
-        for line in path.read_bytes().splitlines():
-            with suppress(orjson.JSONDecodeError, TypeError, KeyError):
-                row = orjson.loads(line)
-                rows[row["trajectory_id"]] = row
-    return rows
+def read_rows(path: Path) -> Iterator[Row]:
+    """Every whole line; the last of a trajectory stands. None where there is no file."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for line in file:
+            with suppress(orjson.JSONDecodeError):
+                yield orjson.loads(line)
+
+
+def without_transcript(row: Row) -> Row:
+    """The facts of a row, which are small."""
+    return {name: value for name, value in row.items() if name != "transcript"}
 
 
 def end_line(path: Path) -> None:

@@ -2,19 +2,26 @@
 
 import json
 import re
+import sys
 from collections import Counter
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import orjson
 import pytest
+from typer.testing import CliRunner
 
 from actors.engine.chat_endpoint import ChatAnswer, ChatEndpoint, base_url
 from actors.env_commands.evaluate import EvalRequest, evaluate, read_rows
 from actors.rollout.chat_policy import reply_text, request_messages
 from actors.tools.parsing.base import CallError
 from actors.tools.parsing.registry import FORMATS
+from pipeline.cli.app import app
 from pipeline.errors import ConfigurationError
 from pipeline.schema import FinishReason, Message
-from tests.support.chat_server import chat_server
+from tests.support.chat_server import chat_server, in_thread
+
+ROOT = Path(__file__).resolve().parents[3]
 
 BUSY = (429, {"error": {"message": "slow down"}}, {"Retry-After": "0"})
 
@@ -23,7 +30,7 @@ def run(url, tmp_path, name="arithmetic", **more):
     seen = []
     settings = {"tasks": 3, "samples": 2, "concurrency": 4, "retries": 1, "out": tmp_path / "eval", **more}
     result = evaluate(EvalRequest(name, url, **settings), lambda *counts: seen.append(counts))
-    return result, read_rows(result.folder / "rollouts.jsonl")
+    return result, {row["trajectory_id"]: row for row in read_rows(result.folder / "rollouts.jsonl")}
 
 
 def right(body):
@@ -239,6 +246,30 @@ def test_an_agent_program_calls_the_endpoint_through_the_gateway(tmp_path):
     assert result.summary.threshold == 0.5
 
 
+UNENDING = PROGRAM.replace(
+    """    with urllib.request.urlopen(request, timeout=20) as response:
+        said = json.load(response)["choices"][0]["message"]["content"]
+    return float(said == str(task["seed"]))
+""",
+    """    try:
+        while True:
+            urllib.request.urlopen(request, timeout=20).close()
+    except urllib.error.HTTPError as error:
+        assert error.code == 400, error.code
+        return 0.5
+""",
+)
+
+
+def test_a_program_is_told_the_limit_of_the_endpoint_and_its_episode_is_truncated(tmp_path):
+    too_long = (400, {"error": {"message": "too long", "code": "context_length_exceeded"}}, {})
+    (tmp_path / "play.py").write_text(UNENDING)
+    (tmp_path / "ours.yaml").write_text(RUN_FILE.replace("MODULE", str(tmp_path / "play.py")))
+    with chat_server(lambda body: too_long if len(server.requests) > 1 else "1") as server:
+        result, _ = run(server.url, tmp_path, "guess", run_file=tmp_path / "ours.yaml", tasks=1, samples=1)
+    assert (result.summary.truncated, result.summary.score, result.summary.turns) == (1, 0.5, 1.0), result.examples
+
+
 QUESTIONS = """
 run: {name: ours}
 model: {source: tiny}
@@ -267,6 +298,65 @@ def test_the_scorer_of_the_run_file_gives_the_reward(tmp_path):
     assert all(result.summary.score == 1.0 for result, _ in found)
     failures = {reason: n for result, _ in found for reason, n in result.summary.failures.items()}
     assert failures == {"scorer short: missing": 1}
+
+
+def test_an_environment_of_verifiers_needs_no_code(tmp_path, monkeypatch):
+    """The run file and the program are those that ship; verifiers is a stand-in that counts fours."""
+    text = (ROOT / "configs" / "verifiers.yaml").read_text().replace("configs/", f"{ROOT}/configs/")
+    text = text.replace("verifiers/bin/python", sys.executable).replace(
+        "gsm8k-v1", "gateway_words, --harness, gateway_words"
+    )
+    (tmp_path / "ours.yaml").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "unit" / "actors" / "verifiers_stand_in"))
+    with chat_server(lambda body: "4" * len(body["messages"])) as server:
+        result, _ = run(server.url, tmp_path, "taskset", run_file=tmp_path / "ours.yaml", tasks=2, samples=1)
+    assert result.summary.failures == {}, result.examples
+    assert result.summary.score == 3.0 and result.summary.turns == 2.0
+
+
+def test_an_environment_of_openenv_needs_no_code(tmp_path):
+    """A server of the protocol whose episode ends, and pays, with the right word."""
+    serve = pytest.importorskip("websockets.asyncio.server", reason="pip install 'afterplay[openenv]'").serve
+
+    async def play(socket):
+        async for raw in socket:
+            message = json.loads(raw)
+            done = message["type"] == "step" and message["data"]["message"] == "down"
+            data = {"observation": {"text": "up or down?"}, "reward": float(done), "done": done}
+            await socket.send(json.dumps({"type": "observation", "data": data}))
+
+    @asynccontextmanager
+    async def serving():
+        async with serve(play, "127.0.0.1", 0) as listener:
+            yield f"ws://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+
+    with chat_server(lambda body: "down" if len(body["messages"]) > 1 else "up") as server, in_thread(serving()) as url:
+        result, _ = run(server.url, tmp_path, "openenv", options={"urls": [url], "observation": "text"})
+    assert (result.summary.score, result.summary.turns, result.summary.failures) == (1.0, 2.0, {})
+
+
+def test_the_command_reports_in_words_and_ends_with_its_meaning(tmp_path):
+    command = ["env", "eval", "arithmetic", "--tasks", "4", "--samples", "2", "--out", str(tmp_path / "out"), "--url"]
+    with chat_server(lambda body: right(body) if "2" in body["messages"][-1]["content"] else "0") as server:
+        result = CliRunner().invoke(app, [*command, server.url])
+    assert result.exit_code == 0, result.output
+    assert "pass@2" in result.output and "only these tasks give advantages" in result.output
+    assert "training would change nothing" in result.output and "8 of 8 rollouts" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--key", "sk-123"], "env:NAME or file:PATH"),
+        (["--key", "env:NOT_SET"], "NOT_SET"),
+        (["--pass-at", "9"], "at most --samples"),
+        (["--body", "x"], "--body x: expected option=value"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_is_asked(options, words, tmp_path):
+    command = ["env", "eval", "arithmetic", "--url", "http://127.0.0.1:9", "--out", str(tmp_path / "out"), *options]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code != 0 and words in result.output + str(result.exception)
 
 
 def test_the_tasks_of_a_split_are_taken_in_order(tmp_path):
