@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -123,16 +123,22 @@ class ChatEndpoint:
         return [str(m["id"]) for m in listed or () if isinstance(m, dict) and "id" in m]
 
     async def chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], more: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        more: Mapping[str, Any],
+        failed: Callable[[str], None] = lambda error: None,
     ) -> ChatAnswer:
-        """The reply to ``messages``. ``more``: other fields of the request. Raises :class:`EngineError`:
-        :class:`PromptTooLong` and :class:`EngineRefused` at once, others when all tries failed."""
+        """The reply to ``messages``. ``more``: other fields of the request. ``failed`` is told of each try that did.
+        Raises :class:`EngineError`: :class:`PromptTooLong` and :class:`EngineRefused` at once, others when all tries
+        failed."""
         started, tries = time.monotonic(), 0
         while True:
             try:
                 return await self._chat(messages, tools, more)
             except EngineUnavailable as error:
                 tries += 1
+                failed(str(error))
                 if tries > self._retries:
                     waited = time.monotonic() - started
                     raise EngineUnavailable(f"{error}; given up after {tries} requests in {waited:.0f} s") from error

@@ -266,7 +266,7 @@ async def episode(
         if type(agent).run is not AgentEpisode.run:
             raise OwnCompletions(
                 f"environments.{host.section}: {type(loop).__name__} requests completions itself, which afterplay env "
-                "play does not support: use it in a run"
+                "play does not support: use it in a run, or in afterplay env eval"
             )
         try:
             async with anyio.create_task_group() as serving:

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import orjson
 
-from actors.rendering.renderer import Completed, Conversation
+from actors.rendering.renderer import RENDERER, Completed, Conversation
 from actors.rendering.tool_messages import ToolSchema
+from pipeline.errors import PlugInError
 from pipeline.schema import Message
 
 FIRST = 2**30
@@ -70,7 +71,7 @@ class MessageTokens:
         return Completed(self.decode_ids(completion_ids), None)
 
     def prompt(self, ids: Sequence[int]) -> tuple[list[Message], tuple[ToolSchema, ...]]:
-        """Messages and tools of a prompt. Raises :class:`KeyError` for a number that stands for nothing."""
+        """Messages and tools of a prompt. Raises :class:`PlugInError` for a number that stands for nothing."""
         parts = [self._part(number) for number in ids]
         tools = tuple(tool for part in parts if isinstance(part, tuple) for tool in part)
         return [part for part in parts if isinstance(part, Message)], tools
@@ -86,7 +87,7 @@ class MessageTokens:
 
     def _part(self, number: int) -> Message | tuple[ToolSchema, ...]:
         if not FIRST <= number < FIRST + len(self._known):
-            raise KeyError(number)
+            raise PlugInError(RENDERER, "TokenIds", "the program sends token ids, and the endpoint takes messages")
         return self._known[number - FIRST]
 
     def _number(self, part: Message | tuple[ToolSchema, ...]) -> int:

@@ -28,7 +28,7 @@ from actors.rollout.agent_loop import Limit
 from actors.rollout.policy import Policy
 from actors.rollout.services import Services
 from actors.tools.parsing.registry import FORMATS
-from pipeline.errors import EngineRefused, EpisodeLimit
+from pipeline.errors import EpisodeLimit
 from pipeline.schema import Message, Order, VersionSpan
 
 CONTEXT_MAX = 2**30
@@ -76,29 +76,29 @@ class ChatPolicy(Policy):
         self._settings = settings
         self._tokens_max = tokens_max
         self._spent = 0
+        self._trouble = ""
 
     def trouble(self) -> str:
-        """Nobody waits for an engine: a time limit truncates the episode."""
-        return ""
+        """The failure after which the request of now is made again; empty where none came."""
+        return self._trouble
 
     async def complete(self, prompt_ids: Sequence[int], tokens_max: int, stop: Sequence[str] = ()) -> Completion:
         """Raises :class:`EpisodeLimit` where the episode or the model's context has no room left."""
         settings = self._settings
-        try:
-            messages, tools = settings.tokens.prompt(prompt_ids)
-        except KeyError:
-            raise EngineRefused("the program sends token ids, and the endpoint takes messages") from None
+        messages, tools = settings.tokens.prompt(prompt_ids)
         if self._spent >= self._tokens_max:
             raise EpisodeLimit(Limit.TOKENS)
         more = dict(settings.more) | {"max_tokens": min(tokens_max, self._tokens_max - self._spent)}
         if stops := (*self.sampling.stop, *stop):
             more["stop"] = stops
         sent = request_messages(messages, tools, settings.tools_as_text)
+        self.asking, self._trouble = True, ""
         started = time.perf_counter()
         try:
-            answer = await settings.endpoint.chat(sent, () if settings.tools_as_text else tools, more)
+            answer = await settings.endpoint.chat(sent, () if settings.tools_as_text else tools, more, self._failed)
         except PromptTooLong as error:
             raise EpisodeLimit(Limit.CONTEXT) from error
+        self.asking = False
         seconds = time.perf_counter() - started
         self.seconds += seconds
         self.engines = [settings.endpoint.url]
@@ -109,6 +109,9 @@ class ChatPolicy(Policy):
             np.asarray([number], np.int32), np.zeros(1, np.float32), (VersionSpan(0, 1, 0),), answer.finish_reason
         )
         return Completion(generation, settings.endpoint.url, seconds)
+
+    def _failed(self, error: str) -> None:
+        self._trouble = f"an answer: {error}"
 
 
 def reply_text(answer: ChatAnswer) -> str:

@@ -104,6 +104,18 @@ def test_a_failure_is_counted_apart_and_tried_again_by_the_next_run(tmp_path):
         assert len(server.requests) == 2 and result.summary.failures == {} and result.summary.scored == 6
 
 
+def test_time_that_ends_while_the_endpoint_is_busy_is_its_failure(tmp_path):
+    """The episode of two turns has a reward of 0 by then, which would say that the policy failed."""
+    later = (429, {"error": {"message": "slow down"}}, {"Retry-After": "600"})
+    text = "run: {name: ours}\nmodel: {source: tiny}\nenvironments: {guess: {name: number_guess, max_seconds: 0.5}}\n"
+    (tmp_path / "ours.yaml").write_text(text)
+    with chat_server(lambda body: later if len(body["messages"]) > 1 else "-1") as server:
+        result, rows = run(server.url, tmp_path, "guess", run_file=tmp_path / "ours.yaml", tasks=1, samples=1)
+    assert result.summary.failures == {"engine: EngineUnavailable": 1} and result.summary.scored == 0
+    assert "slow down" in result.examples["engine: EngineUnavailable"]
+    assert [row["n_turns"] for row in rows.values()] == [1]
+
+
 def test_an_endpoint_that_fails_everything_ends_the_evaluation(tmp_path):
     with chat_server(lambda body: (500, {"error": "out of memory"}, {"Retry-After": "0"})) as server:
         result, _ = run(server.url, tmp_path, tasks=100, retries=0)
