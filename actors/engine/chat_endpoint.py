@@ -129,7 +129,7 @@ class ChatEndpoint:
         more: Mapping[str, Any],
         failed: Callable[[str], None] = lambda error: None,
     ) -> ChatAnswer:
-        """The reply to ``messages``. ``more``: other fields of the request. ``failed`` is told of each try that did.
+        """The reply to ``messages``. ``more``: other fields of the request. ``failed`` gets the error of each try.
         Raises :class:`EngineError`: :class:`PromptTooLong` and :class:`EngineRefused` at once, others when all tries
         failed."""
         started, tries = time.monotonic(), 0
