@@ -298,7 +298,7 @@ def _print_evaluation(name: str, result: Any) -> None:
         say(f"  {what:<14} {value}")
 
     if found.score is not None:
-        error = "" if found.se is None else f" ± {found.se:.3f}"
+        error = "" if found.se is None else f" ± {found.se:.3f} (standard error over tasks)"
         line("mean reward", f"{found.score:.3f}{error}")
         for k, estimate in found.pass_at.items():
             if estimate.value is not None:
