@@ -174,9 +174,10 @@ def _meaning(found: EvalSummary) -> str:
     if not found.scored:
         return "Nothing was scored, so nothing is known about training."
     if not found.compared:
+        remedy = "take more --samples." if found.samples == 1 else "run the rest."
         return (
-            "No task has two rewards, so nothing is known about advantages, which compare rollouts of one task: take "
-            "more --samples."
+            "No task has two rewards, so nothing is known about advantages, which compare rollouts of one task: "
+            + remedy
         )
     share = found.informative / found.compared
     if share >= ENOUGH:
