@@ -447,12 +447,12 @@ def _failure(boundary: str, kind: str, message: str, details: str = "") -> dict[
 
 
 def _listed(t: Trajectory, n_tokens: int, n_sampled: int) -> Listed:
-    failure = t.failure
+    f = t.failure
     return Listed(
         row_id=0,
         trajectory_id=t.trajectory_id,
         group_number=0,
-        state="failed" if failure else "evaluated",
+        state="failed" if f else "evaluated",
         reason="",
         status=t.status.value,
         reward=t.reward,
@@ -465,7 +465,7 @@ def _listed(t: Trajectory, n_tokens: int, n_sampled: int) -> Listed:
         duration_seconds=t.timings.duration_seconds,
         actor=t.actor_id,
         received_at=t.timings.finished_at,
-        failure=failure and _failure(failure.boundary, failure.kind, failure.message, failure.details),
+        failure=None if f is None else _failure(f.boundary, f.kind, f.message, f.details),
         entropy=None,
         age=0,
         n_bytes=0,
