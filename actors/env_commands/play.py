@@ -25,6 +25,7 @@ from actors.rendering.renderer import Renderer, load_tokenizer
 from actors.rollout.agent_loop import AgentEpisode, AgentLoop, Answer, Opening, checked_answer, checked_opening
 from actors.rollout.multi_turn import HostedGame
 from actors.rollout.services import build_loop
+from pipeline.config import RunConfig
 from pipeline.config.load import load
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.config.tasks import TRAIN
@@ -36,6 +37,7 @@ from pipeline.runtime.plugin_guard import TaskOwner
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import FinishReason, Message, Task
 from pipeline.tasks.open import open_source
+from pipeline.tasks.source import TaskSource
 
 READ_BYTES = 64 * 1024
 
@@ -154,16 +156,16 @@ class Subject:
 
     section: str
     config: EnvironmentConfig
-    run_seed: int = 0
+    run: RunConfig | None = None
+    """The run file; None: a name without one."""
     notes: tuple[str, ...] = ()
     """Notes on parts of the reward that the score does not include."""
 
     @classmethod
-    def of(cls, name: str, options: Mapping[str, Any], run_file: Path | None) -> Subject:
-        """``options`` override those of the section. Raises :class:`ConfigurationError`."""
+    def of(cls, name: str, options: Mapping[str, Any], run_file: Path | None, **more: Any) -> Subject:
+        """``options`` override those of the section, ``more`` its other keys. Raises :class:`ConfigurationError`."""
         if run_file is None:
-            config = EnvironmentConfig(name=name, options=dict(options), step_seconds_max=STEP_SECONDS_MAX)
-            return cls(name, config)
+            return cls(name, EnvironmentConfig(name=name, options=dict(options), **more))
         run = load(run_file)
         section = run.environments.get(name)
         if section is None:
@@ -172,22 +174,24 @@ class Subject:
             )
         parts = [part.known_as for part in run.scorer.parts if part.applies_to(name)]
         notes = (f"the score does not include {', '.join(parts)}: the scorer runs only in a run",) if parts else ()
-        config = section.model_copy(
-            update={"options": {**section.options, **options}, "step_seconds_max": STEP_SECONDS_MAX}
-        )
-        return cls(name, config, run.run.seed, notes)
+        config = section.model_copy(update={"options": {**section.options, **options}, **more})
+        return cls(name, config, run, notes)
 
     def task(self, seed: int) -> Task:
         """The task with ``seed``. If tasks are rows of data: the row at position ``seed`` of the training split, or of
         the first split if there is none."""
         if self.config.tasks_from is None:
             return Task(f"{self.section}/{seed}", self.section, seed)
-        source = open_source(self.section, self.config, self.run_seed)
+        source = self.source()
         try:
             split = source.splits.get(TRAIN) or next(iter(source.splits.values()))
             return split[seed % len(split)]
         finally:
             source.close()
+
+    def source(self) -> TaskSource:
+        """The data that the tasks are rows of."""
+        return open_source(self.section, self.config, 0 if self.run is None else self.run.run.seed)
 
 
 class OwnCompletions(ConfigurationError):
@@ -221,7 +225,7 @@ def play(
         raise ConfigurationError("--engine needs --model, the folder with the tokenizer of the served model")
     if expert and engine is not None:
         raise ConfigurationError("expected either --expert or --engine, got both")
-    subject = Subject.of(name, options, run_file)
+    subject = Subject.of(name, options, run_file, step_seconds_max=STEP_SECONDS_MAX)
     renderer = Typed() if model is None else Renderer(*load_tokenizer(_folder(model)))
     host = EnvironmentHost(subject.section, subject.config)
 
@@ -246,7 +250,7 @@ def play(
     try:
         return anyio.run(run)
     except BaseExceptionGroup as group:
-        raise _only(group) from None
+        raise only(group) from None
     finally:
         end_environment(host)
 
@@ -262,7 +266,7 @@ async def episode(
         if type(agent).run is not AgentEpisode.run:
             raise OwnCompletions(
                 f"environments.{host.section}: {type(loop).__name__} requests completions itself, which afterplay env "
-                "play does not support: use it in a run"
+                "play does not support: use it in a run, or in afterplay env eval"
             )
         try:
             async with anyio.create_task_group() as serving:
@@ -271,7 +275,7 @@ async def episode(
                 serving.cancel_scope.cancel()
             return score
         except BaseExceptionGroup as group:
-            raise _only(group) from None
+            raise only(group) from None
         finally:
             with anyio.CancelScope(shield=True):
                 await agent.close()
@@ -354,7 +358,7 @@ def _client(engine: str, model: Path | None) -> EngineClient:
     return EngineClient(engine)
 
 
-def _only(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def only(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first error of a group: an episode fails for one reason."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):

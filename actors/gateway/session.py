@@ -25,7 +25,7 @@ from actors.rendering.renderer import Renderer
 from actors.rollout.agent_loop import Budget, Limit
 from actors.rollout.policy import Policy
 from actors.rollout.recorder import PendingCall
-from pipeline.errors import EngineError, EngineRefused, EngineUnavailable, PlugInError
+from pipeline.errors import EngineError, EngineRefused, EngineUnavailable, EpisodeLimit, PlugInError
 
 
 class Session:
@@ -219,6 +219,9 @@ class Session:
         except EngineError as error:
             self.engine_error = error
             raise Refusal(503, str(error), code="engine_unavailable") from error
+        except EpisodeLimit as limit:  # of a policy that counts tokens itself
+            self.limit = Limit(limit.args[0])
+            raise _limit_refusal(self.limit) from limit
         finally:
             self._scopes.discard(scope)
             self.heard_at = anyio.current_time()

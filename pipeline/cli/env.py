@@ -1,14 +1,16 @@
-"""``afterplay env``: list, show, play and create environments."""
+"""``afterplay env``: list, show, play, evaluate and create environments."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="List, show and play environments, and create your own.")
+app = typer.Typer(no_args_is_help=True, help="List, show, play and evaluate environments, and create your own.")
 
 _COMMANDS = "actors.env_commands"
 _COLOURS = {"user": "cyan", "system": "magenta", "tool": "yellow", "assistant": "green"}
@@ -132,6 +134,188 @@ def play(
     )
 
 
+class ToolStyle(StrEnum):
+    native = "native"
+    text = "text"
+
+
+@app.command("eval")
+def eval_(
+    name: Name,
+    url: Annotated[
+        str,
+        typer.Option("--url", "-u", metavar="URL", envvar="OPENAI_BASE_URL", help="Base URL of the endpoint."),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", metavar="NAME", help="Name of the model. Default: the only one that it lists."),
+    ] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            "--key",
+            metavar="PLACE",
+            help="Place of the API key: env:NAME or file:PATH. Default: env:OPENAI_API_KEY if that is set.",
+        ),
+    ] = None,
+    sets: Sets = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            "-c",
+            metavar="FILE",
+            help="Use section NAME of this run file, with its loop, data, scorer, limits and sampling.",
+        ),
+    ] = None,
+    tasks: Annotated[int, typer.Option("--tasks", "-n", min=1, help="Number of tasks.")] = 32,
+    samples: Annotated[int, typer.Option("--samples", "-k", min=1, help="Rollouts of each task.")] = 8,
+    first: Annotated[int, typer.Option("--first", min=0, help="Place of the first task in the split.")] = 0,
+    split: Annotated[str, typer.Option("--split", help="Split that the tasks are taken from.")] = "train",
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", min=0.0, help="Sampling temperature. Default: the run file's, else 1."),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus sampling. Default: the run file's, else 1."),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", min=1, help="Most tokens of one reply. Default: the run file's, else 2048."),
+    ] = None,
+    turns: Annotated[
+        int | None, typer.Option("--turns", min=1, help="Most turns of an episode. Default: the run file's, else 8.")
+    ] = None,
+    success: Annotated[
+        float | None,
+        typer.Option("--success", help="A reward of at least this is a success. Default: the run file's, else 1."),
+    ] = None,
+    pass_at: Annotated[
+        list[int] | None,
+        typer.Option("--pass-at", min=1, help="k of pass@k; repeat it. Default: 1, 2, 4, ... and --samples."),
+    ] = None,
+    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Rollouts at the same time.")] = 16,
+    retries: Annotated[
+        int, typer.Option("--retries", min=0, help="Further tries of a request that got 429, 5xx or no answer.")
+    ] = 6,
+    request_seconds: Annotated[
+        float, typer.Option("--request-seconds", min=1.0, help="Time limit of one request.")
+    ] = 600.0,
+    tools: Annotated[
+        ToolStyle,
+        typer.Option("--tools", help="Send tools as the API has them, or as text in the system message."),
+    ] = ToolStyle.native,
+    body: Annotated[
+        list[str] | None,
+        typer.Option("--body", metavar="FIELD=VALUE", help="Another field of each request; the value is YAML."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="DIR", help="Folder of the results. Default: evaluations/NAME-MODEL."),
+    ] = None,
+) -> None:
+    """Try an environment with any OpenAI-compatible model before you train on it.
+
+    Runs --samples rollouts of each of --tasks tasks and reports the mean reward, pass@k, failures by reason, and how
+    many tasks are always, never or sometimes solved. Only tasks whose rollouts get different rewards give advantages,
+    so these tell whether training can learn anything. A rollout that failed is no reward of 0: it is counted apart.
+    With --config the agent loop, the data and the scorer are those of the run; agent programs work as well.
+
+    The folder gets rollouts.jsonl, summary.json and rollouts.html, the page of `afterplay show`. The same command
+    continues an evaluation that was stopped, or adds to it with more --tasks or --samples. Rollouts that the endpoint
+    failed are tried again. The exit code is 1 if it stopped early or nothing was scored.
+
+      afterplay env eval number_guess --url http://127.0.0.1:8000/v1
+      afterplay env eval reasoning_gym --set dataset=chain_sum --url http://127.0.0.1:8000/v1
+      afterplay env eval questions --config configs/questions.yaml --url http://127.0.0.1:11434/v1 --model qwen3:0.6b
+      afterplay env eval my_env.py:Bank --url https://api.openai.com/v1 --model gpt-4.1-mini --turns 16
+      afterplay env eval big_sums --url http://127.0.0.1:8080/v1 --tools text
+      afterplay env eval guess --config @program --url http://127.0.0.1:8000/v1 --body 'reasoning_effort=low'
+    """
+    import os
+
+    from pipeline.errors import ConfigurationError
+    from pipeline.runtime.process import load_main
+
+    if key is None and os.environ.get("OPENAI_API_KEY"):
+        key = "env:OPENAI_API_KEY"
+    if key is not None and not key.startswith(("env:", "file:")):
+        raise ConfigurationError(
+            "--key: expected env:NAME or file:PATH, so that the key itself is in no list of commands"
+        )
+    if wrong := [k for k in pass_at or () if k > samples]:
+        raise ConfigurationError(f"--pass-at: expected at most --samples ({samples}), got {', '.join(map(str, wrong))}")
+    request = load_main(f"{_COMMANDS}.evaluate:EvalRequest")(
+        name,
+        url,
+        model,
+        _options(sets),
+        config,
+        key,
+        out,
+        tasks,
+        samples,
+        first,
+        split,
+        temperature,
+        top_p,
+        max_tokens,
+        turns,
+        concurrency,
+        success,
+        tuple(pass_at or ()),
+        _options(body, "--body"),
+        tools is ToolStyle.text,
+        retries,
+        request_seconds,
+    )
+    result = load_main(f"{_COMMANDS}.evaluate:evaluate")(request, _progress())
+    _print_evaluation(name, result)
+    if result.stopped is not None or not result.summary.scored:
+        raise typer.Exit(1)
+
+
+def _progress() -> Callable[[int, int, int], None]:
+    """Prints how far an evaluation is: one line that changes on a terminal, else a line for each tenth."""
+    shown = [-1]
+
+    def say(done: int, total: int, failed: int) -> None:
+        tty, tenth = sys.stderr.isatty(), 10 * done // total
+        if tty or tenth > shown[0]:
+            words = f"{done} of {total} rollouts" + (f", {failed} failed" if failed else "")
+            typer.echo(f"\r{words}" if tty else words, err=True, nl=not tty or done == total)
+        shown[0] = tenth
+
+    return say
+
+
+def _print_evaluation(name: str, result: Any) -> None:
+    found, say = result.summary, typer.echo
+    say(typer.style(f"\n{name} with {result.model}", bold=True) + f": {found.tasks} tasks x {found.samples} rollouts")
+
+    def line(what: str, value: str) -> None:
+        say(f"  {what:<14} {value}")
+
+    if found.score is not None:
+        error = "" if found.se is None else f" ± {found.se:.3f} (standard error over tasks)"
+        line("mean reward", f"{found.score:.3f}{error}")
+        for k, estimate in found.pass_at.items():
+            if estimate.value is not None:
+                bounds = f"{estimate.low:.3f} to {estimate.high:.3f}"
+                line(f"pass@{k}", f"{estimate.value:.3f}  (95 %: {bounds}, over {estimate.tasks} tasks)")
+        line("turns", f"{found.turns:.1f} a rollout")
+        line("tokens", f"{found.tokens:.0f} sampled a rollout" if found.tokens else "not reported by the endpoint")
+    for reason, n in found.failures.items():
+        message = " ".join(result.examples.get(reason, "").split())
+        line("failed", f"{n} x {reason}: {message[:300]}")
+    for words in (*result.words, *result.notes):
+        say(f"\n{words}")
+    if result.stopped is not None:
+        say(typer.style(f"\nstopped: {result.stopped}. The same command continues.", fg="red"))
+    say(f"\nwritten to {result.folder}: rollouts.html (open it in a browser), rollouts.jsonl, summary.json")
+
+
 @app.command()
 def demonstrate(
     name: Name,
@@ -183,7 +367,7 @@ def _talk(who: str, text: str) -> None:
     typer.echo(typer.style(f"{who}: ", fg=colour, bold=True) + text)
 
 
-def _options(sets: list[str] | None) -> dict[str, Any]:
+def _options(sets: list[str] | None, option: str = "--set") -> dict[str, Any]:
     """``["a=1", "b=[x]"]`` as a dictionary. Raises :class:`ConfigurationError`."""
     import yaml
 
@@ -193,9 +377,9 @@ def _options(sets: list[str] | None) -> dict[str, Any]:
     for text in sets or ():
         key, equals, value = text.partition("=")
         if not (key and equals):
-            raise ConfigurationError(f"--set {text}: expected option=value")
+            raise ConfigurationError(f"{option} {text}: expected option=value")
         try:
             options[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise ConfigurationError(f"--set {text}: expected a YAML value, got an error: {error}") from error
+            raise ConfigurationError(f"{option} {text}: expected a YAML value, got an error: {error}") from error
     return options

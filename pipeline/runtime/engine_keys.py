@@ -40,23 +40,26 @@ def find_key(engine: EngineConfig, name: str) -> str | None:
     others.
     """
     where: str | None = getattr(engine, name)
-    if where is None:
-        return None
+    return None if where is None else key_at(where, f"engine.{name}")
+
+
+def key_at(where: str, setting: str) -> str:
+    """The key at ``env:NAME`` or ``file:PATH``, which ``setting`` points to. Raises like :func:`find_key`."""
     place = where.partition(":")[2]
     if where.startswith(_ENV):
         key = os.environ.get(place, "").strip()
         if not key:
-            raise ConfigurationError(f"engine.{name} is {where}: expected a key in the environment variable {place}")
+            raise ConfigurationError(f"{setting} is {where}: expected a key in the environment variable {place}")
         return key
     path = Path(place).expanduser()
     try:
         if path.stat().st_mode & 0o077:
-            raise ConfigurationError(f"engine.{name}: {path} can be read by others: chmod 600 {path}")
+            raise ConfigurationError(f"{setting}: {path} can be read by others: chmod 600 {path}")
         key = path.read_text().strip()
     except OSError as error:
-        raise ConfigurationError(f"engine.{name} is {where}, which cannot be read: {error}") from error
+        raise ConfigurationError(f"{setting} is {where}, which cannot be read: {error}") from error
     if not key:
-        raise ConfigurationError(f"engine.{name} is {where}: expected a key in this file, it is empty")
+        raise ConfigurationError(f"{setting} is {where}: expected a key in this file, it is empty")
     return key
 
 

@@ -11,14 +11,14 @@ import base64
 import gzip
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from pipeline.cli.viewer.reader import Found, Listing, RunReader
-from pipeline.cli.viewer.views import dumps, found_json
+from pipeline.cli.viewer.views import Json, dumps, found_json
 from pipeline.cli.viewer.vocabulary import Vocabulary
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.rundir import write_bytes_atomically
@@ -64,26 +64,31 @@ def page_of(
     reader: RunReader, listing: Listing, step: Span | None, vocabulary: Vocabulary, bytes_max: int = PAGE_BYTES_MAX
 ) -> tuple[Page, str]:
     """The page as text. ``step``: as of :meth:`RunReader.find`."""
-    parts, transcripts, room = [], 0, bytes_max
-    for found in _in_chunks(reader, listing.rows, step):
-        text = dumps(found_json(found, vocabulary))
-        if found.transcript is not None and len(text) > room:
-            found = Found(found.listed, None, PAGE_FULL)
-            text = dumps(found_json(found, vocabulary))
-        room -= len(text)
-        transcripts += found.transcript is not None
-        parts.append(text)
     about = {
         "run": reader.name,
-        "made_at": time.time(),
         "count": listing.count,
         "notes": reader.notes,
         "traces_trained": reader.keeps_trained,
         "tokenizer": vocabulary.known,
     }
-    data = f'{{"about":{dumps(about)},"rows":[{",".join(parts)}]}}'
-    html = render(reader.name, data)
-    return Page(len(listing.rows), transcripts, len(html.encode("utf-8", "replace"))), html
+    rows = (found_json(found, vocabulary) for found in _in_chunks(reader, listing.rows, step))
+    return page_of_rows(rows, about, bytes_max)
+
+
+def page_of_rows(rows: Iterable[Json], about: Json, bytes_max: int = PAGE_BYTES_MAX) -> tuple[Page, str]:
+    """The page of rows as :func:`found_json` makes them. ``about``: the name, as ``run``, and remarks on all."""
+    parts, transcripts, room = [], 0, bytes_max
+    for row in rows:
+        text = dumps(row)
+        if row["transcript"] is not None and len(text) > room:
+            row = {**row, "transcript": None, "missing": PAGE_FULL}
+            text = dumps(row)
+        room -= len(text)
+        transcripts += row["transcript"] is not None
+        parts.append(text)
+    about = {**about, "made_at": time.time()}
+    html = render(about["run"], f'{{"about":{dumps(about)},"rows":[{",".join(parts)}]}}')
+    return Page(len(parts), transcripts, len(html.encode("utf-8", "replace"))), html
 
 
 def render(title: str, data: str) -> str:

@@ -300,7 +300,7 @@
     } else {
       for (const m of turn.messages) cards.push(card("context", m.role, [], folded(h("div", {class: "text"}, m.content), m.content.length), extra(m)));
     }
-    const notes = [`turn ${number + 1}`, `${count(turn.completion.ids.length, "token")}, ${turn.finish === "length" ? "cut off" : turn.finish}`];
+    const notes = [`turn ${number + 1}`, `${count(turn.tokens ?? turn.completion.ids.length, "token")}, ${turn.finish === "length" ? "cut off" : turn.finish}`];
     if (turn.reward !== null) notes.push(`reward ${short(turn.reward)}`);
     for (const [name, value] of Object.entries(turn.signals)) notes.push(`${name} ${short(value)}`);
     const body = h("div", {class: "text"});
@@ -339,7 +339,7 @@
     }
     $("legend").replaceChildren(...legend(colour));
     const notice = $("notice"), name = COLOURS.find(([k]) => k === wanted)[1];
-    notice.hidden = known || !turns.length;
+    notice.hidden = known || !turns.length || about.messages;
     notice.textContent = !r || known ? "" : wanted === "logprob" ? "Log-probabilities of this rollout were not recorded: it is a demonstration."
       : wanted === "ratio" && r.transcript?.trained ? "There is no ratio: log-probabilities of this rollout were not recorded when it was sampled."
       : `No ${name} was recorded for this rollout. The learner keeps it for ${about.traces_trained} trajectories of every update (traces.trained); those have a ● in the list.`;
@@ -381,6 +381,7 @@
   }
 
   function showTip(t, box) {
+    if (about.messages) return;  // a part is a whole message
     const s = t.side, i = t.i, lines = [["token id", s.ids[i]], ["place", `turn ${t.number + 1}, ${t.context ? "context" : "sampled"} ${i + 1} of ${s.ids.length}`]];
     if (s.parts[i]) lines.push(["bytes", s.parts[i]]);
     if (!t.context) {

@@ -1,0 +1,178 @@
+"""A policy behind an endpoint that takes messages: completions for one order, as :class:`Policy` gives them.
+
+The endpoint's tool calls become text in the form of Hermes, which every agent loop reads, and are stated apart again
+when the conversation goes back to the endpoint. Token limits are those of the endpoint's own counts.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from actors.engine.base import Completion, Generation, Sampling
+from actors.engine.chat_endpoint import ChatAnswer, ChatEndpoint, PromptTooLong
+from actors.rendering.message_tokens import MessageTokens
+from actors.rendering.tool_messages import (
+    ToolSchema,
+    with_answers_of_the_user,
+    with_calls_in_text,
+    with_system_text,
+)
+from actors.rollout.agent_loop import Limit
+from actors.rollout.policy import Policy
+from actors.rollout.services import Services
+from actors.tools.parsing.registry import FORMATS
+from pipeline.errors import EpisodeLimit
+from pipeline.schema import Message, Order, VersionSpan
+
+CONTEXT_MAX = 2**30
+"""Messages of a prompt: the endpoint itself says when one is too long."""
+_PARSE = FORMATS["qwen"].parse
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSettings:
+    """Settings of every request."""
+
+    endpoint: ChatEndpoint
+    tokens: MessageTokens
+    more: Mapping[str, Any]
+    """Other fields of the request."""
+    tools_as_text: bool = False
+    """The tools stand in the system message, for endpoints and models that take none."""
+    answers: dict[int, ChatAnswer] = field(default_factory=dict)
+    """Answers of the endpoint by the number of the reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatServices(Services):
+    """Services whose policies ask an endpoint instead of the engines of a run."""
+
+    chat: ChatSettings | None = None
+
+    def policy(self, order: Order) -> Policy:
+        assert self.chat is not None
+        host = self.environments[order.task.environment]
+        return ChatPolicy(self.chat, self.sampling, host.config.max_tokens)
+
+
+class ChatPolicy(Policy):
+    """:class:`Policy` of one order. ``tokens_max``: of the episode, prompt and replies."""
+
+    def __init__(self, settings: ChatSettings, sampling: Sampling, tokens_max: int) -> None:
+        self.sampling = sampling
+        self.differs = True
+        self.model = settings.endpoint.model
+        self.context_max = CONTEXT_MAX
+        self.engines = []
+        self.seconds = 0.0
+        self.asking = False
+        self._settings = settings
+        self._tokens_max = tokens_max
+        self._spent = 0
+        self._trouble = ""
+
+    def trouble(self) -> str:
+        """The failure after which the request of now is made again; empty where none came."""
+        return self._trouble
+
+    async def complete(self, prompt_ids: Sequence[int], tokens_max: int, stop: Sequence[str] = ()) -> Completion:
+        """Raises :class:`EpisodeLimit` where the episode or the model's context has no room left."""
+        settings = self._settings
+        messages, tools = settings.tokens.prompt(prompt_ids)
+        if self._spent >= self._tokens_max:
+            raise EpisodeLimit(Limit.TOKENS)
+        more = dict(settings.more) | {"max_tokens": min(tokens_max, self._tokens_max - self._spent)}
+        if stops := (*self.sampling.stop, *stop):
+            more["stop"] = stops
+        sent = request_messages(messages, tools, settings.tools_as_text)
+        self.asking, self._trouble = True, ""
+        started = time.perf_counter()
+        try:
+            answer = await settings.endpoint.chat(sent, () if settings.tools_as_text else tools, more, self._failed)
+        except PromptTooLong as error:
+            raise EpisodeLimit(Limit.CONTEXT) from error
+        self.asking = False
+        seconds = time.perf_counter() - started
+        self.seconds += seconds
+        self.engines = [settings.endpoint.url]
+        self._spent = max(self._spent, answer.prompt_tokens + answer.sampled_tokens)
+        number = settings.tokens.reply(reply_text(answer))
+        settings.answers[number] = answer
+        generation = Generation(
+            np.asarray([number], np.int32), np.zeros(1, np.float32), (VersionSpan(0, 1, 0),), answer.finish_reason
+        )
+        return Completion(generation, settings.endpoint.url, seconds)
+
+    def _failed(self, error: str) -> None:
+        self._trouble = f"an answer: {error}"
+
+
+def reply_text(answer: ChatAnswer) -> str:
+    """The reply as a policy would have written it, with its calls in the form of Hermes."""
+    blocks = [answer.text] if answer.text else []
+    for name, arguments in answer.calls:
+        try:
+            stated = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            stated = arguments  # the loop tells the policy that these are no arguments
+        call = json.dumps({"name": name, "arguments": stated}, ensure_ascii=False)
+        blocks.append(f"<tool_call>\n{call}\n</tool_call>")
+    return "\n".join(blocks)
+
+
+def request_messages(
+    messages: Sequence[Message], tools: Sequence[ToolSchema] = (), tools_as_text: bool = False
+) -> list[dict[str, Any]]:
+    """``messages`` in OpenAI's form. Calls in the text of a reply that tools answered are stated apart, with the ids of
+    the answers; answers to calls that nobody can find are the user's."""
+    if tools_as_text:
+        shown = with_calls_in_text(messages)
+        shown = with_answers_of_the_user(with_system_text(shown, tools) if tools else shown)
+        return [{"role": message.role, "content": message.content} for message in shown]
+    sent: list[dict[str, Any]] = []
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        answers = list(takewhile(lambda m: m.role == "tool", messages[at:])) if message.role == "assistant" else []
+        calls, content = _calls_of(message, answers, at)
+        if not calls:
+            shown = with_answers_of_the_user([replace(message, content=content)])
+            sent += [{"role": m.role, "content": m.content} for m in shown]
+            continue
+        sent.append({"role": "assistant", "content": content or None, "tool_calls": calls})
+        for call, answer in zip(calls, answers, strict=False):
+            sent.append({"role": "tool", "tool_call_id": call["id"], "content": answer.content})
+        at += min(len(calls), len(answers))
+    return sent
+
+
+def _calls_of(message: Message, answers: Sequence[Message], at: int) -> tuple[list[dict[str, Any]], str]:
+    """(calls in OpenAI's form, text beside them) of a reply; no calls where none were made or answered."""
+    stated = [call["function"] for call in message.extra.get("tool_calls") or ()]
+    content = message.content
+    if not answers:
+        return [], with_calls_in_text([message])[0].content
+    if not stated:
+        parsed = _PARSE(message.content, ())
+        content = parsed.content
+        stated = [
+            {"name": call.name or "unknown", "arguments": getattr(call, "arguments", {})} for call in parsed.calls
+        ]
+    ids = [str(answer.extra.get("tool_call_id") or f"call_{at}_{i}") for i, answer in enumerate(answers)]
+    calls = [
+        {
+            "id": number,
+            "type": "function",
+            "function": {"name": call["name"], "arguments": json.dumps(dict(call["arguments"]), ensure_ascii=False)},
+        }
+        for number, call in zip(ids, stated, strict=False)
+    ]
+    return calls, content if calls else message.content
