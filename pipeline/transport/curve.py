@@ -119,7 +119,10 @@ def serve_zap(socket: zmq.Socket[bytes], keys: ServerKeys) -> None:
         version, request_id = [*request, b"", b""][:2]
         known = len(request) == 7 and request[5] == b"CURVE"
         name = keys.name_of(zmq.utils.z85.encode(request[6])) if known else None
-        status = [b"400", b"unknown client key", b""] if name is None else [b"200", b"OK", b"%d:%s" % (next(keys.handshakes), name.encode())]
+        if name is None:
+            status = [b"400", b"unknown client key", b""]
+        else:
+            status = [b"200", b"OK", f"{next(keys.handshakes)}:{name}".encode()]
         socket.send_multipart([version, request_id, *status, b""])
 
 

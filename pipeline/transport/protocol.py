@@ -101,7 +101,7 @@ class MessageFault(StrEnum):
     BYTES = "bytes"
     """Not a message."""
     LIMIT = "limit"
-    """Larger than a limit."""
+    """Larger than a limit, or more unfinished messages than a connection may hold."""
     HELLO = "hello"
     """No HELLO where one is due, or one that cannot be understood."""
     IDENTITY = "identity"

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -70,12 +71,14 @@ def attack(hub: Hub, keys: Path, others: Path) -> None:
         for folder, name in [(others, "actor-1"), (others, "learner"), (keys, "actor-1")] * 5:
             dealer = context.socket(zmq.DEALER)
             dealer.setsockopt(zmq.LINGER, 0)
+            dealer.setsockopt(zmq.SNDTIMEO, 0)  # one whose key is refused has nowhere to send to
             peer_keys(folder, name).apply(dealer)
             dealer.connect(hub.address)
-            for _ in range(20):
-                dealer.send_multipart(encode_message(WireMessage(Kind.HELLO, HELLO)))
-            for _ in range(20):
-                dealer.send_multipart([b"version", b'{"policy_version":1e300}'])
+            with suppress(zmq.Again):
+                for _ in range(20):
+                    dealer.send_multipart(encode_message(WireMessage(Kind.HELLO, HELLO)))
+                for _ in range(20):
+                    dealer.send_multipart([b"version", b'{"policy_version":1e300}'])
             dealer.poll(100)
             dealer.close()
     finally:
@@ -187,7 +190,7 @@ class Unfinished:
                     self.largest = max(self.largest, rss())
             except OSError:
                 pass
-            back.join(timeout=15)
+            back.join(timeout=10)
             self.closed += not back.is_alive()
 
     def _back(self, far: socket.socket, near: socket.socket) -> None:
