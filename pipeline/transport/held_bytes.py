@@ -81,7 +81,7 @@ class HeldBytes:
             self._known.pop(account.connection, None)
 
     def first(self, connection: bytes, owner: str, number: int, descriptor: int) -> Account | None:
-        """A connection brings its first message. Call it when all that opened and closed before was told.
+        """A connection brings its first message. Report all that opened and closed earlier before it.
 
         None where the connection is closed already.
         """
@@ -97,7 +97,7 @@ class HeldBytes:
         """Connections to cut, with what each holds, so that those of no key hold more than the budget together; the
         largest first. Connections whose key is not known yet share one budget.
 
-        ``received``: bytes that ZeroMQ has received on a descriptor; None where it cannot be told.
+        ``received``: bytes that ZeroMQ has received on a descriptor; None where that is unknown.
         """
         held: dict[str, list[tuple[int, Account]]] = defaultdict(list)
         for account in self._open.values():

@@ -62,7 +62,7 @@ _REFUSED: dict[int, str] = {
 }
 _REFUSALS = sum(_REFUSED)
 _OF_HUB = _REFUSALS | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-_WEIGH_SECONDS = 0.25
+_WEIGH_SECONDS = 0.5
 """Between two looks at what the connections hold."""
 _TCP_INFO_RECEIVED = struct.Struct("@128xQ")
 """``tcpi_bytes_received`` of Linux."""
