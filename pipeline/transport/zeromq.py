@@ -210,7 +210,7 @@ class HubSocketWire:
         return held.first(connection, _owner(connection), number, _descriptor(frame))
 
     def _weigh(self, held: HeldBytes) -> None:
-        """Cut what holds too much. A timer, so that it goes on while nobody reads."""
+        """Cut what holds too much. A timer, so that it continues while nobody reads."""
         self._observed()
         for account, n_bytes in held.excess(_bytes_received):
             _shut_down(account.descriptor, self._address)
