@@ -174,3 +174,19 @@ async def test_bytes_of_messages_are_counted_exactly_as_they_come(tmp_path, monk
 def test_the_budget_covers_the_credit_and_messages_on_their_way():
     limits = Limits(queue_messages_max=16, message_bytes_max=10_000, header_bytes_max=2_000, credit_bytes=50_000)
     assert budget_bytes(limits) > 50_000 + 2 * 12_000
+
+
+def test_late_messages_of_a_closed_connection_never_change_the_account_of_a_known_later_one():
+    held = HeldBytes(BUDGET)
+    held.opened(5)
+    held.first(b"a", "actor-0", 1, 5)
+    held.closed(5)
+    assert held.account(b"a") is None
+    held.opened(5)
+    late = held.first(b"a", "actor-0", 1, 5)
+    assert late is not None
+    late.read += 5000
+    later = held.first(b"b", "actor-1", 2, 5)
+    assert later is not None and later.read == 0, "what the closed one brought is none of its bytes"
+    assert held.account(b"a") is None and held.first(b"a", "actor-0", 1, 5) is None
+    assert held.account(b"b") is later and later.owner == "actor-1"
