@@ -8,7 +8,9 @@ peer; a peer needs ``server.key`` and its own pair alone. A key is good for the 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import zmq
@@ -29,6 +31,8 @@ class ServerKeys:
     folder: Path
     public: bytes
     secret: bytes
+    handshakes: Iterator[int] = field(default_factory=lambda: count(1))
+    """Numbers of connections."""
     _names: dict[bytes, str] = field(default_factory=dict)
     _read_at: int = -1
 
@@ -104,8 +108,9 @@ def peer_keys(folder: Path, name: str) -> PeerKeys:
 
 
 def serve_zap(socket: zmq.Socket[bytes], keys: ServerKeys) -> None:
-    """Answer the authentication requests (ZeroMQ RFC 27) that wait on a REP socket: 200 and the peer's name for known
-    keys, 400 for others. ZeroMQ gives the name with every message of the connection, as ``User-Id``."""
+    """Answer the authentication requests (ZeroMQ RFC 27) that wait on a REP socket: 200 and a user id for known keys,
+    400 for others. ZeroMQ gives the user id with every message of the connection, as ``User-Id``: the number of the
+    handshake, ``:``, the peer's name."""
     while True:
         try:
             request = socket.recv_multipart(zmq.NOBLOCK)
@@ -114,7 +119,10 @@ def serve_zap(socket: zmq.Socket[bytes], keys: ServerKeys) -> None:
         version, request_id = [*request, b"", b""][:2]
         known = len(request) == 7 and request[5] == b"CURVE"
         name = keys.name_of(zmq.utils.z85.encode(request[6])) if known else None
-        status = [b"400", b"unknown client key", b""] if name is None else [b"200", b"OK", name.encode()]
+        if name is None:
+            status = [b"400", b"unknown client key", b""]
+        else:
+            status = [b"200", b"OK", f"{next(keys.handshakes)}:{name}".encode()]
         socket.send_multipart([version, request_id, *status, b""])
 
 

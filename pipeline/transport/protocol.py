@@ -89,6 +89,8 @@ class Limits:
     """Tokens of one trajectory."""
     queue_messages_max: int = 4096
     """Messages held per direction before senders wait."""
+    credit_bytes: int = 256 * 1024 * 1024
+    """Bytes of unacknowledged trajectories that an actor may have sent."""
 
 
 class MessageFault(StrEnum):
@@ -99,7 +101,7 @@ class MessageFault(StrEnum):
     BYTES = "bytes"
     """Not a message."""
     LIMIT = "limit"
-    """Larger than a limit."""
+    """Larger than a limit, or more unfinished messages than a connection may hold."""
     HELLO = "hello"
     """No HELLO where one is due, or one that cannot be understood."""
     IDENTITY = "identity"

@@ -13,8 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import socket as sockets
+import struct
+import sys
+import termios
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,9 +30,10 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from pipeline.config import RunConfig
-from pipeline.errors import ConfigurationError, HandshakeFailed, PeerGone, WireError
+from pipeline.errors import ConfigurationError, HandshakeFailed, LimitExceeded, PeerGone, WireError
 from pipeline.transport.channel import LINGER_SECONDS_MAX, Broadcast
 from pipeline.transport.curve import PeerKeys, ServerKeys, peer_keys, serve_zap, server_keys
+from pipeline.transport.held_bytes import Account, HeldBytes, budget_bytes, wire_bytes
 from pipeline.transport.hub import WireHub
 from pipeline.transport.link import WireLink
 from pipeline.transport.protocol import Buffer, Hub, Limits, Link
@@ -43,7 +48,7 @@ receive buffer, so they are copied."""
 _ZERO_COPY_SEND_BYTES_MIN = 256 * 1024
 _HERE = Path()
 _SLASH = b"/"
-"""Between the name of a connection's key, which has none, and its routing id."""
+"""Between the user id of a connection, which has none, and its routing id."""
 _LINGER_MS = int(LINGER_SECONDS_MAX * 1000)
 _TERMINATE_SECONDS_MAX = 1.0
 _HANDSHAKES_MAX = 5
@@ -56,13 +61,20 @@ _REFUSED: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it ended or was too slow",
 }
 _REFUSALS = sum(_REFUSED)
+_OF_HUB = _REFUSALS | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_WEIGH_SECONDS = 0.5
+"""Between two looks at what the connections hold."""
+_TCP_INFO_RECEIVED = struct.Struct("@128xQ")
+"""``tcpi_bytes_received`` of Linux."""
+_UNREAD = struct.Struct("@i")
 _MONITORED = _REFUSALS | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
 class HubSocketWire:
     """A bound ROUTER. ROUTER_MANDATORY turns a send to a lost connection into :class:`PeerGone`.
 
-    A connection is known by the name of its key, if it has one, and ZeroMQ's routing id, which a client may choose.
+    A connection is known by its user id, if it has a key (:func:`pipeline.transport.curve.serve_zap`), and ZeroMQ's
+    routing id, which a client may choose. On Linux, connections of one key that hold more than their budget are cut.
     """
 
     def __init__(
@@ -79,6 +91,9 @@ class HubSocketWire:
         self._zap: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes]
         self._faults: deque[tuple[bytes, WireError]] = deque(maxlen=_FAULTS_MAX)
+        weighs = keys is not None and sys.platform == "linux"
+        self._held = HeldBytes(budget_bytes(limits)) if weighs else None
+        self._timer: asyncio.TimerHandle | None = None
         self._last: tuple[bytes, zmq.Frame] | None = None
         """The connection that the last message came from, and a frame that knows its file descriptor."""
 
@@ -91,7 +106,7 @@ class HubSocketWire:
         socket = context.socket(zmq.ROUTER)
         _limit(socket, self._limits, self._silence_seconds_max, self._address)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._monitor = socket.get_monitor_socket(_REFUSALS)
+        self._monitor = socket.get_monitor_socket(_OF_HUB)
         try:
             if self._keys is not None:
                 self._keys.apply(socket)
@@ -116,6 +131,8 @@ class HubSocketWire:
         self._context, self._socket = context, socket
         _watch(self._monitor, self._observed)
         _watch(socket, self._woken)
+        if self._held is not None:
+            self._weigh(self._held)
 
     def receive(self) -> tuple[bytes, list[Buffer] | WireError] | None:
         if self._faults:
@@ -124,10 +141,15 @@ class HubSocketWire:
             frame = self._socket.recv(_NOW, copy=False)
         except zmq.Again:
             return None
-        name = b"" if self._keys is None else str(frame.get("User-Id")).encode()
-        connection = name + _SLASH + frame.bytes
+        user = b"" if self._keys is None else str(frame.get("User-Id")).encode()
+        connection = user + _SLASH + frame.bytes
         self._last = connection, frame
-        return connection, _receive_rest(self._socket, frame, self._limits.frames_max + 3)
+        frames = _receive_rest(self._socket, frame, self._limits.frames_max + 3)
+        if self._held is not None:
+            account = self._held.account(connection) or self._first(self._held, connection, frame)
+            if account is not None:
+                account.read += wire_bytes(frames)
+        return connection, frames
 
     def send(self, connection: bytes, frames: Sequence[Buffer]) -> bool:
         try:
@@ -143,15 +165,12 @@ class HubSocketWire:
         return True
 
     def identity(self, connection: bytes) -> str | None:
-        return connection.partition(_SLASH)[0].decode() or None
+        return _owner(connection) or None
 
     def cut(self, connection: bytes) -> None:
         """ZeroMQ has no call for this; it notices. A descriptor that is meanwhile another's is left alone."""
         if self._last is not None and self._last[0] == connection:
-            descriptor = _descriptor(self._last[1])
-            with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as sock:
-                if _is_at(sock, self._address):
-                    sock.shutdown(sockets.SHUT_RDWR)
+            _shut_down(_descriptor(self._last[1]), self._address)
 
     async def wait(self, event: anyio.Event) -> None:
         await event.wait()
@@ -160,6 +179,8 @@ class HubSocketWire:
         if self._context is None:
             return
         context, self._context = self._context, None
+        if self._timer is not None:
+            self._timer.cancel()
         self._socket.disable_monitor()
         _forget(self._monitor)
         if self._zap is not None:
@@ -182,14 +203,36 @@ class HubSocketWire:
         if self._zap is not None and self._keys is not None and not self._zap.closed:
             serve_zap(self._zap, self._keys)
 
+    def _first(self, held: HeldBytes, connection: bytes, frame: zmq.Frame) -> Account | None:
+        """The account of a connection, at its first message."""
+        self._observed()  # its ACCEPTED, and what was closed before, came earlier than its message
+        number = int(connection.partition(b":")[0])
+        return held.first(connection, _owner(connection), number, _descriptor(frame))
+
+    def _weigh(self, held: HeldBytes) -> None:
+        """Cut what holds too much. A timer, so that it continues while nobody reads."""
+        self._observed()
+        for account, n_bytes in held.excess(_bytes_received):
+            _shut_down(account.descriptor, self._address)
+            who = f"connections of {account.owner}" if account.owner else "connections without a first message"
+            reason = f"expected {who} to hold at most {held.budget} bytes of unfinished messages, got {n_bytes} on one"
+            self._faults.append((account.connection or b"?", LimitExceeded(f"{reason}: it was cut")))
+            self.signal.fire()
+        self._timer = asyncio.get_running_loop().call_later(_WEIGH_SECONDS, self._weigh, held)
+
     def _observed(self) -> None:
-        """Handshakes that fail."""
+        """Connections that come and go, and handshakes that fail."""
         while not self._monitor.closed:
             try:
-                event = parse_monitor_message(self._monitor.recv_multipart(_NOW))["event"]
+                message = parse_monitor_message(self._monitor.recv_multipart(_NOW))
             except zmq.Again:
                 return
-            if event in _REFUSED:
+            event = message["event"]
+            if self._held is not None and event == zmq.EVENT_ACCEPTED:
+                self._held.opened(message["value"])
+            elif self._held is not None and event == zmq.EVENT_DISCONNECTED:
+                self._held.closed(message["value"])
+            elif event in _REFUSED:
                 self._faults.append((b"?", HandshakeFailed(f"a connection was refused: {_REFUSED[event]}")))
                 self.signal.fire()
 
@@ -387,6 +430,33 @@ def _descriptor(frame: zmq.Frame) -> int:
         return -1
 
 
+def _owner(connection: bytes) -> str:
+    """Name of the key of a connection, from its user id."""
+    return connection.partition(_SLASH)[0].partition(b":")[2].decode()
+
+
+def _bytes_received(descriptor: int) -> int | None:
+    """Bytes that were read from a connection; None where the descriptor is none of TCP."""
+    sock = None
+    try:
+        sock = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM, 0, descriptor)
+        info = sock.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _TCP_INFO_RECEIVED.size)
+        unread = fcntl.ioctl(descriptor, termios.FIONREAD, bytes(_UNREAD.size))
+        return int(_TCP_INFO_RECEIVED.unpack(info)[0] - _UNREAD.unpack(unread)[0])
+    except (OSError, struct.error):
+        return None
+    finally:
+        if sock is not None:
+            sock.detach()
+
+
+def _shut_down(descriptor: int, address: str) -> None:
+    """End a connection to ``address``. A descriptor that is meanwhile another's is left alone."""
+    with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as sock:
+        if _is_at(sock, address):
+            sock.shutdown(sockets.SHUT_RDWR)
+
+
 def _is_at(sock: sockets.socket, address: str) -> bool:
     """True if the near end of a connection is ``address``."""
     name = sock.getsockname()
@@ -446,6 +516,7 @@ def limits_of(config: RunConfig) -> Limits:
         frames_max=t.frames_max,
         tokens_max=t.tokens_max,
         queue_messages_max=t.queue_messages_max,
+        credit_bytes=t.credit_bytes,
     )
 
 
