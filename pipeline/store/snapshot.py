@@ -149,8 +149,8 @@ def _stored_groups(rows: Iterable[Sequence[Any]]) -> list[StoredGroup]:
     found: dict[int, StoredGroup] = {}
     for group_number, task, saved, uses, success_rate, row_id, entropy, trajectory_id, *facts in rows:
         group = found.setdefault(group_number, StoredGroup(group_number, _task(task), (), saved, uses))
-        entry = PoolEntry(row_id, trajectory_id, group.task, -1, *facts, entropy=entropy, success_rate=success_rate)
-        group.members += (entry,)
+        marks = {"entropy": entropy, "success_rate": success_rate}
+        group.members += (PoolEntry(row_id, trajectory_id, group.task, -1, *facts, **marks),)
     return list(found.values())
 
 
