@@ -1,6 +1,6 @@
 """Collects the rows that a round of events changed, its counters, and the messages to send once the rows are durable.
 
-Rows have the columns of ``pipeline.store.tables.TABLES``, in that order.
+Rows have the columns of ``pipeline.store.tables.TABLES``, in that order, without the digest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Row = tuple[Any, ...]
 def group_row(g: GroupRecord) -> Row:
     return (
         g.group_number, task_json(g.task), g.n_rollout, g.n_fresh, g.k, g.rescued, g.admitted_update, g.state.value,
-        g.update, g.late, g.reason, g.planned_at, g.ended_at,
+        g.update, g.late, g.reason, g.planned_at, g.ended_at, True,
     )  # fmt: skip
 
 

@@ -135,7 +135,7 @@ def _task(json: bytes) -> Task:
 
 
 def _task_record(row: Sequence[Any]) -> TaskRecord:
-    _, task, bucket, successes, failures, solved, retired, visits = row
+    _, task, bucket, successes, failures, solved, retired, visits, _ = row
     return TaskRecord(_task(task), bucket, successes, failures, solved, bool(retired), visits)
 
 
@@ -165,7 +165,7 @@ def _replay(row: Sequence[Any], task: Task, pooled: Mapping[int, PoolEntry]) -> 
 
 
 def _order(row: Sequence[Any]) -> OrderRecord:
-    group_number, slot, serial, actor, attempt, policy_version, state, reason, failure, issued_at, ended_at = row
+    group_number, slot, serial, actor, attempt, policy_version, state, reason, failure, issued_at, ended_at, _ = row
     return OrderRecord(
         OrderKey(group_number, slot, serial),
         actor,
@@ -181,7 +181,7 @@ def _order(row: Sequence[Any]) -> OrderRecord:
 
 def _trajectory(row: Sequence[Any]) -> TrajectoryRecord:
     row_id, _, group_number, slot, serial, state, reason, reward, rewards, samples, received_at, *facts = row[:20]
-    failure, entropy, replayable, age_insert, saved = row[20:]
+    failure, entropy, replayable, age_insert, saved, _ = row[20:]
     extra = {"entropy": entropy, "replayable": bool(replayable)}
     return TrajectoryRecord(
         row_id=row_id,

@@ -6,8 +6,8 @@ totals, in the transaction that deletes them.
 
 A store that went back (its ``-wal`` was lost, or it is an older copy) is noticed by the file of
 :mod:`pipeline.store.high_water` beside it: new ids start behind those that may have been used, and
-``Snapshot.transactions_lost`` tells the stage. Each transaction writes a digest of all of ``meta`` and
-``counters``; a payload has one of its own.
+``Snapshot.transactions_lost`` tells the stage. Each transaction writes a digest of all of ``meta``, ``counters`` and
+``rolled_up``; every other row, and every payload, has one of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pipeline.errors import DamagedFiles, StoreError
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.store import tables
 from pipeline.store.high_water import HighWaterFile, Mark
-from pipeline.store.journal import Changes
+from pipeline.store.journal import Changes, Row
 from pipeline.store.snapshot import POOL_COLUMNS, REPLAY_COLUMNS, STORED_GROUP_COLUMNS, Snapshot, SnapshotRows, build
 from pipeline.store.tables import STORE
 from pipeline.transport.protocol import Buffer, Frames
@@ -49,8 +49,8 @@ _CHECK_STEPS = 10_000
 _VACUUM_PAGES = 4096
 """Free pages that one transaction gives back to the file system at most."""
 LOST, ROLLED_BELOW, DIGEST = "transactions_lost", "rolled_below", "digest"
-"""Keys of ``meta``: see :class:`pipeline.store.snapshot.Snapshot`; the last one is the digest of the others and of the
-counters."""
+"""Keys of ``meta``: see :class:`pipeline.store.snapshot.Snapshot`; the last one is the digest of the others, of the
+counters and of what was rolled up."""
 _ROLLED = (
     ("orders", "state", ""),
     ("groups", "state", ""),
@@ -63,25 +63,27 @@ _ROLLED = (
     ),
 )
 """Tables, what their rows are counted by, and which are rolled up: trajectories stay while something refers to them."""
+_TOTALS = ("counters", "rolled_up")
+"""Tables of names and values; ``meta`` has the digest of their rows."""
 _GROUP_COLUMNS = (
     "group_number, task, n_rollout, n_fresh, k, rescued, admitted_update, state, update_number, late, reason, "
     "planned_at, ended_at"
 )
 _GROUP = f"""
-INSERT INTO groups ({_GROUP_COLUMNS}) VALUES ({",".join("?" * 13)}) ON CONFLICT (group_number) DO UPDATE SET
-n_fresh = excluded.n_fresh, k = excluded.k, rescued = excluded.rescued, state = excluded.state,
-update_number = excluded.update_number, late = excluded.late, reason = excluded.reason, ended_at = excluded.ended_at"""
-_REPLAY = f"INSERT OR REPLACE INTO group_replays VALUES ({','.join('?' * 11)})"
-_ORDER = f"INSERT OR REPLACE INTO orders VALUES ({','.join('?' * 11)})"
+INSERT INTO groups VALUES ({",".join("?" * 15)}) ON CONFLICT (group_number) DO UPDATE SET
+{", ".join(f"{c} = excluded.{c}" for c in _GROUP_COLUMNS.split(", ")[1:])},
+crc = excluded.crc - excluded.kept + kept"""
+_FORGOTTEN_GROUP = "UPDATE groups SET kept = 0, crc = crc - kept WHERE group_number = ?"
 _TRAJECTORY = f"""
-INSERT INTO trajectories VALUES ({",".join("?" * 25)}) ON CONFLICT (row_id) DO UPDATE SET state = excluded.state,
+INSERT INTO trajectories VALUES ({",".join("?" * 26)}) ON CONFLICT (row_id) DO UPDATE SET state = excluded.state,
 reason = excluded.reason, reward = excluded.reward, rewards = excluded.rewards, samples = excluded.samples,
-saved = excluded.saved"""
-_SAMPLED = "UPDATE trajectories SET samples = samples + 1 WHERE row_id = ?"
-_POOL = f"INSERT OR REPLACE INTO pool VALUES ({','.join('?' * 8)})"
-_STORED_GROUP = f"INSERT OR REPLACE INTO stored_groups VALUES ({','.join('?' * 6)})"
+saved = excluded.saved, crc = excluded.crc"""
+_SAMPLED = "UPDATE trajectories SET samples = samples + 1, crc = crc + 1 WHERE row_id = ?"
+_REPLACED = {
+    table: f"INSERT OR REPLACE INTO {table} VALUES ({','.join('?' * width)})"
+    for table, width in (("group_replays", 12), ("orders", 12), ("pool", 9), ("stored_groups", 7), ("tasks", 9))
+}
 _META = "INSERT OR REPLACE INTO meta VALUES (?,?)"
-_TASK = f"INSERT OR REPLACE INTO tasks VALUES ({','.join('?' * 8)})"
 
 
 def store_path(config: RunConfig, directory: RunDirectory) -> Path:
@@ -94,16 +96,23 @@ def marks_path(path: Path) -> Path:
     return path.with_name(path.name + ".ids")
 
 
-def checksum(frames: Iterable[Buffer]) -> int:
-    """CRC-32 over all frames."""
-    crc = 0
+def checksum(frames: Iterable[Buffer], row_id: int = 0) -> int:
+    """CRC-32 over all frames, of a payload also over the row that it belongs to."""
+    crc = row_id & 0xFFFFFFFF
     for frame in frames:
         crc = zlib.crc32(frame, crc)
     return crc
 
 
-def _counter_digests(counters: Mapping[str, int]) -> dict[str, int]:
-    return {f"counters.{name}": zlib.crc32(f"{name} {value}".encode()) for name, value in counters.items()}
+def _digests(table: str, values: Iterable[tuple[str, Any]]) -> dict[str, int]:
+    """Of the rows of a table of names and values."""
+    return {f"{table}.{name}": zlib.crc32(f"{name} {value}".encode()) for name, value in values}
+
+
+def _digested(table: str, rows: Iterable[Row]) -> Iterator[Row]:
+    """Rows with their digest, as they are written."""
+    alone = tables.ROW_TABLES[table]
+    return ((*row, tables.row_digest(row, alone)) for row in rows)
 
 
 def _together(digests: Mapping[str, int]) -> bytes:
@@ -144,13 +153,16 @@ class ReplayStore:
             connection.close()
 
     def _check_structure(self) -> None:
-        """Raises :class:`DamagedFiles` for pages that do not fit together, and payloads that are not those that came.
-        Takes about 5 s for 1 GB; of a large store only a part is checked."""
+        """Raises :class:`DamagedFiles` for pages that do not fit together, and for rows and payloads that are not those
+        that were written. Takes about 5 s for 1 GB; of a large store only a part is checked."""
         deadline = time.monotonic() + CHECK_SECONDS_MAX
         self._reader.set_progress_handler(lambda: time.monotonic() > deadline, _CHECK_STEPS)
         try:
-            rows = (*(table for table, _, _ in _ROLLED), "pool", "stored_groups", "tasks")
-            without_payloads = ("meta", "counters", *rows)
+            for table, alone in tables.ROW_TABLES.items():
+                for *row, crc in self._reader.execute(f"SELECT * FROM {table}"):
+                    if tables.row_digest(row, alone) != crc:
+                        raise self._damaged(f"row {row[0]} of table {table} is not the one that was written")
+            without_payloads = ("meta", *_TOTALS, *tables.ROW_TABLES)
             for which in ("1",) if self.path.stat().st_size <= CHECK_BYTES_MAX else without_payloads:
                 found = self._reader.execute(f"PRAGMA quick_check({which})").fetchone()[0]
                 if found != "ok":
@@ -158,12 +170,12 @@ class ReplayStore:
             for row_id, crc, *frames in self._reader.execute(
                 "SELECT row_id, crc, header, token_ids, logprobs, spans FROM payloads"
             ):
-                if checksum(frames) != crc:
+                if checksum(frames, row_id) != crc:
                     raise self._damaged(f"the payload of trajectory row {row_id} is not the one that came")
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode != sqlite3.SQLITE_INTERRUPT:
                 raise
-            log.info("%s is large: some payloads are not checked before they are read", self.path)
+            log.info("%s is large: a part of it is not checked before it is read", self.path)
         finally:
             self._reader.set_progress_handler(None, 0)
 
@@ -173,21 +185,26 @@ class ReplayStore:
         stored = dict(read("SELECT key, value FROM meta"))
         expected = stored.pop(DIGEST, None)
         self._digests = {f"meta.{key}": checksum((key.encode(), bytes(value))) for key, value in stored.items()}
-        self._digests |= _counter_digests(dict(read("SELECT name, value FROM counters")))
+        for table in _TOTALS:
+            self._digests |= _digests(table, read(f"SELECT name, value FROM {table}"))
         if expected is not None and expected != _together(self._digests):
-            raise self._damaged("the values of meta and counters are not those that were written")
+            raise self._damaged("the values of meta, counters and rolled_up are not those that were written")
         try:
             return {key: orjson.loads(value) for key, value in stored.items()}
         except ValueError as error:
             raise self._damaged(f"table meta: {error}") from error
 
     def _write_meta(self, meta: Mapping[str, Any], counters: Mapping[str, int]) -> dict[str, int]:
-        """Write values and the digest of all, in the transaction that is open. Returns the digests after it."""
+        """Write values, roll up, and write the digest of all, in the transaction that is open. Returns the digests
+        after it."""
         rows = [(key, orjson.dumps(value)) for key, value in meta.items()]
         digests = self._digests | {f"meta.{key}": checksum((key.encode(), value)) for key, value in rows}
-        digests |= _counter_digests(counters)
-        self._writer.executemany(_META, [*rows, (DIGEST, _together(digests))])
+        digests |= _digests("counters", counters.items())
         self._writer.executemany("INSERT OR REPLACE INTO counters VALUES (?,?)", counters.items())
+        if ROLLED_BELOW in meta:
+            self._roll_up(meta[ROLLED_BELOW])
+            digests |= _digests("rolled_up", self._writer.execute("SELECT name, value FROM rolled_up"))
+        self._writer.executemany(_META, [*rows, (DIGEST, _together(digests))])
         return digests
 
     def _lost(self, meta: Mapping[str, Any]) -> int | None:
@@ -270,27 +287,25 @@ class ReplayStore:
             many = self._writer.executemany
             self._writer.execute("BEGIN IMMEDIATE")
             try:
-                many(_GROUP, changes.groups)
-                many(_REPLAY, changes.replays)
-                many(_ORDER, changes.orders)
-                many(_TRAJECTORY, changes.trajectories)
+                many(_GROUP, _digested("groups", changes.groups))
+                many(_TRAJECTORY, _digested("trajectories", changes.trajectories))
+                for table, written in (
+                    ("group_replays", changes.replays), ("orders", changes.orders), ("pool", changes.pool),
+                    ("stored_groups", changes.stored_groups), ("tasks", changes.tasks),
+                ):  # fmt: skip
+                    many(_REPLACED[table], _digested(table, written))
                 many(_SAMPLED, ((row_id,) for row_id in changes.sampled))
                 many(
                     "INSERT INTO payloads VALUES (?,?,?,?,?,?)",
-                    ((row_id, *frames, checksum(frames)) for row_id, frames in changes.payloads),
+                    ((row_id, *frames, checksum(frames, row_id)) for row_id, frames in changes.payloads),
                 )
                 many("DELETE FROM payloads WHERE row_id = ?", ((row_id,) for row_id in changes.forgotten_payloads))
-                many("UPDATE groups SET kept = 0 WHERE group_number = ?", ((n,) for n in changes.forgotten_groups))
-                many(_POOL, changes.pool)
+                many(_FORGOTTEN_GROUP, ((n,) for n in changes.forgotten_groups))
                 many("DELETE FROM pool WHERE row_id = ?", ((row_id,) for row_id in changes.left_pool))
-                many(_STORED_GROUP, changes.stored_groups)
                 many("DELETE FROM stored_groups WHERE group_number = ?", ((n,) for n in changes.left_stored_groups))
-                many(_TASK, changes.tasks)
                 many("DELETE FROM tasks WHERE task_id = ?", ((task_id,) for task_id in changes.forgotten_tasks))
                 meta = {**changes.meta, "transactions": self._transactions + 1}
                 digests = self._write_meta(meta, changes.counters)
-                if ROLLED_BELOW in changes.meta:
-                    self._roll_up(changes.meta[ROLLED_BELOW])
                 self._writer.execute("COMMIT")
             except BaseException:
                 if self._writer.in_transaction:
@@ -322,7 +337,7 @@ class ReplayStore:
         with self._reading, self._explained("read"):
             found = {row_id: self._reader.execute(query, (row_id,)).fetchone() for row_id in row_ids}
         for row_id, row in found.items():
-            if row is not None and checksum(row[1:]) != row[0]:
+            if row is not None and checksum(row[1:], row_id) != row[0]:
                 raise self._damaged(f"the payload of trajectory row {row_id} is not the one that came")
         return {row_id: tuple(row[1:]) for row_id, row in found.items() if row is not None}
 

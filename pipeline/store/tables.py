@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import marshal
+import math
 import sqlite3
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import DamagedFiles
 from pipeline.runtime.rundir import FileLock
@@ -17,19 +22,20 @@ CREATE TABLE groups (
     group_number INTEGER PRIMARY KEY, task BLOB NOT NULL, n_rollout INTEGER NOT NULL, n_fresh INTEGER NOT NULL,
     k INTEGER NOT NULL, rescued INTEGER NOT NULL, admitted_update INTEGER NOT NULL, state TEXT NOT NULL,
     update_number INTEGER, late INTEGER NOT NULL, reason TEXT NOT NULL, planned_at REAL NOT NULL, ended_at REAL,
-    kept INTEGER NOT NULL DEFAULT 1
+    kept INTEGER NOT NULL, crc INTEGER NOT NULL
 );
 CREATE INDEX groups_kept ON groups (group_number) WHERE kept = 1;
 CREATE TABLE group_replays (
     group_number INTEGER NOT NULL, position INTEGER NOT NULL, row_id INTEGER NOT NULL, weight REAL NOT NULL,
     turn INTEGER, chosen INTEGER NOT NULL, age INTEGER NOT NULL, saved INTEGER NOT NULL, entropy REAL,
-    success_rate REAL, recorded INTEGER NOT NULL, PRIMARY KEY (group_number, position)
+    success_rate REAL, recorded INTEGER NOT NULL, crc INTEGER NOT NULL,
+    PRIMARY KEY (group_number, position)
 ) WITHOUT ROWID;
 CREATE TABLE orders (
     group_number INTEGER NOT NULL, slot INTEGER NOT NULL, serial INTEGER NOT NULL, actor TEXT NOT NULL,
     attempt INTEGER NOT NULL, policy_version INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
     failure INTEGER NOT NULL, issued_at REAL NOT NULL, ended_at REAL,
-    PRIMARY KEY (group_number, slot, serial)
+    crc INTEGER NOT NULL, PRIMARY KEY (group_number, slot, serial)
 ) WITHOUT ROWID;
 CREATE TABLE trajectories (
     row_id INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, group_number INTEGER NOT NULL, slot INTEGER NOT NULL,
@@ -37,7 +43,7 @@ CREATE TABLE trajectories (
     samples INTEGER NOT NULL, received_at REAL NOT NULL, status TEXT NOT NULL, n_turns INTEGER NOT NULL,
     n_tokens INTEGER NOT NULL, n_sampled INTEGER NOT NULL, version_min INTEGER NOT NULL, version_max INTEGER NOT NULL,
     duration_seconds REAL NOT NULL, actor TEXT NOT NULL, n_bytes INTEGER NOT NULL, failure BLOB, entropy REAL,
-    replayable INTEGER NOT NULL, age_insert INTEGER NOT NULL, saved INTEGER
+    replayable INTEGER NOT NULL, age_insert INTEGER NOT NULL, saved INTEGER, crc INTEGER NOT NULL
 );
 CREATE UNIQUE INDEX trajectories_id ON trajectories (group_number, slot, serial);
 CREATE TABLE payloads (
@@ -46,19 +52,48 @@ CREATE TABLE payloads (
 );
 CREATE TABLE pool (
     row_id INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, task_id TEXT NOT NULL, saved INTEGER NOT NULL,
-    entropy REAL, success_rate REAL, recorded INTEGER NOT NULL, uses INTEGER NOT NULL
+    entropy REAL, success_rate REAL, recorded INTEGER NOT NULL, uses INTEGER NOT NULL,
+    crc INTEGER NOT NULL
 );
 CREATE TABLE stored_groups (
     group_number INTEGER PRIMARY KEY, task BLOB NOT NULL, members TEXT NOT NULL, success_rate REAL,
-    saved INTEGER NOT NULL, uses INTEGER NOT NULL
+    saved INTEGER NOT NULL, uses INTEGER NOT NULL, crc INTEGER NOT NULL
 );
 CREATE TABLE tasks (
     task_id TEXT PRIMARY KEY, task BLOB NOT NULL, bucket INTEGER, successes REAL NOT NULL, failures REAL NOT NULL,
-    solved INTEGER NOT NULL, retired INTEGER NOT NULL, visits INTEGER NOT NULL
+    solved INTEGER NOT NULL, retired INTEGER NOT NULL, visits INTEGER NOT NULL,
+    crc INTEGER NOT NULL
 ) WITHOUT ROWID;
 """
-STORE = Database("replay store", "store", "replay.store", application_id=0x41465250, version=5, tables=TABLES)
+STORE = Database("replay store", "store", "replay.store", application_id=0x41465250, version=6, tables=TABLES)
 """Its application id is ``AFRP``."""
+ROW_TABLES: dict[str, int | None] = {
+    "groups": 13, "group_replays": None, "orders": None, "trajectories": 9, "pool": None, "stored_groups": None,
+    "tasks": None,
+}  # fmt: skip
+"""Tables with a digest in the last column of each row, and the column that is also written alone: ``kept`` of groups,
+``samples`` of trajectories."""
+_MARSHAL_VERSION = 2
+"""The format in which equal values have equal bytes: later ones mark objects that occur twice."""
+_PLAIN = (int, str, bytes, type(None))
+
+
+def row_digest(row: Sequence[Any], alone: int | None) -> int:
+    """CRC-32 of a row without its column ``alone``, plus the value of that column.
+
+    Equal before SQLite stores the values and after it reads them: there 1, 1.0 and True are one number, and NaN is
+    NULL.
+    """
+    others = row if alone is None else (*row[:alone], *row[alone + 1 :])
+    values = [value if value.__class__ in _PLAIN else _plain(value) for value in others]
+    return zlib.crc32(marshal.dumps(values, _MARSHAL_VERSION)) + (0 if alone is None else int(row[alone]))
+
+
+def _plain(value: float) -> float | None:
+    number = float(value)
+    if math.isnan(number):
+        return None
+    return int(number) if number.is_integer() else number
 
 
 def lock(path: Path) -> FileLock:

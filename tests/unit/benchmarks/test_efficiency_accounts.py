@@ -44,17 +44,17 @@ def store(tmp_path):
         (0, 10.0, "trained", 2), (0, 11.0, "dropped", 4), (1, 12.0, "ready", 8), (2, 12.5, "dropped", 16),
         (3, 13.0, "trained", 32), (-1, 9.0, "trained", 1000),
     ]  # fmt: skip
-    insert = f"INSERT INTO trajectories VALUES ({', '.join('?' * 25)})"
+    insert = f"INSERT INTO trajectories VALUES ({', '.join('?' * 26)})"
     for row, (group, received_at, state, sampled) in enumerate(rows):
         connection.execute(
             insert,
             (row, f"t{row}", group, row, 0, state, "", 1.0, b"{}", 0, received_at, "complete", 1, 9, sampled, 0, 0, 0.1,
-             "actor-0", 9, None, 0.5, 1, 0, None),
+             "actor-0", 9, None, 0.5, 1, 0, None, 0),
         )  # fmt: skip
     for slot, issued_at in enumerate((8.5, 8.25)):
         connection.execute(
-            f"INSERT INTO orders VALUES ({', '.join('?' * 11)})",
-            (0, slot, 0, "actor-0", 0, 0, "open", "", 0, issued_at, None),
+            f"INSERT INTO orders VALUES ({', '.join('?' * 12)})",
+            (0, slot, 0, "actor-0", 0, 0, "open", "", 0, issued_at, None, 0),
         )
     connection.close()
     return path

@@ -172,7 +172,7 @@ def _write_store(path: Path, rollouts: Sequence[Rollout]) -> None:
                 2.0, "actor-0", sum(map(len, map(bytes, frames))), failure, 0.5, 1, 0, None,
             )  # fmt: skip
             if r.stored:
-                _insert(run, "INSERT INTO payloads", row, *map(bytes, frames), checksum(frames))
+                _insert(run, "INSERT INTO payloads", row, *map(bytes, frames), checksum(frames, row))
             for step in r.replays:
                 replay_group += 1
                 _insert(
@@ -200,4 +200,7 @@ def _write_store(path: Path, rollouts: Sequence[Rollout]) -> None:
 
 
 def _insert(run: Any, into: str, *values: Any) -> None:
+    table = into.split()[-1]
+    if table in tables.ROW_TABLES:
+        values = (*values, tables.row_digest(values, tables.ROW_TABLES[table]))
     run(f"{into} VALUES ({','.join('?' * len(values))})", values)
