@@ -24,7 +24,7 @@ def test_stopped_comparison_continues_and_leaves_finished_runs_as_they_are(
 ) -> None:
     sets = ["run.total_steps=2", "groups.groups_per_step=2", "model.tiny.hidden_size=16", "checkpoint.every=1"]
     arguments = [
-        "compare", f"a={TINY}", f"b={TINY}", "--seeds=1,2", "--reach=0", "--window=1", f"--out={tmp_path}",
+        "compare", f"a={TINY}", f"b={TINY}", "--seeds=1,2", "--reach=0", "--window=1", "--metric=reward", f"--out={tmp_path}",
         *(f"--set={one}" for one in sets), "--set-arm=b:learner.learning_rate=0.001",
     ]  # fmt: skip
     first = tmp_path / "a" / "seed-1" / "finished.json"
@@ -50,4 +50,4 @@ def test_stopped_comparison_continues_and_leaves_finished_runs_as_they_are(
     assert [[run["seed"] for run in runs] for runs in found["arms"].values()] == [[1, 2], [1, 2]]
     for run in (run for runs in found["arms"].values() for run in runs):
         assert run["finished"] and [p["updates"] for p in run["points"]] == [1, 2]
-        assert run["points"][1]["tokens"] > run["points"][0]["tokens"] > 0
+        assert run["points"][1]["tokens"] >= run["points"][0]["tokens"] > 0

@@ -22,7 +22,7 @@ class Metric(StrEnum):
 
     SUCCESS = "success"
     """Share of the training rollouts with a reward of at least ``replay.success_threshold``, of those that the replay
-    stage received during the update."""
+    stage received during the update. An update without any is no point of the curve."""
     REWARD = "reward"
     """Mean reward of the fresh trajectories of the update."""
     EVAL = "eval"
