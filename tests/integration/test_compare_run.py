@@ -24,7 +24,8 @@ def test_stopped_comparison_continues_and_leaves_finished_runs_as_they_are(
 ) -> None:
     sets = ["run.total_steps=2", "groups.groups_per_step=2", "model.tiny.hidden_size=16", "checkpoint.every=1"]
     arguments = [
-        "compare", f"a={TINY}", f"b={TINY}", "--seeds=1,2", "--reach=0", "--window=1", "--metric=reward", f"--out={tmp_path}",
+        "compare", f"a={TINY}", f"b={TINY}", "--seeds=1,2", "--reach=0", "--window=1", "--metric=reward",
+        f"--out={tmp_path}",
         *(f"--set={one}" for one in sets), "--set-arm=b:learner.learning_rate=0.001",
     ]  # fmt: skip
     first = tmp_path / "a" / "seed-1" / "finished.json"
@@ -43,7 +44,7 @@ def test_stopped_comparison_continues_and_leaves_finished_runs_as_they_are(
     assert code == 1 and "of 4 runs are done" in said, said
     made = first.stat().st_mtime_ns
 
-    said = afterplay(*arguments)
+    said = afterplay(*arguments, "--jobs=2")
     assert first.stat().st_mtime_ns == made, "a finished run was started again"
     assert "a seed 1" not in said and "2 seeds, paired" in said, said
     found = orjson.loads((tmp_path / "compare.json").read_bytes())

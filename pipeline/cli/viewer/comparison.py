@@ -44,7 +44,7 @@ class Point:
     tokens: int
     seconds: float
     value: float
-    """Of this update alone, or of an evaluation of its weights."""
+    """Value of this update alone, or of an evaluation of its weights."""
     weight: float = 1.0
     """Weight of the value in means over points: its number of rollouts."""
 
@@ -70,12 +70,12 @@ class Ratio:
     """0 where there are too few runs for an interval, and ``high`` infinite."""
     high: float
     p: float | None
-    """Of the sign-flip test; None for arms that are not paired."""
+    """p-value of the sign-flip test; None for arms that are not paired."""
     paired: bool
     runs: tuple[int, int]
-    """Of the arm, and of the other."""
+    """Number of runs of the arm, and of the other."""
     censored: tuple[int, int]
-    """Of these."""
+    """Number of these that never reached the target."""
     horizon: float | None
     """Costs were restricted to it; None: no run was censored."""
 
@@ -189,7 +189,9 @@ def median_of(costs: Sequence[Cost], quantity: Quantity) -> float:
     return statistics.median([getattr(c, quantity) if c.reached else math.inf for c in costs])
 
 
-def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]], grid: Sequence[float]) -> list[tuple[float, ...]]:
+def band(
+    curves: Sequence[tuple[Sequence[float], Sequence[float]]], grid: Sequence[float]
+) -> list[tuple[float, float, float]]:
     """Mean of curves and its interval, (mean, low, high) at each place of ``grid``. A curve that has ended keeps its
     last value; before its first point it has none. With one curve the interval is the curve."""
     found = []
@@ -197,7 +199,7 @@ def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]], grid: Sequen
     for column in columns.T:
         values = [float(v) for v in column if not math.isnan(v)]
         if not values:
-            found.append((math.nan,) * 3)
+            found.append((math.nan, math.nan, math.nan))
             continue
         middle, half = t_interval(values) if len(values) > 1 else (values[0], 0.0)
         found.append((middle, middle - half, middle + half))

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import accumulate
 
 from pipeline.cli.viewer.comparison import Point
+from pipeline.cli.viewer.metric import Metric
 from pipeline.cli.viewer.progress import read_lines
 from pipeline.config import RunConfig
-from pipeline.errors import ConfigurationError
 from pipeline.runtime.rundir import RunDirectory, read_json
 from pipeline.store.evaluation_results import read_results
 from pipeline.store.queries import rollouts
 from pipeline.store.store import store_path
-
-
-class Metric(StrEnum):
-    """Value of a curve."""
-
-    SUCCESS = "success"
-    """Share of the training rollouts with a reward of at least ``replay.success_threshold``, of those that the replay
-    stage received during the update. An update without any is no point of the curve."""
-    REWARD = "reward"
-    """Mean reward of the fresh trajectories of the update."""
-    EVAL = "eval"
-    """Score of the evaluations on held-out tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +42,6 @@ def read_curve(config: RunConfig, directory: RunDirectory, seed: int, metric: Me
     times, tokens = [r.received_at for r in found], [0, *accumulate(r.n_sampled for r in found)]
     results = [r for r in read_results(directory.evaluations_file) if r.get("status") == "complete"]
     scores = {r["updates"]: r["score"] for r in results if r.get("score") is not None}
-    if metric is Metric.EVAL and not scores:
-        raise ConfigurationError(
-            f"--metric eval: expected evaluations in {directory.evaluations_file}, got none: set evaluation.every"
-        )
     points = [Point(0, 0, 0.0, float(scores[0]))] if metric is Metric.EVAL and 0 in scores else []
     seconds, begin = 0.0, 0
     for line in lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import orjson
@@ -9,9 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.cli.app import app
-from pipeline.cli.compare import plan_jobs, read_arm_sets, read_arms, seeds_of
+from pipeline.cli.compare import read_arm_sets, read_arms, seeds_of
+from pipeline.cli.study import Study, plan_jobs, read_arm, run_jobs
 from pipeline.cli.viewer.comparison import Point
-from pipeline.cli.viewer.learning_curve import Metric, read_curve
+from pipeline.cli.viewer.learning_curve import read_curve
+from pipeline.cli.viewer.metric import Metric
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.rundir import RunDirectory, write_json_atomically
@@ -58,8 +61,9 @@ def test_curve_counts_generated_tokens_of_training_and_successes_of_each_update(
     assert found.points == (Point(1, 10, 3.0, 0.5, 2.0), Point(2, 20, 6.0, 1.0, 1.0))
     assert (found.seed, found.finished, found.redone) == (3, True, False)
     assert [p.value for p in read_curve(config, directory, 3, Metric.REWARD).points] == [0.25, 0.25]
-    with pytest.raises(ConfigurationError, match=r"evaluation\.every"):
-        read_curve(config, directory, 3, Metric.EVAL)
+    assert read_curve(config, directory, 3, Metric.EVAL).points == ()
+    with pytest.raises(ConfigurationError, match=r"seeds 3.*evaluation\.every"):
+        read_arm("a", str(directory.path), [], Metric.EVAL)
 
 
 def test_curve_of_evaluations_has_the_tokens_of_their_weights(made_run):
@@ -89,6 +93,15 @@ def test_finished_runs_are_compared_by_seed_and_written(made_run, tmp_path):
     assert found["ratios"]["on"][0]["ratio"] == pytest.approx(2 / 3)
     assert found["ratios"]["late"][0]["high"] is None, "one run gives no interval"
     assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_run_that_has_reached_the_target_is_not_continued_with_until_reached(made_run, tmp_path):
+    made_run("a/seed-1", 1, 0.0, 0.0, 1.0, 1.0, finished=False)
+    job = plan_jobs({"a": TINY}, [1], [], {"a": []}, tmp_path)[0]
+    assert Study({}, tmp_path, Metric.SUCCESS, 0.8, 1, until_reached=True).is_enough(job)
+    assert not Study({}, tmp_path, Metric.SUCCESS, 0.8, 2, until_reached=True).is_enough(job), "a mean of 0.5"
+    assert not Study({}, tmp_path, Metric.SUCCESS, 0.8, 1, until_reached=False).is_enough(job)
+    assert run_jobs([job], 1, lambda job: True, threading.Event()) == [], "nothing was started that could fail"
 
 
 def test_two_runs_of_one_seed_in_an_arm_are_refused(made_run, tmp_path):
