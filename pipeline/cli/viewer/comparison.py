@@ -100,14 +100,16 @@ def cost_to_reach(points: Sequence[Point], target: float, window: int) -> Cost:
 
 
 def ratio_of(arm: Mapping[int, Cost], base: Mapping[int, Cost], quantity: Quantity) -> Ratio:
-    """Ratio of ``arm`` to ``base``, each with its costs by seed; paired where both have the same seeds. A cost below 1
-    (a target that the first weights reach) counts as 1."""
+    """Ratio of ``arm`` to ``base``, each with its costs by seed; paired where both have the same seeds. A cost of 0
+    (a target that the first weights reach) counts as one token, one update or a millisecond."""
     censored = [getattr(cost, quantity) for cost in (*arm.values(), *base.values()) if not cost.reached]
     horizon = min(censored, default=math.inf)
     paired = arm.keys() == base.keys()
 
+    least = 1e-3 if quantity == "seconds" else 1.0
+
     def logs(costs: Mapping[int, Cost]) -> list[float]:
-        return [math.log(max(min(getattr(costs[seed], quantity), horizon), 1.0)) for seed in sorted(costs)]
+        return [math.log(max(min(getattr(costs[seed], quantity), horizon), least)) for seed in sorted(costs)]
 
     left, right = logs(arm), logs(base)
     if paired:

@@ -72,6 +72,12 @@ def test_interval_of_few_seeds_is_wider_than_their_range():
     assert ratio_of(costs(50), costs(100), "tokens").high == math.inf, "one seed gives no interval"
 
 
+def test_seconds_below_one_are_not_rounded_and_a_cost_of_nothing_has_a_finite_ratio():
+    found = ratio_of({1: Cost(5, 1, 0.2, True)}, {1: Cost(5, 1, 0.4, True)}, "seconds")
+    assert found.ratio == pytest.approx(0.5)
+    assert ratio_of({1: Cost(0, 0, 0.0, True)}, {1: Cost(50, 1, 0.4, True)}, "tokens").ratio == pytest.approx(0.02)
+
+
 def test_ratio_is_the_same_in_every_unit_and_inverse_when_arms_change_places():
     left, right = costs(50, 65, 40, 80), costs(100, 90, 110, 70)
     tokens, seconds, back = (
