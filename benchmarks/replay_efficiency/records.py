@@ -13,16 +13,12 @@ from typing import Any
 from pipeline.cli.viewer.progress import Line
 from pipeline.errors import AfterplayError, StoreError
 from pipeline.runtime.rundir import read_json, write_json_atomically
-from pipeline.store.queries import reading
-
-_SAMPLED = "SELECT coalesce(sum(n_sampled), 0) FROM trajectories WHERE group_number >= 0 AND received_at <= ?"
-"""Every trajectory that was rolled out in this run, trained or not; imported ones have no group."""
+from pipeline.store.queries import reading, rollouts
 
 
 def tokens_until(store: Path, moment: float) -> int:
     """Sampled tokens of all trajectories that the replay stage received up to ``moment``, Unix seconds."""
-    with reading(store) as connection:
-        return int(connection.execute(_SAMPLED, (moment,)).fetchone()[0])
+    return sum(r.n_sampled for r in rollouts(store) if r.received_at <= moment)
 
 
 def first_order_at(store: Path) -> float:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from pipeline.cli.compare import compare
 from pipeline.cli.env import app as env_app
 from pipeline.cli.experience import START
 from pipeline.cli.experience import app as replay_app
@@ -81,6 +82,7 @@ app = typer.Typer(
   afterplay plot runs/tiny                    draw the curves
   afterplay show runs/tiny                    list and print rollouts, or write them as an HTML page
   afterplay eval runs/tiny --checkpoint best  evaluate a checkpoint on held-out tasks
+  afterplay compare A.yaml B.yaml --reach 0.8 tokens, updates and time to a success rate, over seeds
   afterplay report runs/tiny --to wandb       send its numbers to an experiment tracker
 
 [bold]Change the configuration[/bold]
@@ -119,6 +121,7 @@ app.add_typer(env_app, name="env")
 app.add_typer(replay_app, name="replay")
 app.command("plan")(show_plan)
 app.command()(show)
+app.command()(compare)
 app.command("eval")(evaluate)
 app.command()(push)
 

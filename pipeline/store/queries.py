@@ -24,6 +24,12 @@ _POOLED = """
 SELECT p.entropy, p.success_rate, p.uses, t.reward, d.header, d.token_ids, d.logprobs, d.spans
 FROM pool p JOIN trajectories t USING (row_id) JOIN payloads d USING (row_id) ORDER BY p.saved"""
 
+_ROLLOUTS = """
+SELECT t.received_at, t.n_sampled, CASE WHEN t.state != 'baseline' THEN t.reward END
+FROM trajectories t LEFT JOIN groups g USING (group_number)
+WHERE t.group_number >= 0 AND t.state != 'evaluated' AND coalesce(g.state, '') NOT IN ('evaluating', 'evaluated')
+ORDER BY t.received_at"""
+
 
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
@@ -60,6 +66,23 @@ def pooled(connection: sqlite3.Connection) -> Iterator[ArchivedTrajectory]:
     for entropy, success_rate, uses, reward, *frames in connection.execute(_POOLED):
         marks = {"entropy": entropy, "success_rate": success_rate, "uses": uses, "reward": reward, "origin": name}
         yield ArchivedTrajectory(marks, tuple(frames))
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A rollout for training that the stage received, whatever became of it."""
+
+    received_at: float
+    n_sampled: int
+    reward: float | None
+    """None: it has none (it failed, or is not scored yet), or it is a greedy baseline."""
+
+
+def rollouts(path: Path) -> list[Rollout]:
+    """All rollouts for training of the store at ``path``, in the order in which they came. Imported trajectories and
+    rollouts of evaluations are not among them. Raises :class:`StoreError`."""
+    with reading(path) as connection:
+        return [Rollout(*row) for row in connection.execute(_ROLLOUTS)]
 
 
 Sort = Literal[

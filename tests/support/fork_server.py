@@ -152,7 +152,8 @@ class ForkedSubprocess:
     def Popen(self, command: Sequence[str], **how: Any) -> Any:
         if command[0] == sys.executable and "-m" in command[1:3] and subprocess.PIPE not in how.values():
             wanted = ("stdin", "stdout", "stderr", "env", "cwd")
-            return self._start(command, **{name: how[name] for name in wanted if name in how})
+            forks = "pipeline.cli.app" in command and "run" in command
+            return self._start(command, forks=forks, **{name: how[name] for name in wanted if name in how})
         return subprocess.Popen(command, **how)
 
 

@@ -207,3 +207,44 @@ def _dress(axis: Any, over: str = "step") -> None:
         )  # fmt: skip
     elif not axis.has_data():
         axis.text(0.5, 0.5, "not reported", ha="center", va="center", transform=axis.transAxes, color="#999999")
+
+
+def draw_comparison(
+    curves: Mapping[str, Sequence[tuple[float, float, float, float]]],
+    ratios: Sequence[tuple[str, float, float, float]],
+    labels: tuple[str, str, float],
+    picture: Path,
+) -> None:
+    """Curves of arms, (tokens, mean, low, high), beside ratios of their costs, (name, ratio, low, high). ``labels``:
+    the value, the arm that the others are compared with, and the target."""
+    import matplotlib
+
+    matplotlib.use("Agg", force=False)
+    from matplotlib.figure import Figure
+
+    value, base, target = labels
+    figure = Figure(figsize=(13, 4.8), dpi=110, layout="constrained", facecolor="white")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    for number, (name, rows) in enumerate(curves.items()):
+        tokens, means, lows, highs = zip(*rows, strict=True) if rows else ((), (), (), ())
+        colour = _COLOURS[number % len(_COLOURS)]
+        left.plot(tokens, means, color=colour, lw=2, label=name)
+        left.fill_between(tokens, lows, highs, color=colour, alpha=0.15, lw=0)
+    left.axhline(target, color="#999999", lw=0.9, ls="--")
+    left.set_title(f"{value}: mean over seeds and 95 % interval")
+    _dress(left, "generated tokens")
+    places = range(len(ratios))
+    for place, (_, ratio, low, high) in zip(places, ratios, strict=True):
+        right.plot([max(low, 1e-3), min(high, 1e3)], [place] * 2, color=_COLOURS[0], lw=2)
+        right.plot([ratio], [place], "o", color=_COLOURS[0])
+    right.set_xscale("log")
+    right.set_yticks(list(places), [name for name, *_ in ratios])
+    right.invert_yaxis()
+    right.axvline(1.0, color="#999999", lw=0.9, ls="--")
+    right.set_title(f"cost relative to {base}, 95 % interval")
+    right.grid(alpha=0.25, lw=0.6)
+    right.spines[["top", "right"]].set_visible(False)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    temporary = picture.with_name(f".{picture.name}")
+    temporary.write_bytes(png_of(figure))
+    temporary.replace(picture)

@@ -63,7 +63,20 @@ def write_lines(directory, *lines):
 
 @pytest.mark.parametrize(
     "command",
-    ["run", "engine", "actor", "replay", "learner", "prepare", "keys", "status", "plot", "config show", "env list"],
+    [
+        "run",
+        "engine",
+        "actor",
+        "replay",
+        "learner",
+        "prepare",
+        "keys",
+        "status",
+        "plot",
+        "compare",
+        "config show",
+        "env list",
+    ],
 )
 def test_every_command_explains_itself(command):
     result = invoke(*command.split(), "--help")

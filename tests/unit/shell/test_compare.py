@@ -1,0 +1,149 @@
+"""``afterplay compare``: arms, seeds, kept settings, curves of runs, and the report on finished runs."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import orjson
+import pytest
+from typer.testing import CliRunner
+
+from pipeline.cli.app import app
+from pipeline.cli.compare import read_arm_sets, read_arms, seeds_of
+from pipeline.cli.study import Study, plan_jobs, read_arm, run_jobs
+from pipeline.cli.viewer.comparison import Point
+from pipeline.cli.viewer.learning_curve import read_curve
+from pipeline.cli.viewer.metric import Metric
+from pipeline.config.load import load
+from pipeline.errors import ConfigurationError
+from pipeline.runtime.rundir import RunDirectory, write_json_atomically
+from pipeline.store import tables
+
+TINY = str(Path(__file__).parents[3] / "configs" / "tiny.yaml")
+
+
+@pytest.fixture
+def made_run(tmp_path):
+    """Makes a run of one rollout a second, with two of 5 tokens in each update and rewards that are given."""
+
+    def made(folder, seed, *rewards, finished=True, version=0):
+        directory = RunDirectory(tmp_path / folder).create()
+        steps = len(rewards) // 2
+        text = f"run: {{seed: {seed}, total_steps: {steps}}}\nmodel: {{source: tiny}}\nengine: {{kind: embedded}}\n"
+        directory.config_file.write_text(text + "environments: {guess: {name: number_guess}}\n")
+        tables.STORE.create(directory.store_file)
+        connection = tables.STORE.connect(directory.store_file)
+        kinds = [(i, "trained", i + 1.0, reward) for i, reward in enumerate(rewards)]
+        for group, state, at, reward in (*kinds, (-1, "held", 0.5, 1.0), (90, "evaluated", 1.2, 1.0)):
+            connection.execute(
+                f"INSERT INTO trajectories VALUES ({', '.join('?' * 25)})",
+                (group + 5, f"t{group}", group, 0, 0, state, "", reward, b"{}", 0, at, "complete", 1, 9, 5, 0, 0, 0.1,
+                 "actor-0", 9, None, 0.5, 1, 0, None),
+            )  # fmt: skip
+        connection.close()
+        same = {"seconds": {"step": 3.0}, "reward_mean": 0.25, "n_trajectories": 2, "n_replayed": 0}
+        lines = [
+            {"step": i + 1, "update": i, "policy_version": i + version, "finished": 2.0 * i + 2, **same}
+            for i in range(steps)
+        ]  # fmt: skip
+        directory.metrics_file.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+        if finished:
+            write_json_atomically(directory.finished_file, {"steps": steps, "exit_code": 0})
+        return load(directory.config_file, environment={}), directory
+
+    return made
+
+
+def test_curve_counts_generated_tokens_of_training_and_successes_of_each_update(made_run):
+    config, directory = made_run("a", 3, 1.0, 0.0, 1.0, None)
+    found = read_curve(config, directory, 3, Metric.SUCCESS)
+    assert found.points == (Point(1, 10, 3.0, 0.5, 2.0), Point(2, 20, 6.0, 1.0, 1.0))
+    assert (found.seed, found.finished, found.redone) == (3, True, False)
+    assert [p.value for p in read_curve(config, directory, 3, Metric.REWARD).points] == [0.25, 0.25]
+    assert read_curve(config, directory, 3, Metric.EVAL).points == ()
+    with pytest.raises(ConfigurationError, match=r"seeds 3.*evaluation\.every"):
+        read_arm("a", str(directory.path), [], Metric.EVAL)
+
+
+def test_curve_of_evaluations_has_the_tokens_of_their_weights(made_run):
+    config, directory = made_run("a", 0, 1.0, 0.0, 1.0, None)
+    lines = [
+        {"evaluation": i, "updates": updates, "status": status, "score": 0.1 * i}
+        for i, (updates, status) in enumerate([(0, "complete"), (1, "abandoned"), (2, "complete")])
+    ]
+    directory.evaluations_file.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    assert read_curve(config, directory, 3, Metric.EVAL).points == (Point(0, 0, 0.0, 0.0), Point(2, 20, 6.0, 0.2))
+
+
+def test_finished_runs_are_compared_by_seed_and_written(made_run, tmp_path):
+    for seed in (1, 2):
+        made_run(f"off/seed-{seed}", seed, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0)
+        made_run(f"on/seed-{seed}", seed, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0)
+    made_run("late/seed-1", 1, 0.0, 0.0, 0.0, 0.0, finished=False, version=2)
+    out = tmp_path / "out"
+    arms = [str(tmp_path / name) for name in ("off", "on", "late")]
+    result = CliRunner().invoke(app, ["compare", *arms, "--reach", "0.8", "--window", "1", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "on needs 0.67 (0.67 to 0.67) of off's generated tokens" in result.output
+    assert "1 and 2 runs, not paired" in result.output and "1 of 1 runs of late never reached it" in result.output
+    assert "late: runs of seeds 1 are unfinished" in result.output and "older checkpoint" in result.output
+    found = orjson.loads((out / "compare.json").read_bytes())
+    assert [run["tokens"] for run in found["arms"]["on"]] == [20, 20]
+    assert found["ratios"]["on"][0]["ratio"] == pytest.approx(2 / 3)
+    assert found["ratios"]["late"][0]["high"] is None, "one run gives no interval"
+    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_run_that_has_reached_the_target_is_not_continued_with_until_reached(made_run, tmp_path):
+    made_run("a/seed-1", 1, 0.0, 0.0, 1.0, 1.0, finished=False)
+    job = plan_jobs({"a": TINY}, [1], [], {"a": []}, tmp_path)[0]
+    assert Study({}, tmp_path, Metric.SUCCESS, 0.8, 1, until_reached=True).is_enough(job)
+    assert not Study({}, tmp_path, Metric.SUCCESS, 0.8, 2, until_reached=True).is_enough(job), "a mean of 0.5"
+    assert not Study({}, tmp_path, Metric.SUCCESS, 0.8, 1, until_reached=False).is_enough(job)
+    assert run_jobs([job], 1, lambda job: True, threading.Event()) == [], "nothing was started that could fail"
+
+
+def test_two_runs_of_one_seed_in_an_arm_are_refused(made_run, tmp_path):
+    for name in ("a/x", "a/y", "b/x"):
+        made_run(name, 1, 1.0, 1.0)
+    result = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--reach", "0.8"])
+    assert isinstance(result.exception, ConfigurationError) and "a run for each seed" in str(result.exception)
+
+
+def test_arms_of_a_seed_run_together_and_differ_in_what_was_set(tmp_path):
+    arms = read_arms([f"slow={TINY}", f"fast={TINY}"])
+    own = read_arm_sets(["fast:learner.learning_rate=0.01"], arms)
+    jobs = plan_jobs(arms, [4, 5], ["run.total_steps=3"], own, tmp_path)
+    assert [(job.arm, job.seed) for job in jobs] == [("slow", 4), ("fast", 4), ("slow", 5), ("fast", 5)]
+    assert jobs[3].directory.path == tmp_path / "fast" / "seed-5"
+    assert jobs[3].command[-3:] == ["--set=run.name=seed-5", "--set=run.seed=5", "--set=model.tiny.seed=5"]
+    assert [job.config.learner.learning_rate for job in jobs[:2]] == [0.003, 0.01]
+    assert load(jobs[1].file, environment={}).run.total_steps == 3
+
+
+def test_settings_of_an_earlier_call_are_not_mixed_with_others(tmp_path):
+    arms = read_arms([f"a={TINY}", f"b={TINY}"])
+    plan_jobs(arms, [1], [], {"a": [], "b": []}, tmp_path)
+    assert plan_jobs(arms, [1, 2], [], {"a": [], "b": []}, tmp_path)[-1].seed == 2
+    with pytest.raises(ConfigurationError, match=r"b\.yaml.*groups\.n_rollout.*another --out"):
+        plan_jobs(arms, [1], [], {"a": [], "b": ["groups.n_rollout=4"]}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda: read_arms(["a.yaml"]), "two run files or folders"),
+        (lambda: read_arms(["x/a.yaml", "y/a.yaml"]), "a new name"),
+        (lambda: read_arm_sets(["c:x=1"], {"a": "", "b": ""}), "a name of a, b"),
+        (lambda: seeds_of("3-1"), "such as 1-12"),
+        (lambda: seeds_of("all"), "such as 1-12"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_what_is_expected(call, problem):
+    with pytest.raises(ConfigurationError, match=problem):
+        call()
+
+
+def test_names_come_from_files_and_examples():
+    assert read_arms(["configs/a.yaml", "@tiny", "b=c.yaml"]) == {"a": "configs/a.yaml", "tiny": "@tiny", "b": "c.yaml"}
