@@ -9,12 +9,13 @@ For each port the time is cut into cycles: quiet, fuzz, quiet, control. In the c
 port of nobody, so its loss is what the attacker's own CPU time takes from the run on shared cores. A ratio is the rate
 of trajectories in a window divided by that of the quiet ones beside it. The median over the cycles is reported.
 With ``--core 1`` the attacker has that core for itself and the run the others (Linux), as if it came from another
-machine.
+machine; then there is no control.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import random
@@ -372,9 +373,10 @@ def fuzz(run: RunHandle, target: Target, options: argparse.Namespace) -> None:
         drawn = target.attack.draw(options.seed * 1000 + cycle, each)
         attack = partial(in_a_process, target.attack, drawn=drawn, rate=options.rate, core=options.core)
         add(target.sent, window("fuzz", partial(attack, target.addresses(run))))
-        window("quiet", partial(time.sleep, options.quiet))
-        with port_of_nobody(options.core) as nobody:
-            add(target.control, window("control", partial(attack, [nobody])))
+        if options.core is None:
+            window("quiet", partial(time.sleep, options.quiet))
+            with port_of_nobody(None) as nobody:
+                add(target.control, window("control", partial(attack, [nobody])))
         if run.process.poll() is not None:
             raise SystemExit(f"the run ended while {target.name} was fuzzed:\n{run.tail()}")
     window("quiet", partial(time.sleep, options.quiet))
@@ -398,7 +400,7 @@ def ratios(windows: Sequence[Window]) -> dict[str, Any]:
     """Rates by kind of window, and each fuzz and control window beside its quiet neighbours."""
     rates = [w.trajectories / (w.end - w.start) for w in windows]
     found: dict[str, Any] = {"rates": {}, "ratios": {}}
-    for kind in ("quiet", "fuzz", "control"):
+    for kind in dict.fromkeys(window.kind for window in windows):
         of_kind = [i for i, w in enumerate(windows) if w.kind == kind]
         found["rates"][kind] = statistics.median(rates[i] for i in of_kind)
         if kind != "quiet":
@@ -579,7 +581,7 @@ def table(result: Mapping[str, Any]) -> str:
         rates, found = port["rates"], port["ratios"]
         rows.append(
             f"{port['port']:28} {port['sent']:6} {rates['before']:7.2f} {rates['fuzz']:7.2f} {rates['after']:7.2f} "
-            f"{found['fuzz']['median']:6.2f} {found['control']['median']:7.2f} {port['log_bytes']:9}"
+            f"{found['fuzz']['median']:6.2f} {found.get('control', {}).get('median', math.nan):7.2f} {port['log_bytes']:9}"
         )
         for role, (before, largest, after) in port["memory"].items():
             rows.append(

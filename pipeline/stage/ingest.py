@@ -124,6 +124,7 @@ class Ingest:
             self._groups.failed(order, seen.drop, None, why)
             return
         self._journal.ack(actor, order.key.text)
+        self._leases.answered(actor)
         if seen.drop is not None:
             self._groups.failed(order, seen.drop, seen.facts, _failure(seen))
             self._journal.effect(UntrainedRollout(order.key.text, frames, self._clock.wall))

@@ -29,13 +29,15 @@ LEASE_MARGIN_SECONDS = 30.0
 
 @dataclass(slots=True)
 class Actor:
-    """An actor that is connected, or was until ``down_since``."""
+    """An actor that is connected, or was until ``down_since``. One that has answered an order keeps its orders for a
+    while when its connection is lost; another may be nobody who plays."""
 
     name: str
     slots: int
     """Orders that it takes; fewer than it has, when it has lowered the number."""
     down_since: float | None = None
     leases: dict[OrderKey, OrderRecord] = field(default_factory=dict)
+    answered: bool = False
 
     @property
     def free(self) -> int:
@@ -70,7 +72,9 @@ class Leases:
         for group in self._records.values():
             for order in group.orders.values():
                 if order.state is OrderState.LEASED:
-                    actor = self.actors.setdefault(order.actor, Actor(order.actor, 0, down_since=self._clock.now))
+                    actor = self.actors.setdefault(
+                        order.actor, Actor(order.actor, 0, down_since=self._clock.now, answered=True)
+                    )
                     self._lease(actor, order)
 
     def up(self, name: str, slots: int, holding: Sequence[str]) -> None:
@@ -87,13 +91,14 @@ class Leases:
             self._journal.effect(Send(name, Kind.CANCEL, {"order_ids": unknown, "reason": "the order has ended"}))
 
     def down(self, name: str, *, left: bool) -> None:
-        """The actor is silent, or ``left`` on purpose: then its orders go back at once."""
+        """The connection of the actor is lost, or it ``left`` on purpose: then its orders go back at once, as do those
+        of an actor that has never answered one."""
         actor = self.actors.get(name)
         if actor is None:
             return
         actor.down_since = self._clock.now
-        if left:
-            self._forget(actor, "its actor left")
+        if left or not actor.answered:
+            self._forget(actor, "its actor left" if left else "its actor left before its first answer")
 
     def issue(self, group: GroupRecord, index: int, actor: Actor, version: int) -> None:
         """Send one order for a slot. ``version``: the oldest that may sample it."""
@@ -123,6 +128,10 @@ class Leases:
             )
         )
         self._journal.effect(Send(actor.name, Kind.ORDER, header))
+
+    def answered(self, name: str) -> None:
+        """The actor has answered an order with a trajectory."""
+        self.actors[name].answered = True
 
     def ended(self, orders: Iterable[OrderRecord], cancel: str = "") -> None:
         """Forget leases that ended elsewhere; with ``cancel``, tell their actors to stop."""

@@ -12,6 +12,7 @@ the signal is fired.
 from __future__ import annotations
 
 import asyncio
+import math
 import contextlib
 import fcntl
 import os
@@ -62,6 +63,11 @@ _REFUSED: dict[int, str] = {
 }
 _REFUSALS = sum(_REFUSED)
 _OF_HUB = _REFUSALS | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_LOOK_SECONDS = 0.05
+"""Between two looks at connections that come, go or fail."""
+_MONITOR_EVENT = struct.Struct("=HI")
+"""``event`` and ``value`` of the first frame of a monitor's message (zmq_socket_monitor(3))."""
+_ACCEPTED, _DISCONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
 _WEIGH_SECONDS = 0.5
 """Between two looks at what the connections hold."""
 _TCP_INFO_RECEIVED = struct.Struct("@128xQ")
@@ -94,6 +100,7 @@ class HubSocketWire:
         weighs = keys is not None and sys.platform == "linux"
         self._held = HeldBytes(budget_bytes(limits)) if weighs else None
         self._timer: asyncio.TimerHandle | None = None
+        self._weigh_at = -math.inf
         self._last: tuple[bytes, zmq.Frame] | None = None
         """The connection that the last message came from, and a frame that knows its file descriptor."""
 
@@ -129,10 +136,8 @@ class HubSocketWire:
             ) from error
         self._address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._context, self._socket = context, socket
-        _watch(self._monitor, self._observed)
         _watch(socket, self._woken)
-        if self._held is not None:
-            self._weigh(self._held)
+        self._look()
 
     def receive(self) -> tuple[bytes, list[Buffer] | WireError] | None:
         if self._faults:
@@ -209,29 +214,33 @@ class HubSocketWire:
         number = int(connection.partition(b":")[0])
         return held.first(connection, _owner(connection), number, _descriptor(frame))
 
-    def _weigh(self, held: HeldBytes) -> None:
-        """Cut what holds too much. A timer, so that it continues while nobody reads."""
+    def _look(self) -> None:
+        """A timer, so that it continues while nobody reads; connections that come and go do not wake the stage."""
+        loop = asyncio.get_running_loop()
         self._observed()
+        if self._held is not None and loop.time() >= self._weigh_at:
+            self._weigh_at = loop.time() + _WEIGH_SECONDS
+            self._weigh(self._held)
+        self._timer = loop.call_later(_LOOK_SECONDS, self._look)
+
+    def _weigh(self, held: HeldBytes) -> None:
+        """Cut what holds too much."""
         for account, n_bytes in held.excess(_bytes_received):
             _shut_down(account.descriptor, self._address)
             who = f"connections of {account.owner}" if account.owner else "connections without a first message"
             reason = f"expected {who} to hold at most {held.budget} bytes of unfinished messages, got {n_bytes} on one"
             self._faults.append((account.connection or b"?", LimitExceeded(f"{reason}: it was cut")))
             self.signal.fire()
-        self._timer = asyncio.get_running_loop().call_later(_WEIGH_SECONDS, self._weigh, held)
 
     def _observed(self) -> None:
         """Connections that come and go, and handshakes that fail."""
-        while not self._monitor.closed:
-            try:
-                message = parse_monitor_message(self._monitor.recv_multipart(_NOW))
-            except zmq.Again:
-                return
-            event = message["event"]
-            if self._held is not None and event == zmq.EVENT_ACCEPTED:
-                self._held.opened(message["value"])
-            elif self._held is not None and event == zmq.EVENT_DISCONNECTED:
-                self._held.closed(message["value"])
+        while not self._monitor.closed and _events(self._monitor) & _IN:
+            event, value = _MONITOR_EVENT.unpack(self._monitor.recv(_NOW))
+            self._monitor.recv(_NOW)  # its address
+            if self._held is not None and event == _ACCEPTED:
+                self._held.opened(value)
+            elif self._held is not None and event == _DISCONNECTED:
+                self._held.closed(value)
             elif event in _REFUSED:
                 self._faults.append((b"?", HandshakeFailed(f"a connection was refused: {_REFUSED[event]}")))
                 self.signal.fire()

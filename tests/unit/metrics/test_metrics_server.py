@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import struct
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from pipeline.metrics.server import BURST_MAX, CONNECTIONS_MAX, RATE_MAX, MetricsServer
+from pipeline.metrics.server import CONNECTIONS_MAX, SHARE_MAX, MetricsServer
 
 
 @pytest.fixture
@@ -41,7 +40,6 @@ def test_connections_that_are_held_open_keep_nobody_out_and_are_bounded(server: 
     assert b"x 3.0" in get(server) and get(server, "/healthz") == b"{}"
     for sock in held[:CONNECTIONS_MAX]:
         assert sock.recv(100) == b"", "the oldest were closed"
-    assert threading.active_count() <= CONNECTIONS_MAX + 10
     for sock in held:
         sock.close()
 
@@ -61,20 +59,6 @@ def test_clients_that_leave_or_send_rubbish_are_not_worth_a_line(
     assert printed.out + printed.err == ""
 
 
-def test_a_flood_of_connections_is_closed_at_once_and_answered_again_when_it_is_over(
-    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [time.monotonic()]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    accepts = server._server.verify_request  # type: ignore[union-attr]
-    assert sum(accepts(None, None) for _ in range(1000)) == BURST_MAX
-    now[0] += 0.5
-    assert sum(accepts(None, None) for _ in range(1000)) == RATE_MAX / 2
-    monkeypatch.undo()
-    server._server._seen -= 10  # type: ignore[union-attr]
-    assert b"x 3.0" in get(server)
-
-
 class Slow:
     """A collector that takes a while, and counts."""
 
@@ -83,7 +67,9 @@ class Slow:
 
     def collect(self) -> Iterator[Metric]:
         self.times += 1
-        time.sleep(0.02)
+        begun = time.thread_time()
+        while time.thread_time() < begun + 0.005:
+            pass
         yield GaugeMetricFamily("slow", "slow", value=self.times)
 
 
@@ -93,7 +79,7 @@ def test_who_asks_all_the_time_does_not_hold_up_the_process() -> None:
     with MetricsServer(registry, lambda: (True, {})) as server:
         made = slow.times
         started = time.monotonic()
-        for _ in range(50):
+        for _ in range(300):
             assert b"slow" in get(server)
-        spent, share = (slow.times - made) * 0.02, time.monotonic() - started
-        assert spent <= 0.02 + 0.15 * share
+        spent, seconds = (slow.times - made) * 0.005, time.monotonic() - started
+        assert spent <= 0.005 + 1.5 * SHARE_MAX * seconds

@@ -220,12 +220,23 @@ def test_hello_returns_lost_orders_and_cancels_unknown_ones() -> None:
 
 def test_orders_of_a_silent_actor_expire_and_go_to_another() -> None:
     stage = started(transport={"silence_seconds_max": 5.0})
+    stage.answer(stage.orders()[0])
+    n = len(stage.orders()) - 1
+    stage.core.peer_down("actor-0", left=False)
+    stage.actor("actor-1", slots=n)
+    stage.round(4.9)
+    assert not {o.order_id.rpartition(".")[0] for o in stage.orders("actor-1")} & {
+        o.order_id.rpartition(".")[0] for o in stage.orders()
+    }, "they wait for their actor"
+    stage.round(0.2)
+    assert stage.ledger().orders["expired"] == n
+
+
+def test_orders_of_an_actor_that_never_answered_are_free_as_soon_as_its_connection_is_lost() -> None:
+    stage = started(transport={"silence_seconds_max": 5.0})
     n = len(stage.orders())
     stage.core.peer_down("actor-0", left=False)
     stage.actor("actor-1")
-    stage.round(4.9)
-    assert len(stage.orders()) == n
-    stage.round(0.2)
     assert len(stage.orders("actor-1")) == n
     assert stage.ledger().orders["expired"] == n
 
