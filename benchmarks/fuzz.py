@@ -579,9 +579,10 @@ def table(result: Mapping[str, Any]) -> str:
     rows = [f"{'port':28} {'sent':>6} {'before':>7} {'during':>7} {'after':>7} {'ratio':>6} {'control':>7} {'log':>9}"]
     for port in result["ports"]:
         rates, found = port["rates"], port["ratios"]
+        control = found["control"]["median"] if "control" in found else math.nan
         rows.append(
             f"{port['port']:28} {port['sent']:6} {rates['before']:7.2f} {rates['fuzz']:7.2f} {rates['after']:7.2f} "
-            f"{found['fuzz']['median']:6.2f} {found.get('control', {}).get('median', math.nan):7.2f} {port['log_bytes']:9}"
+            f"{found['fuzz']['median']:6.2f} {control:7.2f} {port['log_bytes']:9}"
         )
         for role, (before, largest, after) in port["memory"].items():
             rows.append(

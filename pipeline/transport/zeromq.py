@@ -12,9 +12,9 @@ the signal is fired.
 from __future__ import annotations
 
 import asyncio
-import math
 import contextlib
 import fcntl
+import math
 import os
 import socket as sockets
 import struct

@@ -91,7 +91,21 @@ def test_a_changed_value_in_any_row_of_any_table_is_noticed(folders: dict[str, P
 def test_digest_of_a_row_is_the_same_before_and_after_it_is_stored() -> None:
     row = (7, "name", True, False, 1, 0.0, 2.5, float("nan"), None, b"bytes", -3, float("inf"), 2**60)
     with closing(sqlite3.connect(":memory:")) as connection:
-        types = "INTEGER, TEXT, INTEGER, REAL, REAL, REAL, REAL, REAL, REAL, BLOB, REAL, REAL, INTEGER".split(", ")
+        types = [
+            "INTEGER",
+            "TEXT",
+            "INTEGER",
+            "REAL",
+            "REAL",
+            "REAL",
+            "REAL",
+            "REAL",
+            "REAL",
+            "BLOB",
+            "REAL",
+            "REAL",
+            "INTEGER",
+        ]
         connection.execute(f"CREATE TABLE t ({', '.join(f'c{i} {kind}' for i, kind in enumerate(types))})")
         connection.execute(f"INSERT INTO t VALUES ({','.join('?' * len(row))})", row)
         stored = connection.execute("SELECT * FROM t").fetchone()
