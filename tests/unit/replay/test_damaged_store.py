@@ -91,7 +91,7 @@ def test_a_changed_value_in_any_row_of_any_table_is_noticed(folders: dict[str, P
 def test_digest_of_a_row_is_the_same_before_and_after_it_is_stored() -> None:
     row = (7, "name", True, False, 1, 0.0, 2.5, float("nan"), None, b"bytes", -3, float("inf"), 2**60)
     with closing(sqlite3.connect(":memory:")) as connection:
-        types = [
+        types = ("INTEGER", "TEXT", "INTEGER", *("REAL",) * 6, "BLOB", "REAL", "REAL", "INTEGER")
             "INTEGER",
             "TEXT",
             "INTEGER",
