@@ -92,20 +92,6 @@ def test_digest_of_a_row_is_the_same_before_and_after_it_is_stored() -> None:
     row = (7, "name", True, False, 1, 0.0, 2.5, float("nan"), None, b"bytes", -3, float("inf"), 2**60)
     with closing(sqlite3.connect(":memory:")) as connection:
         types = ("INTEGER", "TEXT", "INTEGER", *("REAL",) * 6, "BLOB", "REAL", "REAL", "INTEGER")
-            "INTEGER",
-            "TEXT",
-            "INTEGER",
-            "REAL",
-            "REAL",
-            "REAL",
-            "REAL",
-            "REAL",
-            "REAL",
-            "BLOB",
-            "REAL",
-            "REAL",
-            "INTEGER",
-        ]
         connection.execute(f"CREATE TABLE t ({', '.join(f'c{i} {kind}' for i, kind in enumerate(types))})")
         connection.execute(f"INSERT INTO t VALUES ({','.join('?' * len(row))})", row)
         stored = connection.execute("SELECT * FROM t").fetchone()
