@@ -105,7 +105,7 @@ def checksum(frames: Iterable[Buffer], row_id: int = 0) -> int:
 
 
 def _digests(table: str, values: Iterable[tuple[str, Any]]) -> dict[str, int]:
-    """Of the rows of a table of names and values."""
+    """Digests of the rows of a table of names and values."""
     return {f"{table}.{name}": zlib.crc32(f"{name} {value}".encode()) for name, value in values}
 
 
