@@ -71,14 +71,14 @@ _GROUP = f"""
 INSERT INTO groups ({_GROUP_COLUMNS}) VALUES ({",".join("?" * 13)}) ON CONFLICT (group_number) DO UPDATE SET
 n_fresh = excluded.n_fresh, k = excluded.k, rescued = excluded.rescued, state = excluded.state,
 update_number = excluded.update_number, late = excluded.late, reason = excluded.reason, ended_at = excluded.ended_at"""
-_REPLAY = f"INSERT OR REPLACE INTO group_replays VALUES ({','.join('?' * 11)})"
+_REPLAY = f"INSERT INTO group_replays VALUES ({','.join('?' * 12)})"
 _ORDER = f"INSERT OR REPLACE INTO orders VALUES ({','.join('?' * 11)})"
 _TRAJECTORY = f"""
 INSERT INTO trajectories VALUES ({",".join("?" * 25)}) ON CONFLICT (row_id) DO UPDATE SET state = excluded.state,
 reason = excluded.reason, reward = excluded.reward, rewards = excluded.rewards, samples = excluded.samples,
 saved = excluded.saved"""
 _SAMPLED = "UPDATE trajectories SET samples = samples + 1 WHERE row_id = ?"
-_POOL = f"INSERT OR REPLACE INTO pool VALUES ({','.join('?' * 8)})"
+_POOL = f"INSERT OR REPLACE INTO pool VALUES ({','.join('?' * 9)})"
 _STORED_GROUP = f"INSERT OR REPLACE INTO stored_groups VALUES ({','.join('?' * 6)})"
 _META = "INSERT OR REPLACE INTO meta VALUES (?,?)"
 _TASK = f"INSERT OR REPLACE INTO tasks VALUES ({','.join('?' * 8)})"
@@ -271,6 +271,8 @@ class ReplayStore:
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 many(_GROUP, changes.groups)
+                replay_groups = {row[0] for row in changes.replays}
+                many("DELETE FROM group_replays WHERE group_number = ?", ((n,) for n in replay_groups))
                 many(_REPLAY, changes.replays)
                 many(_ORDER, changes.orders)
                 many(_TRAJECTORY, changes.trajectories)

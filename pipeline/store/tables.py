@@ -23,7 +23,7 @@ CREATE INDEX groups_kept ON groups (group_number) WHERE kept = 1;
 CREATE TABLE group_replays (
     group_number INTEGER NOT NULL, position INTEGER NOT NULL, row_id INTEGER NOT NULL, weight REAL NOT NULL,
     turn INTEGER, chosen INTEGER NOT NULL, age INTEGER NOT NULL, saved INTEGER NOT NULL, entropy REAL,
-    success_rate REAL, recorded INTEGER NOT NULL, PRIMARY KEY (group_number, position)
+    entropy_version INTEGER, success_rate REAL, recorded INTEGER NOT NULL, PRIMARY KEY (group_number, position)
 ) WITHOUT ROWID;
 CREATE TABLE orders (
     group_number INTEGER NOT NULL, slot INTEGER NOT NULL, serial INTEGER NOT NULL, actor TEXT NOT NULL,
@@ -46,7 +46,7 @@ CREATE TABLE payloads (
 );
 CREATE TABLE pool (
     row_id INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, task_id TEXT NOT NULL, saved INTEGER NOT NULL,
-    entropy REAL, success_rate REAL, recorded INTEGER NOT NULL, uses INTEGER NOT NULL
+    entropy REAL, entropy_version INTEGER, success_rate REAL, recorded INTEGER NOT NULL, uses INTEGER NOT NULL
 );
 CREATE TABLE stored_groups (
     group_number INTEGER PRIMARY KEY, task BLOB NOT NULL, members TEXT NOT NULL, success_rate REAL,
@@ -57,7 +57,7 @@ CREATE TABLE tasks (
     solved INTEGER NOT NULL, retired INTEGER NOT NULL, visits INTEGER NOT NULL
 ) WITHOUT ROWID;
 """
-STORE = Database("replay store", "store", "replay.store", application_id=0x41465250, version=5, tables=TABLES)
+STORE = Database("replay store", "store", "replay.store", application_id=0x41465250, version=6, tables=TABLES)
 """Its application id is ``AFRP``."""
 
 
