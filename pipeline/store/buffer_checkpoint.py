@@ -50,7 +50,7 @@ class Checkpoint:
     end: tuple[int, int]
     """Segment and byte after the last record that this state knows."""
     layout: Layout | None
-    """Of all trajectories; None before the first."""
+    """Layout of all trajectories; None before the first."""
     rows: Ints
     """int64 ``[n, 6]``: see :data:`pipeline.store.buffer_index.COLUMNS`."""
 
