@@ -3,19 +3,17 @@
 ::
 
     python -m benchmarks.stale_pool --seeds 0 1 2            # 12 runs; 19 minutes on two cores that others used too
-    python -m benchmarks.stale_pool --tokens 12 --seeds 0    # 5 runs; long trajectories
 
-The world: 8 locks, each opened by one number of 10, which the tiny model learns to say (:class:`Locks`), or by a code
-of ``--tokens`` numbers, of which each right one pays its share. The pool comes from a run of its own (another model,
-another seed) before every number was changed, by ``afterplay replay export`` and ``import``: every stored "success" is
-wrong now. Its log-probabilities are those of a policy on its way from guessing to knowing the old numbers, so ratios
-reach from nearly 0 to 30. And it pays twice what a right answer pays now: it wins in every group, and right answers
-beside it get a negative advantage. From a quarter of the run on every group is to replay, 6 of its 8 trajectories
-stored, with no clip to speak of, no age limit, no fresh success that could dilute the pool, and no task that retires.
+The world: 8 locks, each opened by one number of 10, which the tiny model learns to say (:class:`Locks`). The pool comes
+from a run of its own (another model, another seed) before every number was changed, by ``afterplay replay export`` and
+``import``: every stored "success" is wrong now. Its log-probabilities are those of a policy on its way from guessing
+to knowing the old numbers, so ratios reach from nearly 0 to 30. And it pays twice what a right answer pays now: it
+wins in every group, and right answers beside it get a negative advantage. From a quarter of the run on every group is
+to replay, 6 of its 8 trajectories stored, with no clip to speak of, no age limit, no fresh success that could dilute
+the pool, and no task that retires.
 
-Arms: ``without`` replay; ``off``: the pool, guard off; ``on``: the pool, guard on with its default numbers; with codes
-also ``sequence``: the guard goes by trajectories (``replay.ess_guard.level: sequence``). The replay share's factor of
-each step follows from what ``metrics.jsonl`` says of its ESS, and is checked against the store.
+Arms: ``without`` replay; ``off``: the pool, guard off; ``on``: the pool, guard on with its default numbers. The replay
+share's factor of each step follows from what ``metrics.jsonl`` says of its ESS, and is checked against the store.
 """
 
 from __future__ import annotations
@@ -47,47 +45,34 @@ STEPS, LAST = 60, 10
 """Updates of a run, and those at its end that are compared."""
 RECORDED_STEPS = 20
 RUN_SECONDS_MAX = 300.0
-ARMS = {
-    "without": "without replay",
-    "off": "stale pool, guard off",
-    "on": "stale pool, guard on",
-    "sequence": "guard on, level sequence",
-}
+ARMS = {"without": "without replay", "off": "stale pool, guard off", "on": "stale pool, guard on"}
 Steps = list[dict[str, Any]]
 
 
 @dataclass
 class Locks(Environment):
-    """Lock ``seed % LOCKS`` opens by ``tokens`` numbers, which ``changed`` moves by one; opening it pays ``pays``, and
-    each number that is right its share of that."""
+    """Lock ``seed % LOCKS`` opens by one number, which ``changed`` moves by one; opening it pays ``pays``."""
 
     changed: bool = False
     pays: float = 1.0
-    tokens: int = 1
 
     def start(self, task: Task) -> LockEpisode:
         lock = task.seed % LOCKS
-        rng = random.Random(f"lock/{lock}")
-        code = [str((rng.randrange(NUMBERS) + self.changed) % NUMBERS) for _ in range(self.tokens)]
-        return LockEpisode(lock, code, self.pays)
+        number = (random.Random(f"lock/{lock}").randrange(NUMBERS) + self.changed) % NUMBERS
+        return LockEpisode(lock, number, self.pays)
 
 
 class LockEpisode(Episode):
-    def __init__(self, lock: int, code: list[str], pays: float) -> None:
+    def __init__(self, lock: int, number: int, pays: float) -> None:
         self.messages = (Message("user", f"open {lock}"),)
-        self._code, self._pays = code, pays
+        self._number, self._pays = number, pays
 
     def step(self, reply: Reply) -> Step:
-        said = reply.split()
-        right = sum(a == b for a, b in zip(said, self._code, strict=False)) / len(self._code)
-        return Step(
-            reward=self._pays * right * (len(said) <= len(self._code)),
-            done=True,
-            signals={"solved": float(said == self._code)},
-        )
+        opened = float(reply.strip() == str(self._number))
+        return Step(reward=self._pays * opened, done=True, signals={"solved": opened})
 
 
-def without_replay(seed: int, steps: int = STEPS, tokens: int = 1) -> dict[str, Any]:
+def without_replay(seed: int, steps: int = STEPS) -> dict[str, Any]:
     """The run file, complete: it does not depend on a file that may change."""
     return {
         "run": {"total_steps": steps, "seed": seed},
@@ -97,11 +82,11 @@ def without_replay(seed: int, steps: int = STEPS, tokens: int = 1) -> dict[str, 
             "tiny": {"hidden_size": 64, "layers": 2, "numbers": NUMBERS, "words": ["open", "yes"], "seed": seed},
         },
         "engine": {"kind": "embedded", "port": 0, "dtype": "float32", "threads": 1, "max_sequences": 128},
-        "sampling": {"temperature": 1.0, "max_tokens": tokens},
+        "sampling": {"temperature": 1.0, "max_tokens": 1},
         "environments": {
             "locks": {
                 "name": "benchmarks.stale_pool:Locks",
-                "options": {"changed": True, "tokens": tokens},
+                "options": {"changed": True},
                 "tasks": LOCKS,
                 "max_turns": 1,
             }
@@ -115,23 +100,20 @@ def without_replay(seed: int, steps: int = STEPS, tokens: int = 1) -> dict[str, 
     }
 
 
-def before_the_change(seed: int, steps: int = RECORDED_STEPS, tokens: int = 1) -> dict[str, Any]:
+def before_the_change(seed: int, steps: int = RECORDED_STEPS) -> dict[str, Any]:
     """The run that the pool comes from: stores every success. Its groups are large, so that no task retires."""
-    config = without_replay(seed + 1000, steps, tokens)
+    config = without_replay(seed + 1000, steps)
     config["groups"]["n_rollout"] = 32
-    config["environments"]["locks"]["options"] = {"pays": 2.0, "tokens": tokens}
+    config["environments"]["locks"]["options"] = {"pays": 2.0}
     config["replay"] = _pool(start_ratio=1.0)
     return config
 
 
-def with_pool(
-    seed: int, steps: int = STEPS, *, guard: bool, level: str = "token", tokens: int = 1, **replay: Any
-) -> dict[str, Any]:
+def with_pool(seed: int, steps: int = STEPS, *, guard: bool, **replay: Any) -> dict[str, Any]:
     """The run with the pool. ``success_threshold`` is above what is paid now: nothing is added, nothing retires."""
-    config = without_replay(seed, steps, tokens)
+    config = without_replay(seed, steps)
     config["loss"] = {"off_clip_high": 100.0}
-    options = {"enabled": guard, "level": level}
-    hostile = {"start_ratio": 0.25, "task_ratio": 1.0, "trajectories_per_task": 6, "ess_guard": options}
+    hostile = {"start_ratio": 0.25, "task_ratio": 1.0, "trajectories_per_task": 6, "ess_guard": {"enabled": guard}}
     config["replay"] = _pool(**hostile | replay)
     return config
 
@@ -148,10 +130,11 @@ def _pool(**replay: Any) -> dict[str, Any]:
     } | replay
 
 
-def record(directory: Path, seed: int, steps: int = RECORDED_STEPS, tokens: int = 1) -> Path:
+def record(directory: Path, seed: int, steps: int = RECORDED_STEPS) -> Path:
     """Play the run before the change; returns its exported pool."""
-    file = write(directory, f"before-{seed}", before_the_change(seed, steps, tokens))
-    with start_run(file, directory, f"before-{seed}") as run:
+    with start_run(
+        write(directory, f"before-{seed}", before_the_change(seed, steps)), directory, f"before-{seed}"
+    ) as run:
         done(run)
     pool = directory / f"pool-{seed}.afterplay"
     afterplay("replay", "export", str(directory / f"before-{seed}"), str(pool))
@@ -186,25 +169,21 @@ def done(run: RunHandle) -> Steps:
 
 def share_factors(steps: Steps, guard: EssGuardConfig) -> list[float]:
     """Factor of the guard on ``replay.task_ratio`` after each update."""
-    carried = "ess_carried" if guard.level == "token" else "sequence_ess_carried"
     factors, factor = [], 1.0
     for step in steps:
-        factor = next_factor(guard, factor, step[carried])
+        factor = next_factor(guard, factor, step["ess_carried"])
         factors.append(factor)
     return factors
 
 
-def play(directory: Path, arm: str, seed: int, pool: Path, tokens: int = 1) -> Steps:
+def play(directory: Path, arm: str, seed: int, pool: Path) -> Steps:
     """One run; its steps, with ``share_factor``."""
-    guard = EssGuardConfig(enabled=arm in ("on", "sequence"), level="sequence" if arm == "sequence" else "token")
-    config = without_replay(seed, tokens=tokens)
-    if arm != "without":
-        config = with_pool(seed, guard=guard.enabled, level=guard.level, tokens=tokens)
+    config = without_replay(seed) if arm == "without" else with_pool(seed, guard=arm == "on")
     file = write(directory, f"{arm}-{seed}", config, None if arm == "without" else pool)
     with start_run(file, directory, f"{arm}-{seed}") as run:
         steps = done(run)
-    factors = share_factors(steps, guard)
-    stored = examine_run(run.directory.store_file).factor if guard.enabled else 1.0
+    factors = share_factors(steps, EssGuardConfig(enabled=arm == "on"))
+    stored = examine_run(run.directory.store_file).factor if arm == "on" else 1.0
     if not math.isclose(stored, factors[-1], abs_tol=1e-6):
         raise RuntimeError(f"expected the stage's share factor {stored} from the steps, got {factors[-1]}")
     return [step | {"share_factor": factor} for step, factor in zip(steps, factors, strict=True)]
@@ -217,7 +196,7 @@ def mean(values: Sequence[float | None]) -> float:
 
 def report(runs: dict[str, list[Steps]]) -> str:
     """One line for each arm. After the first replay: everything but the reward, which is of the last updates."""
-    head = f"{'':24}{'reward, last ' + str(LAST):>22}{'ESS replay':>12}{'carried':>9}{'sequence':>9}{'LR factor':>16}"
+    head = f"{'':24}{'reward, last ' + str(LAST):>22}{'ESS replay':>12}{'carried':>9}{'LR factor':>16}"
     lines = [head + f"{'share factor':>14}{'replayed':>10}{'age max':>9}"]
     for arm, seeds in runs.items():
         rewards = [mean([s["reward_mean"] for s in steps[-LAST:]]) for steps in seeds]
@@ -230,8 +209,7 @@ def report(runs: dict[str, list[Steps]]) -> str:
 
         lines.append(
             f"{ARMS[arm]:24}{mean(rewards):8.2f} [{min(rewards):.2f}, {max(rewards):.2f}]{of('ess_replay'):>12}"
-            f"{of('ess_carried'):>9}{of('sequence_ess_carried'):>9}"
-            f"{mean(factors):7.2f} min {min(factors):4.2f}{of('share_factor'):>14}"
+            f"{of('ess_carried'):>9}{mean(factors):7.2f} min {min(factors):4.2f}{of('share_factor'):>14}"
             f"{sum(s['n_replayed'] for s in mixed) / len(seeds):10.0f}"
             f"{max((s['replay_age_max'] or 0) for s in mixed):9d}"
         )
@@ -253,7 +231,7 @@ def draw(runs: dict[str, list[Steps]], picture: Path) -> None:
         "guard_lr_factor": "guard: factor of the learning rate",
         "replay_age_max": "oldest replay, versions",
     }
-    colours = {"without": "#5c6b73", "off": "#e07a5f", "on": "#2a6f97", "sequence": "#6a994e"}
+    colours = {"without": "#5c6b73", "off": "#e07a5f", "on": "#2a6f97"}
     figure = Figure(figsize=(12, 6), dpi=110, layout="constrained", facecolor="white")
     for axis, (key, title) in zip(figure.subplots(2, 3).ravel(), panels.items(), strict=True):
         for arm, seeds in runs.items():
@@ -277,24 +255,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--directory", type=Path, default=Path("runs/stale_pool"), help="must not hold these runs yet")
-    parser.add_argument("--picture", type=Path, help="default: docs/images/stale_pool.png, none with --tokens above 1")
-    parser.add_argument("--tokens", type=int, default=1, help="numbers of a code: sampled tokens of a trajectory")
+    parser.add_argument("--picture", type=Path, default=Path("docs/images/stale_pool.png"))
     arguments = parser.parse_args()
-    directory, started, tokens = arguments.directory.resolve(), time.monotonic(), arguments.tokens
-    picture = arguments.picture or (Path("docs/images/stale_pool.png") if tokens == 1 else None)
-    runs: dict[str, list[Steps]] = {arm: [] for arm in ARMS if tokens > 1 or arm != "sequence"}
+    directory, started = arguments.directory.resolve(), time.monotonic()
+    runs: dict[str, list[Steps]] = {arm: [] for arm in ARMS}
     for seed in arguments.seeds:
-        pool = record(directory, seed, RECORDED_STEPS * (1 if tokens == 1 else 2), tokens)
-        for arm in runs:
+        pool = record(directory, seed)
+        for arm in ARMS:
             begun = time.monotonic()
-            runs[arm].append(play(directory, arm, seed, pool, tokens))
+            runs[arm].append(play(directory, arm, seed, pool))
             reward = mean([s["reward_mean"] for s in runs[arm][-1][-LAST:]])
             print(f"seed {seed}, {ARMS[arm]}: reward {reward:.2f}, {time.monotonic() - begun:.0f} s", flush=True)
     print(report(runs))
-    if picture is not None:
-        draw(runs, picture)
+    draw(runs, arguments.picture)
     (directory / "result.json").write_text(json.dumps(runs))
-    print(f"{directory / 'result.json'}, {time.monotonic() - started:.0f} s in all")
+    print(f"{arguments.picture}, {time.monotonic() - started:.0f} s in all")
 
 
 if __name__ == "__main__":
