@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import anyio.to_thread
 
+from learner.data.groups import Group
 from learner.data.replay_choice import CandidateScores, Scorer, scores_candidates, within_tokens
 from learner.session import LearnerSession
 from pipeline.config.replay import ReplayConfig
@@ -46,8 +47,12 @@ class CandidateScorer:
         if not scores_candidates(self._config):
             return
         scores = self.scores(update)
+        groups: tuple[Group, ...] = ()
+        n_complete = 0
         while True:
-            unscored = scores.unscored(self._session.complete(update)) if self._free() else []
+            if (complete := self._session.group_progress(update).complete) != n_complete:
+                groups, n_complete = self._session.complete(update), complete
+            unscored = scores.unscored(groups) if self._free() else []
             if unscored:
                 part = list(within_tokens(unscored, self._tokens)) or unscored[:1]
                 await anyio.to_thread.run_sync(scores.score, part, self._mean_entropies)

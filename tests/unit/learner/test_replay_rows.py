@@ -209,6 +209,9 @@ class Waiting:
     def complete(self, update):
         return tuple(self.groups)
 
+    def group_progress(self, update):
+        return SimpleNamespace(complete=len(self.groups))
+
     def add(self, *groups):
         self.groups += groups
         changed, self._changed = self._changed, anyio.Event()
