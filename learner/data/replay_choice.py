@@ -96,7 +96,7 @@ def choose_replays(
     """
     if not needs_scores(groups, config):
         return ReplayChoice(tuple(group.with_planned_replays() for group in groups))
-    scores = scores or CandidateScores()
+    scores = CandidateScores() if scores is None else scores
     waiting = len(scores)
     affordable = list(within_tokens(scores.unscored(groups), _affordable_tokens(groups, config)))
     if affordable:

@@ -143,8 +143,8 @@ def _task_record(row: Sequence[Any]) -> TaskRecord:
 
 def _entry(row: Sequence[Any], tasks: Mapping[str, TaskRecord]) -> PoolEntry:
     row_id, task_id, saved, entropy, version, success_rate, recorded, uses, trajectory_id, *facts = row
-    marks = _marks(entropy, version, success_rate, recorded)
-    return PoolEntry(row_id, trajectory_id, tasks[task_id].task, saved, *facts, **marks, uses=uses)
+    marks = {**_marks(entropy, version, success_rate, recorded), "uses": uses}
+    return PoolEntry(row_id, trajectory_id, tasks[task_id].task, saved, *facts, **marks)
 
 
 def _marks(entropy: float | None, version: int | None, success_rate: float | None, recorded: int) -> dict[str, Any]:
