@@ -29,6 +29,7 @@ import anyio.to_thread
 import numpy as np
 from torch import Tensor
 
+from learner.candidate_scorer import CandidateScorer
 from learner.checkpoints.best import is_evaluated
 from learner.checkpoints.checkpoint import CheckpointState, take_image
 from learner.checkpoints.skipped_steps import write_skipped
@@ -111,6 +112,10 @@ class LearnerLoop:
         self._saved_updates = session.progress.durable_updates
         self._last_publication: dict[str, Any] = {}
         self._prefetcher = Prefetcher(session, self._config.replay)
+        tokens = self._config.learner.tokens_per_microbatch * trainer.policy.ranks.size
+        self._scorer = CandidateScorer(session, self._config.replay, trainer.mean_entropies, tokens, self._may_score)
+        self._transfers = self._config.engine.weight_transfer == "ipc" and trainer.policy.ranks.size > 1
+        """Ranks take part in transfers of weights."""
         self._clock = LoopClock()
         self._publication_done = anyio.Event()
         self._publication_done.set()
@@ -141,8 +146,13 @@ class LearnerLoop:
 
     async def _step(self, tasks: anyio.abc.TaskGroup) -> None:
         update = self._trainer.updates
-        with self._clock.stage("wait"):
-            groups = await self._wait_for_groups(update)
+        async with anyio.create_task_group() as scoring:
+            scoring.start_soon(self._scorer.run, update)
+            with self._clock.stage("wait"):
+                groups = await self._wait_for_groups(update)
+            scoring.cancel_scope.cancel()
+            complete = time.perf_counter()
+        scored = time.perf_counter()
         with self._clock.stage("publish"):
             await self._acquire_device()
         self._ctx.report(RoleState.TRAINING, "", step=update + 1, groups=len(groups))
@@ -151,6 +161,7 @@ class LearnerLoop:
             if update + 1 < self._config.run.total_steps:
                 prefetching.start_soon(self._prefetcher.prefetch, update + 1)
             batch, report, choice = await anyio.to_thread.run_sync(self._train, update, groups, prefetched)
+            report.seconds["choose"] += scored - complete
             prefetching.cancel_scope.cancel()
         await self._session.consumed(update, trained_facts(batch, report, choice, self._config.replay.ess_guard.level))
         self.version += 1
@@ -173,7 +184,8 @@ class LearnerLoop:
     def _train(
         self, update: int, groups: tuple[Group, ...], prefetched: PrefetchedBatch | None
     ) -> tuple[Batch, StepReport, ReplayChoice]:
-        made = prefetched or make_batch(update, groups, self._config.replay, self._trainer.mean_entropies)
+        replay, trainer = self._config.replay, self._trainer
+        made = prefetched or make_batch(update, groups, replay, trainer.mean_entropies, self._scorer.scores(update))
         report = self._trainer.train(made.batch, self.version)
         if report.skipped is not None:
             write_skipped(self._ctx.directory.skipped, report.skipped)
@@ -181,6 +193,10 @@ class LearnerLoop:
         report.seconds["prepare"] += made.build_seconds
         self._tracer.record(made.batch, report)
         return made.batch, report, made.choice
+
+    def _may_score(self) -> bool:
+        """False where a pass would need the device of the engines, or ranks that take part in a transfer."""
+        return self._device is None and (self._publication_done.is_set() or not self._transfers)
 
     async def _wait_for_groups(self, update: int) -> tuple[Group, ...]:
         """The groups of the update; reports what is missing meanwhile."""
@@ -235,8 +251,7 @@ class LearnerLoop:
     async def _acquire_device(self) -> None:
         """Acquire a shared device, once the engines serve the version before. So do ranks that take part in a
         transfer: an engine that waits for them is paused."""
-        transfers = self._config.engine.weight_transfer == "ipc" and self._trainer.policy.ranks.size > 1
-        if self._device is None and not transfers:
+        if self._device is None and not self._transfers:
             return
         self._ctx.report(RoleState.PUBLISHING, "the engines to take the version before")
         await self._until_published()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import anyio.to_thread
 
 from learner.data.groups import Group
-from learner.data.replay_choice import ReplayChoice, Scorer, choose_replays, needs_scores
+from learner.data.replay_choice import CandidateScores, ReplayChoice, Scorer, choose_replays, needs_scores
 from learner.data.rows import Batch, Row, build_batch
 from learner.session import LearnerSession
 from pipeline.config.replay import ReplayConfig
@@ -41,10 +41,17 @@ class PrefetchedBatch:
         )
 
 
-def make_batch(update: int, groups: tuple[Group, ...], config: ReplayConfig, mean_entropies: Scorer) -> PrefetchedBatch:
-    """Choose stored rollouts and build the rows. Raises :class:`TrainingError`, or as :func:`choose_replays` does."""
+def make_batch(
+    update: int,
+    groups: tuple[Group, ...],
+    config: ReplayConfig,
+    mean_entropies: Scorer,
+    scores: CandidateScores | None = None,
+) -> PrefetchedBatch:
+    """Choose stored rollouts, with the ``scores`` that there are, and build the rows. Raises :class:`TrainingError`, or
+    as :func:`choose_replays` does."""
     start = time.perf_counter()
-    choice = choose_replays(groups, config, mean_entropies)
+    choice = choose_replays(groups, config, mean_entropies, scores)
     chosen = time.perf_counter()
     batch = build_batch(update, choice.groups)
     return PrefetchedBatch(groups, choice, batch, chosen - start, time.perf_counter() - chosen)

@@ -212,7 +212,7 @@ NUMBERS: Final = (
         lambda u: _mean([g.plan.baseline for g in u.batch.groups if g.plan.baseline is not None]),
         doc="Mean reward of the greedy rollouts, where groups have them.",
     ),
-    Number("", lambda u: u.choice.scored if u.choice else 0, M.scored_candidates_total),
+    Number("candidates_scored", lambda u: dict(u.choice.scored) if u.choice else {}, M.scored_candidates_total),
     Number("choice_failed", lambda u: len(u.choice.failed) if u.choice else 0, M.failed_choices_total),
     Number(
         "sampled_tokens_fresh", lambda u: sum(t.n_sampled for t in u.fresh), doc="Sampled tokens of fresh trajectories."
@@ -295,13 +295,14 @@ def step_line(update: Update) -> dict[str, Any]:
 def trained_facts(
     batch: Batch, report: StepReport, choice: ReplayChoice, guard_level: Literal["token", "sequence"] = "token"
 ) -> Trained:
-    """Facts of the update for the message CONSUMED. Entropies of trajectories of which only one turn was trained are
-    left out: they are not means over the trajectory. ``guard_level``: ratios that the ESS guard goes by."""
+    """Facts of the update for the message CONSUMED, entropies of candidates that were not chosen among them. Those of
+    trajectories of which only one turn was trained are left out: they are not means over the trajectory.
+    ``guard_level``: ratios that the ESS guard goes by."""
     s = report.statistics
     partial = {row.trajectory_index for row in batch.rows if not row.whole}
     groups, trajectory_index = {}, 0
     for group in batch.groups:
-        entropy = {}
+        entropy = dict(choice.entropies.get(group.group_id, {}))
         for trajectory in group.trajectories:
             value = s.entropy_by_trajectory.get(trajectory_index)
             if value is not None and trajectory_index not in partial:

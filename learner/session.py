@@ -158,6 +158,10 @@ class LearnerSession:
             await self._changed.wait()
         return self.assembler.peek(update)
 
+    def complete(self, update: int) -> tuple[Group, ...]:
+        """The groups of ``update`` that are complete so far, without taking them."""
+        return self.assembler.complete(update)
+
     async def changed(self) -> None:
         """Wait for any message."""
         await self._changed.wait()

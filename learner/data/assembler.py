@@ -157,7 +157,11 @@ class GroupAssembler:
         does."""
         if not self.ready(update):
             raise TrainingError(f"expected all groups of update {update}, got {self.progress(update)}")
-        groups = sorted(self._of(update), key=lambda g: g.plan.group_id)
+        return self.complete(update)
+
+    def complete(self, update: int) -> tuple[Group, ...]:
+        """The groups of ``update`` that are complete, as :meth:`take` returns them."""
+        groups = sorted((g for g in self._of(update) if g.complete), key=lambda g: g.plan.group_id)
         return tuple(
             Group(g.plan, tuple(g.members[i] for i in range(g.plan.delivered)), dict(g.stored_rollouts))
             for g in groups

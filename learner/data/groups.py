@@ -22,6 +22,8 @@ class StoredRollout:
     """Multiplies the loss of its tokens; denominators do not change."""
     entropy: float | None = None
     """Stored entropy, mean over sampled tokens, nats."""
+    entropy_age: int | None = None
+    """Versions since it was measured, when it was dispatched."""
     turn: int | None = None
     """The one turn that is trained; None: all."""
     age: int = 0
@@ -39,9 +41,11 @@ class StoredRollout:
         if header is None:
             return cls()
         entropy, turn, rate = header.get("entropy"), header.get("turn"), header.get("success_rate")
+        entropy_age = header.get("entropy_age")
         return cls(
             weight=float(header.get("weight", 1.0)),
             entropy=None if entropy is None else float(entropy),
+            entropy_age=None if entropy_age is None else int(entropy_age),
             turn=None if turn is None else int(turn),
             age=int(header.get("age", 0)),
             success_rate=None if rate is None else float(rate),

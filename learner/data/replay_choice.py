@@ -1,25 +1,31 @@
 """Choice of the stored trajectories that a group trains, by their entropy under the current policy.
 
-The stage delivers more candidates than are trained where ``replay.entropy`` is ``current``. One pass over all of them
-gives their mean entropies, which rank them (ExGRPO, arXiv:2510.02245, takes the lowest). Where that fails, the stage's
-own choice by stored entropy is trained, and the group is counted: a failed choice never stops a run.
+The stage delivers more candidates than are trained where ``replay.entropy`` is ``current``. Their mean entropies rank
+them (ExGRPO, arXiv:2510.02245, takes the lowest). They are measured while the learner waits for the other groups of the
+update (:mod:`learner.candidate_scorer`), with the weights that the update starts from. What was not measured then is
+measured in the update as far as ``replay.scoring_share`` allows, and ranked by its stored entropy beyond that. Where
+measuring fails, the stage's own choice is trained, and the group is counted: a failed choice never stops a run.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from learner.data.groups import Group
 from learner.data.rows import Row, trajectory_rows
 from pipeline.config.replay import ReplayConfig
 from pipeline.errors import Interrupted
+from pipeline.schema import Trajectory
 
 log = logging.getLogger(__name__)
 Scorer = Callable[[Sequence[Row]], Mapping[int, float]]
 """Mean entropy of the sampled tokens, nats, by ``Row.trajectory_index``."""
+TRAINING_PASSES = 2
+"""Cost of training a token, in scoring passes: 3 where its row has an advantage, 1 where it has none."""
+_Unscored = tuple[Group, Trajectory]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,59 +35,115 @@ class ReplayChoice:
     groups: tuple[Group, ...]
     failed: frozenset[str] = frozenset()
     """Ids of groups whose candidates could not be scored."""
-    scored: int = 0
-    """Candidates that were scored."""
+    scored: Mapping[str, int] = field(default_factory=dict)
+    """Candidates that were scored while ``waiting`` and in the ``update``."""
+    entropies: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Mean entropies under the current weights, nats, by group and trajectory id: of whole trajectories, chosen or
+    not."""
 
 
-def choose_replays(groups: Sequence[Group], config: ReplayConfig, mean_entropies: Scorer) -> ReplayChoice:
-    """Every group with its choice made. ``mean_entropies`` is called at most once, with the rows of all candidates.
+class CandidateScores:
+    """Mean entropies of the candidates of one update, with the weights that it starts from."""
+
+    def __init__(self, update: int = 0) -> None:
+        self.update = update
+        self._entropies: dict[tuple[str, str], float] = {}
+        """By group and trajectory; not a number: it could not be measured."""
+
+    def __len__(self) -> int:
+        return len(self._entropies)
+
+    def get(self, group: Group, trajectory: Trajectory) -> float | None:
+        """None: not measured; not finite: that failed."""
+        return self._entropies.get((group.group_id, trajectory.trajectory_id))
+
+    def unscored(self, groups: Iterable[Group]) -> list[_Unscored]:
+        """Candidates that a choice lacks: unknown ones first, then those that were measured longest ago."""
+        found = [(g, t) for g in groups if not g.settled for t in g.candidates if self.get(g, t) is None]
+
+        def key(pair: _Unscored) -> float:
+            stored = pair[0].stored_rollout(pair[1])
+            return -math.inf if stored.entropy is None or stored.entropy_age is None else -stored.entropy_age
+
+        return sorted(found, key=key)
+
+    def score(self, unscored: Sequence[_Unscored], mean_entropies: Scorer) -> None:
+        """Measure these in one pass. Raises only :class:`Interrupted`."""
+        rows: list[Row] = []
+        entropies: Mapping[int, float] = {}
+        for index, (group, trajectory) in enumerate(unscored):
+            try:
+                rows += trajectory_rows(trajectory, index, group.stored_rollout(trajectory))
+            except Exception as error:  # a candidate that cannot be scored may still be left out of the stored choice
+                log.warning("candidate %s cannot be scored: %s", trajectory.trajectory_id, error)
+        try:
+            entropies = mean_entropies(rows) if rows else entropies
+        except Interrupted:
+            raise
+        except Exception as error:
+            log.warning("%d candidates were not scored: %s: %s", len(unscored), type(error).__name__, error)
+        for index, (group, trajectory) in enumerate(unscored):
+            self._entropies[group.group_id, trajectory.trajectory_id] = entropies.get(index, math.nan)
+
+
+def choose_replays(
+    groups: Sequence[Group], config: ReplayConfig, mean_entropies: Scorer, scores: CandidateScores | None = None
+) -> ReplayChoice:
+    """Every group with its choice made. ``scores`` has what is measured already; ``mean_entropies`` is called at most
+    once for the rest.
 
     Raises only :class:`Interrupted`.
     """
     if not needs_scores(groups, config):
         return ReplayChoice(tuple(group.with_planned_replays() for group in groups))
-    open_groups = [group for group in groups if not group.settled]
-    rows: list[Row] = []
-    indices: dict[tuple[str, str], int] = {}
-    failed: dict[str, str] = {}
-    for group in open_groups:
-        try:
-            found = [(t.trajectory_id, trajectory_rows(t, 0, group.stored_rollout(t))) for t in group.candidates]
-        except Exception as error:  # a candidate that cannot be scored may still be left out of the stored choice
-            failed[group.group_id] = str(error)
-            continue
-        for name, parts in found:
-            index = indices[group.group_id, name] = len(indices)
-            rows += [replace(row, trajectory_index=index) for row in parts]
-    entropies: Mapping[int, float] = {}
-    if rows:
-        try:
-            entropies = mean_entropies(rows)
-        except Interrupted:
-            raise
-        except Exception as error:
-            failed.update({group.group_id: f"{type(error).__name__}: {error}" for group in open_groups})
-    settled = []
+    scores = CandidateScores() if scores is None else scores
+    waiting = len(scores)
+    affordable = list(within_tokens(scores.unscored(groups), _affordable_tokens(groups, config)))
+    if affordable:
+        scores.score(affordable, mean_entropies)
+    settled: list[Group] = []
+    failed: set[str] = set()
+    entropies: dict[str, dict[str, float]] = {}
     for group in groups:
-        if group.settled or group.group_id in failed:
-            settled.append(group.with_planned_replays())
+        if group.settled:
+            settled.append(group)
             continue
+        measured = [scores.get(group, t) for t in group.candidates]
+        stored = [group.stored_rollout(t) for t in group.candidates]
         names = [t.trajectory_id for t in group.candidates]
-        values = [entropies.get(indices[group.group_id, name]) for name in names]
-        if not all(value is not None and math.isfinite(value) for value in values):
-            failed[group.group_id] = f"entropies {values}"
+        if any(value is not None and not math.isfinite(value) for value in measured):
+            failed.add(group.group_id)
+            log.warning("candidates of %s were not scored (%s): the stored choice is trained", group.group_id, measured)
             settled.append(group.with_planned_replays())
             continue
-        settled.append(group.with_replayed(names[i] for i in ranked(values, config.select)[: group.n_replayed]))
-    for name, reason in failed.items():
-        log.warning("candidates of %s were not scored (%s): the stored choice is trained", name, reason)
-    return ReplayChoice(tuple(settled), frozenset(failed), len(indices))
+        entropies[group.group_id] = {
+            name: value
+            for name, value, facts in zip(names, measured, stored, strict=True)
+            if value is not None and facts.turn is None
+        }
+        known = [facts.entropy if value is None else value for value, facts in zip(measured, stored, strict=True)]
+        settled.append(group.with_replayed(names[i] for i in ranked(known, config.select)[: group.n_replayed]))
+    counts = {"waiting": waiting, "update": len(affordable)}
+    return ReplayChoice(tuple(settled), frozenset(failed), counts, entropies)
 
 
 def needs_scores(groups: Sequence[Group], config: ReplayConfig) -> bool:
     """True where :func:`choose_replays` asks for entropies under the current weights."""
-    scored = config.entropy == "current" and config.select != "random"
-    return scored and not all(group.settled for group in groups)
+    return scores_candidates(config) and not all(group.settled for group in groups)
+
+
+def scores_candidates(config: ReplayConfig) -> bool:
+    """True where the choice goes by the entropy under the current weights."""
+    return config.entropy == "current" and config.select != "random"
+
+
+def within_tokens(unscored: Iterable[_Unscored], tokens_max: float) -> Iterable[_Unscored]:
+    """The first ones, of at most so many tokens together."""
+    for group, trajectory in unscored:
+        tokens_max -= trajectory.n_tokens
+        if tokens_max < 0:
+            return
+        yield group, trajectory
 
 
 def ranked(entropies: Sequence[float | None], select: str) -> list[int]:
@@ -97,3 +159,12 @@ def ranked(entropies: Sequence[float | None], select: str) -> list[int]:
         return (True, 0.0) if value is None or not math.isfinite(value) else (False, sign * value)
 
     return sorted(range(len(entropies)), key=key)
+
+
+def _affordable_tokens(groups: Sequence[Group], config: ReplayConfig) -> float:
+    """Tokens of candidates whose scoring takes at most ``replay.scoring_share`` of the time of an update of these
+    groups."""
+    if config.scoring_share is None:
+        return math.inf
+    trained = sum(t.n_tokens for group in groups for t in group.with_planned_replays().trajectories)
+    return config.scoring_share * TRAINING_PASSES * trained

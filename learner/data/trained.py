@@ -15,7 +15,7 @@ class TrainedGroup:
     replayed: tuple[str, ...] = ()
     """Trajectory ids."""
     entropy: Mapping[str, float] = field(default_factory=dict)
-    """Exact entropy, nats, mean over sampled tokens, by trajectory id."""
+    """Exact entropy, nats, mean over sampled tokens, by trajectory id: of what was trained, and of candidates."""
     choice_failed: bool = False
     """Its candidates could not be scored: the stored choice was trained."""
 

@@ -160,8 +160,13 @@ class ReplayConfig(Section):
     """Order in which a task's stored trajectories are replayed, and kept longest: smallest mean entropy first, largest
     first, or random."""
     entropy: Literal["current", "stored"] = "current"
-    """Entropy that ``select`` compares. ``current``: that of the current policy, which the learner computes for the
-    candidates in one forward pass. ``stored``: that at collection, which costs nothing."""
+    """Entropy that ``select`` compares. ``current``: that of the current policy, which the learner measures while it
+    waits for rollouts, and in the update within ``scoring_share``. ``stored``: that which was measured last, or
+    estimated at collection; nothing is measured for the choice."""
+    scoring_share: float | None = Field(0.05, ge=0)
+    """Share of an update's time that the learner may spend in it on measuring entropies of candidates, estimated by
+    tokens. Those that were measured longest ago go first; what remains is ranked by its stored entropy. None: no bound,
+    all candidates are measured."""
     task_sampling: Literal["uniform", "normal", "priority"] = "normal"
     """Distribution of replay tasks. ``uniform``: all with the same probability. ``normal``: tasks with s successes of n
     have weight ``exp(-(s - n/2)^2 / 2)``, which prefers intermediate difficulty (ExGRPO); n is ``groups.n_rollout``, s

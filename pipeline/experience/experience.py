@@ -47,8 +47,8 @@ class UpdateEffects:
     """True if mixing had begun."""
     used: list[int] = field(default_factory=list)
     """``row_id`` of each entry that was trained as a replay."""
-    entropies: list[tuple[int, float | None]] = field(default_factory=list)
-    """``row_id`` of each entry that got another entropy, and the one before."""
+    entropies: list[tuple[int, float | None, int | None]] = field(default_factory=list)
+    """``row_id`` of each entry that got another entropy, and the one before with its version."""
 
 
 class UpdateHistory:
@@ -263,12 +263,13 @@ class Experience:
         used: Sequence[int],
         ess: Mapping[str, float | None],
         entropies: Mapping[int, float],
+        version: int,
         solve_rate: float | None,
     ) -> None:
-        """The update with this number was made.
+        """The update with this number was made, from weights of ``version``.
 
         ``used``: entries that it trained as replays, by ``row_id``. ``ess``: of its tokens, 0 to 1; the guard goes by
-        ``carried`` or, where that is missing, by ``replay``. ``entropies``: means of what it trained, nats, by
+        ``carried`` or, where that is missing, by ``replay``. ``entropies``: means that it measured, nats, by
         ``row_id``. ``solve_rate``: share of its fresh rollouts that succeeded.
         """
         if not self._enabled:
@@ -282,8 +283,8 @@ class Experience:
                 self._keeper.change(entry)
         for row_id, entropy in entropies.items():
             if math.isfinite(entropy) and (entry := self._pool.get(row_id)) is not None:
-                effects.entropies.append((row_id, entry.entropy))
-                entry.entropy = entropy
+                effects.entropies.append((row_id, entry.entropy, entry.entropy_version))
+                entry.entropy, entry.entropy_version = entropy, version
                 self._keeper.change(entry)
         self._updates.add(effects)
         carried = ess.get("carried")
@@ -303,9 +304,9 @@ class Experience:
         if not self._enabled:
             return
         for effects in self._updates.take_back(updates):
-            for row_id, entropy in effects.entropies:
+            for row_id, entropy, version in effects.entropies:
                 if (entry := self._pool.get(row_id)) is not None:
-                    entry.entropy = entropy
+                    entry.entropy, entry.entropy_version = entropy, version
                     self._keeper.change(entry)
             for row_id in effects.used:
                 if (entry := self._pool.get(row_id)) is not None:

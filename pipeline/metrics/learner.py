@@ -133,7 +133,10 @@ class LearnerMetrics(MetricSet):
     off_policy_token_ratio = gauge("Share of response tokens of the last batch with the off-policy loss, 0 to 1.")
     replay_age_versions = histogram("Learner version minus behaviour version of each replayed trajectory.", LAG)
     guard_learning_rate_ratio = gauge("Factor of the ESS guard on the last learning rate.")
-    scored_candidates_total = counter("Stored trajectories scored with the current policy.")
+    scored_candidates_total = counter(
+        "Stored trajectories scored with the current policy; when = waiting (for rollouts) or update (at its start).",
+        when=("waiting", "update"),
+    )
     failed_choices_total = counter("Groups trained with the stored choice, because scoring failed.")
 
     entropy_nats = gauge("Mean token entropy of the last batch.")

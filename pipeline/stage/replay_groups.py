@@ -160,6 +160,7 @@ class ReplayGroups:
             used=used,
             ess=report.ess,
             entropies={row_ids[t]: value for t, value in report.entropies.items() if t in row_ids},
+            version=version,
             solve_rate=self._solve_rate(groups),
         )
         if self.experience.factor != factor:
@@ -169,14 +170,18 @@ class ReplayGroups:
             self._store(group)
 
     def untrained(self, group: GroupRecord) -> None:
-        """The learner went back to weights without ``group``."""
-        n = sum(replay.chosen for replay in group.replays)
-        if n:
-            self._journal.count(Count.REPLAYS_TRAINED, -n)
-            self._journal.count(Count.REPLAYS_ROLLED_BACK, n)
-            for replay in group.replays:
-                replay.chosen = False
-            self._journal.replays(group)
+        """The learner went back to weights without ``group``, and makes its update again: with the choice that was
+        made then, so its other candidates are not sent."""
+        if not group.replays:
+            return
+        self._journal.count(Count.REPLAYS_TRAINED, -group.k)
+        self._journal.count(Count.REPLAYS_ROLLED_BACK, group.k)
+        others, group.replays = group.replays[group.k :], group.replays[: group.k]
+        for replay in others:
+            self._payloads.release(replay.row_id, replay.candidate.entry.n_bytes)
+        for replay in group.replays:
+            replay.chosen = False
+        self._journal.replays(group)
 
     def sent(self, replay: PinnedCandidate) -> dict[str, Any]:
         """The part of a DELIVERY header that tells a replayed trajectory from a fresh one."""
@@ -193,6 +198,7 @@ class ReplayGroups:
             "entropy": entry.entropy,
             "turn": candidate.turn,
             "age": replay.age,
+            "entropy_age": entry.entropy_age(self._batches.policy_version),
             "success_rate": entry.success_rate,
         }
 
@@ -257,15 +263,17 @@ class ReplayGroups:
         self._journal.count(Count.GROUPS_RESCUED)
 
     def _choose(self, group: GroupRecord, chosen: Sequence[str], version: int) -> None:
-        """Mark what was trained: what the learner says, or the stage's own choice."""
+        """Mark what was trained, and put it first in that order: what the learner says, or the stage's own choice."""
         if not group.replays:
             return
         stored = {replay.trajectory_id for replay in group.replays}
-        ids = set(chosen)
-        if len(ids) != group.k or not ids <= stored:
+        ids = list(dict.fromkeys(chosen))
+        if len(ids) != group.k or not stored.issuperset(ids):
             if chosen:
                 self._journal.count(Count.LEARNER_REPLAYED_UNKNOWN)
-            ids = {replay.trajectory_id for replay in group.replays[: group.k]}
+            ids = [replay.trajectory_id for replay in group.replays[: group.k]]
+        order = {trajectory_id: i for i, trajectory_id in enumerate(ids)}
+        group.replays.sort(key=lambda replay: order.get(replay.trajectory_id, len(order)))
         for replay in group.replays:
             replay.chosen = replay.trajectory_id in ids
             if replay.chosen:

@@ -28,7 +28,7 @@ _GROUP = 64
 _ATTEMPTS = 5
 """Attempts to open a checkpoint that its buffer replaces meanwhile."""
 KIND = frames.FileKind(
-    "buffer checkpoint", 2, "a checkpoint of a trajectory buffer",
+    "buffer checkpoint", 3, "a checkpoint of a trajectory buffer",
     "open it with the Afterplay that wrote it, or use another directory",
 )  # fmt: skip
 
@@ -49,14 +49,15 @@ class Checkpoint:
     """Trajectories ever added. Those that are not in ``rows`` were evicted."""
     end: tuple[int, int]
     """Segment and byte after the last record that this state knows."""
-    layouts: tuple[Layout, ...]
+    layout: Layout | None
+    """Layout of all trajectories; None before the first."""
     rows: Ints
-    """int64 ``[n, 7]``: see :data:`pipeline.store.buffer_index.COLUMNS`."""
+    """int64 ``[n, 6]``: see :data:`pipeline.store.buffer_index.COLUMNS`."""
 
     @property
     def segments(self) -> frozenset[int]:
         """Segments that must lie beside this checkpoint."""
-        return frozenset(int(s) for s in np.unique(self.rows[:, 4]))
+        return frozenset(int(s) for s in np.unique(self.rows[:, 3]))
 
 
 def write_checkpoint(directory: Path, state: Checkpoint) -> None:
@@ -69,7 +70,7 @@ def write_checkpoint(directory: Path, state: Checkpoint) -> None:
         "next_id": state.next_id,
         "added": state.added,
         "end": list(state.end),
-        "layouts": [layout.fields for layout in state.layouts],
+        "layout": state.layout.fields if state.layout is not None else None,
     }
     data = b"".join([KIND.magic, *frames.pack(header, [frames.array_bytes(state.rows.astype("<i8", copy=False))])])
     write_bytes_atomically(directory / NAME, data, durable=True)
@@ -98,7 +99,7 @@ def read_checkpoint(directory: Path) -> Checkpoint | None:
             next_id=header["next_id"],
             added=header["added"],
             end=(header["end"][0], header["end"][1]),
-            layouts=tuple(Layout.decode(orjson.dumps(fields)) for fields in header["layouts"]),
+            layout=Layout.decode(orjson.dumps(header["layout"])) if header["layout"] is not None else None,
             rows=np.frombuffer(rows, "<i8").reshape(-1, COLUMNS).astype(np.int64),
         )
     except (KeyError, IndexError, TypeError, ValueError, SchemaError) as error:
@@ -134,7 +135,7 @@ def recover(directory: Path, reader: SegmentReader, seed: int, *, newest: bool) 
     if state is None and numbers:
         raise StoreError(f"{directory} has segments but no checkpoint: restore it, or use an empty directory")
     if state is None:
-        state = Checkpoint(new_generation(), seed, 0, 0, 0, 0, (0, 0), (), np.zeros((0, COLUMNS), np.int64))
+        state = Checkpoint(new_generation(), seed, 0, 0, 0, 0, (0, 0), None, np.zeros((0, COLUMNS), np.int64))
         write_checkpoint(directory, state)
     saved = state
     check_places(reader, state)
@@ -159,8 +160,8 @@ def new_generation() -> int:
 def check_places(reader: SegmentReader, state: Checkpoint) -> None:
     """Raise :class:`StoreError` unless every payload that a state names lies within its segment."""
     for segment in state.segments:
-        rows = state.rows[state.rows[:, 4] == segment]
-        needed, size = int((rows[:, 5] + rows[:, 2]).max()), reader.size(segment)
+        rows = state.rows[state.rows[:, 3] == segment]
+        needed, size = int((rows[:, 4] + rows[:, 2]).max()), reader.size(segment)
         if needed > size:
             raise StoreError(
                 f"{segment_file(reader.directory, segment)} is cut off: expected {needed} bytes, got {size}. "
@@ -207,19 +208,15 @@ def _extended(
         end = (number, stop)
     if not records:
         return replace(state, end=end)
-    layouts = list(state.layouts)
-    numbers = {layout.encode(): i for i, layout in enumerate(layouts)}
+    layout = state.layout or Layout.decode(records[0].layout)
+    if any(record.layout != layout.encode() for record in records):
+        raise StoreError(f"{directory} has trajectories of several layouts. Restore it from a copy")
     added, evicted = records[-1].added, records[-1].evicted
     ordinals = [*range(state.added - len(state.rows) + 1, state.added + 1), *(r.added for r in records)]
     live = added - evicted
     if live > len(ordinals) or (live and ordinals[-live] != evicted + 1):
         raise StoreError(f"{directory} lacks a segment: some live trajectories are in none. Restore it from a copy")
-    new = []
-    for r in records:
-        if r.layout not in numbers:
-            numbers[r.layout] = len(layouts)
-            layouts.append(Layout.decode(r.layout))
-        new.append((r.id, r.units, r.n_bytes, numbers[r.layout], r.segment, r.offset, r.crc))
+    new = [(r.id, r.units, r.n_bytes, r.segment, r.offset, r.crc) for r in records]
     rows = np.concatenate([state.rows, np.asarray(new, np.int64)])
     return replace(
         state,
@@ -227,7 +224,7 @@ def _extended(
         next_id=max(state.next_id, records[-1].id + 1),
         added=added,
         end=end,
-        layouts=tuple(layouts),
+        layout=layout,
         rows=rows[len(rows) - live :],
     )
 
@@ -253,7 +250,7 @@ def write_copy(directory: Path, state: Checkpoint, payload: Callable[[Ints], byt
         state = replace(state, generation=new_generation())
         writer = SegmentWriter(directory, max(old, default=-1) + 1, state.generation)
         try:
-            rows = state.rows.copy()
+            rows, layout = state.rows.copy(), state.layout.encode() if state.layout is not None else b""
             evicted = state.added - len(rows)
             for at in range(0, len(rows), _GROUP):
                 records = [
@@ -263,13 +260,13 @@ def write_copy(directory: Path, state: Checkpoint, payload: Callable[[Ints], byt
                         evicted,
                         state.draws,
                         int(row[1]),
-                        state.layouts[int(row[3])].encode(),
+                        layout,
                         memoryview(payload(row)),
                     )
                     for i, row in enumerate(rows[at : at + _GROUP])
                 ]
                 placed = writer.append(records)
-                rows[at : at + _GROUP, 4:7] = [(r.segment, r.offset, r.crc) for r in placed]
+                rows[at : at + _GROUP, 3:6] = [(r.segment, r.offset, r.crc) for r in placed]
             writer.sync()
             write_checkpoint(directory, replace(state, rows=rows, end=(writer.number, writer.size)))
         except BaseException:

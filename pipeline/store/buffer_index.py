@@ -16,9 +16,9 @@ from pipeline.errors import NotEnough
 
 Ints = npt.NDArray[np.int64]
 NOT_WRITTEN = -1
-_ID, _UNITS, _BYTES, _LAYOUT, _SEGMENT, _OFFSET, _CRC, _END = range(8)
-COLUMNS = 7
-"""Columns of :meth:`BufferIndex.rows`: id, units, bytes, layout, segment, offset, checksum."""
+_ID, _UNITS, _BYTES, _SEGMENT, _OFFSET, _CRC, _END = range(7)
+COLUMNS = 6
+"""Columns of :meth:`BufferIndex.rows`: id, units, bytes, segment, offset, checksum."""
 
 
 class Entry(NamedTuple):
@@ -27,7 +27,6 @@ class Entry(NamedTuple):
     id: int
     units: int
     n_bytes: int
-    layout: int
     segment: int
     """:data:`NOT_WRITTEN` until its payload is durable."""
     offset: int
@@ -92,7 +91,7 @@ class BufferIndex:
         return self._table[self._first : self._stop, _ID]
 
     def rows(self) -> Ints:
-        """A copy, int64 ``[n, 7]``."""
+        """A copy, int64 ``[n, 6]``."""
         return self._table[self._first : self._stop, :COLUMNS].copy()
 
     def rows_at(self, positions: Ints) -> Ints:

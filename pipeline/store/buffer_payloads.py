@@ -1,8 +1,9 @@
 """Payloads of a trajectory buffer: their layout in bytes, a bounded cache, and reads from cache or segment.
 
 A payload is named arrays with one leading dimension, the *units* (steps, turns, tokens), stored as one C struct per
-unit. ``{"observation": [512, 72], "reward": [512]}`` becomes 512 records of 73 numbers each. A unit of a trajectory on
-disk is then one ``pread``, and a batch is a join of such reads. Views of the arrays come from the block without a copy.
+unit. ``{"observation": [512, 72], "reward": [512]}`` becomes 512 records of 73 numbers and a checksum each. A unit of a
+trajectory on disk is then one ``pread``, and a batch is a join of such reads. Views of the arrays come from the block
+without a copy. All trajectories of a buffer have one layout.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import orjson
 
 from pipeline.errors import SchemaError
 from pipeline.store.buffer_index import NOT_WRITTEN, Entry, Ints
-from pipeline.store.segments import SegmentReader
+from pipeline.store.segments import UNIT_CHECKSUM_BYTES, SegmentReader
 
 Array = npt.NDArray[Any]
 Block = npt.NDArray[np.void]
@@ -37,16 +38,31 @@ class Layout:
 
     def __post_init__(self) -> None:
         widest_first = sorted(self.fields, key=lambda f: -np.dtype(f[1]).itemsize)
-        object.__setattr__(self, "dtype", np.dtype(widest_first, align=True))
+        packed = np.dtype(widest_first, align=True)
+        names = [name for name, _, _ in widest_first]
+        formats = [packed[name] for name in names]
+        offsets = [packed.fields[name][1] for name in names] if packed.fields else []
+        end = offsets[-1] + formats[-1].itemsize + UNIT_CHECKSUM_BYTES
+        size = -(-end // packed.alignment) * packed.alignment
+        dtype = np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size})
+        object.__setattr__(self, "dtype", dtype)
+
+    def __str__(self) -> str:
+        """
+        >>> print(Layout((("done", "|b1", ()), ("x", "<f4", (5,)))))
+        'done': bool [], 'x': float32 [5]
+        """
+        return ", ".join(f"{name!r}: {np.dtype(dtype)} {list(shape)}" for name, dtype, shape in self.fields)
 
     @property
     def unit_bytes(self) -> int:
         return self.dtype.itemsize
 
     def pack(self, arrays: Mapping[str, Array], units: int) -> Block:
-        """A copy of ``arrays`` as one block."""
+        """A copy of ``arrays`` as one block. The checksums at the end of its units are written with it to disk."""
         # Holes between fields reach the disk: they must not show what the memory held before.
-        holes = self.unit_bytes != sum(self.dtype[name].itemsize for name, _, _ in self.fields)
+        filled = sum(self.dtype[name].itemsize for name, _, _ in self.fields) + UNIT_CHECKSUM_BYTES
+        holes = self.unit_bytes != filled
         block = (np.zeros if holes else np.empty)(units, self.dtype)
         for name, _, _ in self.fields:
             block[name] = arrays[name]
@@ -160,44 +176,34 @@ class Payloads:
         self.pending: dict[int, Block] = {}
         """Accepted and not yet durable, whether live or not."""
         self.reader: SegmentReader | None = None
-        self.layouts: list[Layout] = []
-        self._layout_numbers: dict[Layout, int] = {}
+        self.layout: Layout | None = None
+        """None until there is a trajectory."""
 
-    def layout_number(self, layout: Layout) -> int:
-        """By which the index names a layout; the same for equal ones."""
-        number = self._layout_numbers.get(layout)
-        if number is None:
-            number = self._layout_numbers[layout] = len(self.layouts)
-            self.layouts.append(layout)
-        return number
-
-    def common_layout(self, rows: Ints) -> Layout:
-        """The layout of these rows of the index. Raises :class:`SchemaError` if they have several."""
-        numbers = rows[:, 3]
-        if (numbers != numbers[0]).any():
-            a, b = (self.layouts[int(i)].fields for i in np.unique(numbers)[:2])
+    def check_layout(self, layout: Layout) -> None:
+        """Raise :class:`SchemaError` unless trajectories of this layout can be in a batch with those of the buffer."""
+        if self.layout not in (None, layout):
             raise SchemaError(
-                f"expected drawn trajectories of one layout to make a batch, got {a} and {b}: use draw and get"
+                f"expected a trajectory with the arrays of this buffer, {self.layout}, got {layout}: "
+                "add it to a buffer of its own"
             )
-        return self.layouts[int(numbers[0])]
 
-    def gather(self, rows: Ints, units: Ints, layout: Layout) -> bytearray:
-        """The bytes of one unit of each row, one after the other."""
-        size = layout.unit_bytes
+    def gather(self, rows: Ints, units: Ints) -> dict[str, Array]:
+        """Named arrays of one unit of each row."""
+        assert self.layout is not None
+        size = self.layout.unit_bytes
         parts: list[bytes | memoryview] = []
-        offsets = rows[:, 5] + units * size
         for trajectory, unit, segment, offset in zip(
-            rows[:, 0].tolist(), (units * size).tolist(), rows[:, 4].tolist(), offsets.tolist(), strict=True
+            rows[:, 0].tolist(), units.tolist(), rows[:, 3].tolist(), rows[:, 4].tolist(), strict=True
         ):
-            data = self.cache.bytes_of(trajectory)
+            data, at = self.cache.bytes_of(trajectory), unit * size
             if data is None and segment == NOT_WRITTEN:
                 data = raw(self.pending[trajectory])
             if data is not None:
-                parts.append(data[unit : unit + size])
+                parts.append(data[at : at + size])
             else:
                 assert self.reader is not None
-                parts.append(self.reader.read(segment, offset, size))
-        return bytearray().join(parts)
+                parts.append(self.reader.read_unit(segment, offset + at, size, unit))
+        return self.layout.unpack(bytearray().join(parts))
 
     def block(self, entry: Entry) -> Block:
         """All units of a live trajectory."""
@@ -205,8 +211,9 @@ class Payloads:
         if block is None:
             block = self.pending.get(entry.id)
         if block is None:
+            assert self.layout is not None
             data = self.stored(entry.segment, entry.offset, entry.n_bytes, entry.crc)
-            block = np.frombuffer(data, self.layouts[entry.layout].dtype)
+            block = np.frombuffer(data, self.layout.dtype)
         return block
 
     def load(self, entry: Entry) -> None:

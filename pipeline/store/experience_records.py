@@ -52,7 +52,9 @@ class PoolEntry:
     duration_seconds: float
     entropy: float | None = None
     """Mean over sampled tokens, nats: at collection ``-mean(log mu)``, which estimates it without bias, later the exact
-    one when the learner has trained it. None: unknown, which ranks worst."""
+    one that the learner measured last. None: unknown, which ranks worst."""
+    entropy_version: int | None = None
+    """Policy version that the learner measured ``entropy`` with; None: it did not."""
     success_rate: float | None = None
     """Success rate of the policy that sampled it on its task, estimated when it was saved; None: unknown (a
     demonstration)."""
@@ -86,6 +88,13 @@ class PoolEntry:
     def age(self, version: int) -> int:
         """Versions since its oldest token was sampled; 0 for one that no policy of this run sampled."""
         return max(0, version - self.version_min) if self.recorded else 0
+
+    def entropy_age(self, version: int) -> int | None:
+        """Versions since ``entropy`` was measured, or estimated at collection; None where it is unknown."""
+        if self.entropy is None:
+            return None
+        at = self.version_max if self.entropy_version is None else self.entropy_version
+        return max(0, version - at)
 
 
 @dataclass(slots=True)

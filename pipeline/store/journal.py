@@ -33,7 +33,7 @@ def replay_rows(g: GroupRecord) -> Iterator[Row]:
         candidate, entry = replay.candidate, replay.candidate.entry
         yield (
             g.group_number, position, entry.row_id, candidate.weight, candidate.turn, replay.chosen, replay.age,
-            entry.saved, entry.entropy, entry.success_rate, entry.recorded,
+            entry.saved, entry.entropy, entry.entropy_version, entry.success_rate, entry.recorded,
         )  # fmt: skip
 
 
@@ -53,7 +53,10 @@ def trajectory_row(t: TrajectoryRecord, trajectory_id: str | None = None) -> Row
 
 
 def pool_row(e: PoolEntry) -> Row:
-    return (e.row_id, e.trajectory_id, e.task.task_id, e.saved, e.entropy, e.success_rate, e.recorded, e.uses)
+    return (
+        e.row_id, e.trajectory_id, e.task.task_id, e.saved, e.entropy, e.entropy_version, e.success_rate, e.recorded,
+        e.uses,
+    )  # fmt: skip
 
 
 def stored_group_row(g: StoredGroup) -> Row:

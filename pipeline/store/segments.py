@@ -3,7 +3,8 @@
 A segment is a file of records (:mod:`pipeline.transport.frames`). The first has no body and says which generation of
 the buffer the segment belongs to; each of the others is one trajectory, with everything in its header that the index
 needs. So trajectories added after the last checkpoint are found by reading the headers after it. A record that a dying
-process wrote only in part is dropped; damage anywhere else is an error.
+process wrote only in part is dropped; damage anywhere else is an error. A payload has a checksum as a whole, and one in
+the last four bytes of each of its units, so that a unit that is read alone is checked too.
 
 :class:`BackgroundWriter` *consumes* records and *produces* handles that are done once a record is durable, with one
 ``fdatasync`` for everything that came meanwhile (group commit). *waits for*: the disk. *unblocked by*:
@@ -22,6 +23,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import orjson
 
 from pipeline.errors import StoreError
@@ -31,10 +33,13 @@ from pipeline.transport.protocol import Buffer
 
 KIND = frames.FileKind(
     "segment",
-    2,
+    3,
     "a segment of a trajectory buffer",
     "open it with the Afterplay that wrote it, or use another directory",
 )
+UNIT_CHECKSUM_BYTES = 4
+_CRC_RESIDUE = 0x2144DF1C
+"""CRC-32 of any bytes that end with their own CRC-32."""
 _NAME = re.compile(r"segment-(\d{8})\.data")
 
 
@@ -75,6 +80,18 @@ def _start(generation: int) -> bytes:
 START_BYTES = len(_start(0))
 
 
+def _with_checksums(payload: memoryview, units: int) -> memoryview:
+    """A copy of a payload with the CRC-32 of each unit in its last four bytes, little-endian. It begins with the number
+    of the unit, so that a unit is right in one place only."""
+    data = memoryview(bytearray(payload))
+    size = len(data) // units
+    end, starts = size - UNIT_CHECKSUM_BYTES, range(0, len(data), size)
+    sums = (zlib.crc32(data[at : at + end], number) for number, at in enumerate(starts))
+    table = np.frombuffer(data, np.uint8).reshape(units, size)
+    table[:, end:] = np.fromiter(sums, "<u4", units).view(np.uint8).reshape(units, UNIT_CHECKSUM_BYTES)
+    return data
+
+
 class SegmentWriter:
     """Appends records to one new segment file. Used by one thread."""
 
@@ -92,7 +109,8 @@ class SegmentWriter:
         for record in records:
             assert record.payload is not None
             fields = record.id, record.added, record.evicted, record.draws, record.units
-            head, payload = frames.pack({"record": fields, "layout": orjson.Fragment(record.layout)}, [record.payload])
+            checked = _with_checksums(record.payload, record.units)
+            head, payload = frames.pack({"record": fields, "layout": orjson.Fragment(record.layout)}, [checked])
             buffers += [head, payload]
             at += len(head)
             placed.append(
@@ -135,15 +153,25 @@ class SegmentReader:
             self._fds[number] = fd
         return fd
 
-    def read(self, segment: int, offset: int, n_bytes: int, crc: int | None = None) -> bytes:
-        """Bytes of a payload; with ``crc`` they are checked."""
+    def read(self, segment: int, offset: int, n_bytes: int, crc: int) -> bytes:
+        """A whole payload with this checksum."""
         data = os.pread(self.open(segment), n_bytes, offset)
-        if len(data) != n_bytes or (crc is not None and zlib.crc32(data) != crc):
-            raise StoreError(
-                f"{segment_file(self.directory, segment)} is damaged at byte {offset}: expected {n_bytes} bytes with "
-                f"the checksum of the index. Restore the directory from a copy"
-            )
+        if len(data) != n_bytes or zlib.crc32(data) != crc:
+            raise self._damaged(segment, offset, n_bytes)
         return data
+
+    def read_unit(self, segment: int, offset: int, n_bytes: int, number: int) -> bytes:
+        """One unit of a payload, its ``number`` there, with the checksum at its end."""
+        data = os.pread(self.open(segment), n_bytes, offset)
+        if len(data) != n_bytes or zlib.crc32(data, number) != _CRC_RESIDUE:
+            raise self._damaged(segment, offset, n_bytes)
+        return data
+
+    def _damaged(self, segment: int, offset: int, n_bytes: int) -> StoreError:
+        return StoreError(
+            f"{segment_file(self.directory, segment)} is damaged at byte {offset}: expected {n_bytes} bytes with "
+            "their checksum. Restore the directory from a copy"
+        )
 
     def forget(self, number: int) -> None:
         fd = self._fds.pop(number, None)

@@ -55,12 +55,14 @@ _FACTS = (
     "t.trajectory_id, t.reward, t.n_turns, t.n_tokens, t.n_sampled, t.n_bytes, t.version_min, t.version_max, "
     "t.duration_seconds"
 )
-POOL_COLUMNS = f"p.row_id, p.task_id, p.saved, p.entropy, p.success_rate, p.recorded, p.uses, {_FACTS}"
+POOL_COLUMNS = (
+    f"p.row_id, p.task_id, p.saved, p.entropy, p.entropy_version, p.success_rate, p.recorded, p.uses, {_FACTS}"
+)
 STORED_GROUP_COLUMNS = f"s.group_number, s.task, s.saved, s.uses, s.success_rate, t.row_id, t.entropy, {_FACTS}"
 """Columns of one member. The members of a group follow one another."""
 REPLAY_COLUMNS = (
-    "r.group_number, r.weight, r.turn, r.chosen, r.age, r.row_id, r.saved, r.entropy, r.success_rate, r.recorded, "
-    f"{_FACTS}"
+    "r.group_number, r.weight, r.turn, r.chosen, r.age, r.row_id, r.saved, r.entropy, r.entropy_version, "
+    f"r.success_rate, r.recorded, {_FACTS}"
 )
 
 
@@ -140,9 +142,18 @@ def _task_record(row: Sequence[Any]) -> TaskRecord:
 
 
 def _entry(row: Sequence[Any], tasks: Mapping[str, TaskRecord]) -> PoolEntry:
-    row_id, task_id, saved, entropy, success_rate, recorded, uses, trajectory_id, *facts = row
-    marks = {"entropy": entropy, "success_rate": success_rate, "recorded": bool(recorded), "uses": uses}
+    row_id, task_id, saved, entropy, version, success_rate, recorded, uses, trajectory_id, *facts = row
+    marks = {**_marks(entropy, version, success_rate, recorded), "uses": uses}
     return PoolEntry(row_id, trajectory_id, tasks[task_id].task, saved, *facts, **marks)
+
+
+def _marks(entropy: float | None, version: int | None, success_rate: float | None, recorded: int) -> dict[str, Any]:
+    return {
+        "entropy": entropy,
+        "entropy_version": version,
+        "success_rate": success_rate,
+        "recorded": bool(recorded),
+    }
 
 
 def _stored_groups(rows: Iterable[Sequence[Any]]) -> list[StoredGroup]:
@@ -156,10 +167,10 @@ def _stored_groups(rows: Iterable[Sequence[Any]]) -> list[StoredGroup]:
 
 def _replay(row: Sequence[Any], task: Task, pooled: Mapping[int, PoolEntry]) -> PinnedCandidate:
     """A replay of a group; the pool may have let go of it since."""
-    _, weight, turn, chosen, age, row_id, saved, entropy, success_rate, recorded, trajectory_id, *facts = row
+    _, weight, turn, chosen, age, row_id, saved, entropy, version, success_rate, recorded, trajectory_id, *facts = row
     entry = pooled.get(row_id)
     if entry is None:
-        marks = {"entropy": entropy, "success_rate": success_rate, "recorded": bool(recorded)}
+        marks = _marks(entropy, version, success_rate, recorded)
         entry = PoolEntry(row_id, trajectory_id, task, saved, *facts, **marks)
     return PinnedCandidate(Candidate(entry, weight, turn), bool(chosen), age)
 

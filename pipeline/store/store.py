@@ -81,7 +81,7 @@ saved = excluded.saved, crc = excluded.crc"""
 _SAMPLED = "UPDATE trajectories SET samples = samples + 1, crc = crc + 1 WHERE row_id = ?"
 _REPLACED = {
     table: f"INSERT OR REPLACE INTO {table} VALUES ({','.join('?' * width)})"
-    for table, width in (("group_replays", 12), ("orders", 12), ("pool", 9), ("stored_groups", 7), ("tasks", 9))
+    for table, width in (("group_replays", 13), ("orders", 12), ("pool", 10), ("stored_groups", 7), ("tasks", 9))
 }
 _META = "INSERT OR REPLACE INTO meta VALUES (?,?)"
 
@@ -289,6 +289,8 @@ class ReplayStore:
             try:
                 many(_GROUP, _digested("groups", changes.groups))
                 many(_TRAJECTORY, _digested("trajectories", changes.trajectories))
+                replay_groups = {row[0] for row in changes.replays}
+                many("DELETE FROM group_replays WHERE group_number = ?", ((n,) for n in replay_groups))
                 for table, written in (
                     ("group_replays", changes.replays), ("orders", changes.orders), ("pool", changes.pool),
                     ("stored_groups", changes.stored_groups), ("tasks", changes.tasks),

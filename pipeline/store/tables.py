@@ -28,7 +28,7 @@ CREATE INDEX groups_kept ON groups (group_number) WHERE kept = 1;
 CREATE TABLE group_replays (
     group_number INTEGER NOT NULL, position INTEGER NOT NULL, row_id INTEGER NOT NULL, weight REAL NOT NULL,
     turn INTEGER, chosen INTEGER NOT NULL, age INTEGER NOT NULL, saved INTEGER NOT NULL, entropy REAL,
-    success_rate REAL, recorded INTEGER NOT NULL, crc INTEGER NOT NULL,
+    entropy_version INTEGER, success_rate REAL, recorded INTEGER NOT NULL, crc INTEGER NOT NULL,
     PRIMARY KEY (group_number, position)
 ) WITHOUT ROWID;
 CREATE TABLE orders (
@@ -52,7 +52,7 @@ CREATE TABLE payloads (
 );
 CREATE TABLE pool (
     row_id INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, task_id TEXT NOT NULL, saved INTEGER NOT NULL,
-    entropy REAL, success_rate REAL, recorded INTEGER NOT NULL, uses INTEGER NOT NULL,
+    entropy REAL, entropy_version INTEGER, success_rate REAL, recorded INTEGER NOT NULL, uses INTEGER NOT NULL,
     crc INTEGER NOT NULL
 );
 CREATE TABLE stored_groups (

@@ -155,7 +155,8 @@ class TrajectoryBuffer:
 
         The handle's result is the trajectory's id, there once it is durable (without a directory: at once); a write
         that fails is its exception. Waits while ``pending_bytes_max`` are not written. Raises :class:`SchemaError`
-        for arrays that are no trajectory, :class:`StoreError` after a failed write or :meth:`close`.
+        for arrays that are no trajectory or not like those before, :class:`StoreError` after a failed write or
+        :meth:`close`.
         """
         layout, units = layout_of(arrays)
         block = layout.pack(arrays, units)
@@ -168,6 +169,7 @@ class TrajectoryBuffer:
             if self._writer is not None:
                 self._writer.check()
             with self._state:
+                self._payloads.check_layout(layout)
                 record = self._insert(layout, block, identity)
             if self._writer is None:
                 handle: Future[int] = Future()
@@ -178,15 +180,13 @@ class TrajectoryBuffer:
     def sample(self, n: int) -> Batch:
         """Draw ``n`` units, uniformly with replacement over the units of the window.
 
-        Raises :class:`NotEnough` when the window has fewer, :class:`SchemaError` when the drawn trajectories have
-        different layouts (use :meth:`draw` and :meth:`get` for those).
+        Raises :class:`NotEnough` when the window has fewer, :class:`StoreError` for a unit that is damaged on disk.
         """
         with self._state:
             positions, units = self._draws.next(self._index, self.window, n)
             rows = self._index.rows_at(positions)
-            layout = self._payloads.common_layout(rows)
-            data = self._payloads.gather(rows, units, layout)
-        return Batch(layout.unpack(data), rows[:, 0], units)
+            arrays = self._payloads.gather(rows, units)
+        return Batch(arrays, rows[:, 0], units)
 
     def draw(self, n: int) -> tuple[Ints, Ints]:
         """Ids and units that :meth:`sample` would have drawn, int64 ``[n]`` each, without their payloads."""
@@ -240,8 +240,8 @@ class TrajectoryBuffer:
             self.flush()
             with self._state:
                 end = self._writer.end if self._writer is not None else (0, 0)
-                layouts, rows = tuple(self._payloads.layouts), self._index.rows()
-                state = Checkpoint(self._generation, *self._draws.state, self._next_id, self._added, end, layouts, rows)
+                layout, rows = self._payloads.layout, self._index.rows()
+                state = Checkpoint(self._generation, *self._draws.state, self._next_id, self._added, end, layout, rows)
                 if self.directory is None:
                     return state, self._payloads.in_memory(self.ids())
                 self._segments.saving = state.segments
@@ -275,11 +275,11 @@ class TrajectoryBuffer:
             self._next_id, self._added = state.next_id, state.added
             self._segments.checkpointed = found.checkpointed
             self._segments.found(found.segments)
-            for layout in state.layouts:
-                self._payloads.layout_number(layout)
+            self._payloads.layout = state.layout
             for row in state.rows.tolist():
-                self._index.add(Entry(*row))
-                self._segments.add(row[4])
+                entry = Entry(*row)
+                self._index.add(entry)
+                self._segments.add(entry.segment)
             self._evict()
         except BaseException:
             self._payloads.close()
@@ -293,8 +293,8 @@ class TrajectoryBuffer:
 
     def _insert(self, layout: Layout, block: Block, identity: int | None) -> Record:
         trajectory = self._next_id if identity is None else identity
-        number = self._payloads.layout_number(layout)
-        self._index.add(Entry(trajectory, len(block), block.nbytes, number, NOT_WRITTEN, NOT_WRITTEN, 0))
+        self._payloads.layout = layout
+        self._index.add(Entry(trajectory, len(block), block.nbytes, NOT_WRITTEN, NOT_WRITTEN, 0))
         self._next_id = trajectory + 1
         self._added += 1
         self._payloads.cache.add(trajectory, block)
@@ -326,7 +326,8 @@ class TrajectoryBuffer:
 
     def _stored(self, row: Ints) -> bytes:
         with self._state:
-            return self._payloads.stored(int(row[4]), int(row[5]), int(row[2]), int(row[6]))
+            entry = Entry(*row.tolist())
+            return self._payloads.stored(entry.segment, entry.offset, entry.n_bytes, entry.crc)
 
 
 def load(
@@ -354,10 +355,11 @@ def load(
         try:
             if len(buffer):
                 raise StoreError(f"expected {directory} to be empty, got a buffer of {len(buffer)} trajectories")
-            for identity, _, n_bytes, layout, segment, offset, crc in rows.tolist():
-                data = reader.read(segment, offset, n_bytes, crc)
-                shape = state.layouts[layout]
-                buffer.add_block(shape, np.frombuffer(data, shape.dtype), identity)
+            for row in rows.tolist():
+                entry = Entry(*row)
+                data = reader.read(entry.segment, entry.offset, entry.n_bytes, entry.crc)
+                assert state.layout is not None
+                buffer.add_block(state.layout, np.frombuffer(data, state.layout.dtype), entry.id)
             buffer.restore(replace(state, stream=rank if world_size > 1 else state.stream))
             if directory is not None:
                 buffer.save()

@@ -58,7 +58,7 @@ RECORDED = [
     "checkpoint.at_end=false",
 ]
 OF_THE_MACHINE = {"time", "started", "finished", "seconds", "tokens_per_second", "published", "saved"}
-OF_THE_MACHINE |= {"mfu", "peak_memory_bytes"}
+OF_THE_MACHINE |= {"mfu", "peak_memory_bytes", "candidates_scored"}
 OF_THE_VERSION = {
     "policy_version",
     "staleness_mean",

@@ -68,6 +68,7 @@ def page_of(
         "run": reader.name,
         "count": listing.count,
         "notes": reader.notes,
+        "replay": reader.replay,
         "traces_trained": reader.keeps_trained,
         "tokenizer": vocabulary.known,
     }

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipeline.cli.viewer.progress import read_lines
+from pipeline.cli.viewer.replay_account import replay_account
 from pipeline.config import RunConfig
 from pipeline.errors import SchemaError, StoreError, WireError
 from pipeline.runtime.rundir import RunDirectory
@@ -75,6 +77,13 @@ class RunReader:
         for entry in scan_traces(trace_files(directory.traces)):
             self._traces.setdefault(entry.trajectory_id, []).append(entry)
         self.keeps_trained = config.traces.trained
+        self._metrics = directory.metrics_file
+        self._replay = config.replay
+
+    @property
+    def replay(self) -> str:
+        """Account of what replay added to the run; empty where it added nothing."""
+        return replay_account(read_lines(self._metrics), self._replay.ess_guard.level) if self._replay.enabled else ""
 
     def listing(self, filters: Filters, sort: Sort = "newest", reverse: bool = False, limit: int = 50) -> Listing:
         """No payload is read. Raises :class:`StoreError`."""

@@ -14,6 +14,7 @@ import pytest
 
 from pipeline.errors import NotEnough, SchemaError, StoreError
 from pipeline.store import buffer_checkpoint, segments
+from pipeline.store.buffer_index import UnitDraws
 from pipeline.store.buffer_payloads import join_steps
 from pipeline.store.trajectory_buffer import TrajectoryBuffer, load
 
@@ -106,7 +107,7 @@ def test_a_copy_that_was_cut_off_is_not_taken_for_newer_trajectories(tmp_path):
     with filled(None, 5, seed=1) as other:
         state, blocks = other.snapshot()
         w = segments.SegmentWriter(tmp_path / "b", 7, 12345)
-        record = segments.Record(9, 9, 0, 0, 4, state.layouts[0].encode(), memoryview(blocks[0]))
+        record = segments.Record(9, 9, 0, 0, 4, state.layout.encode(), memoryview(blocks[0]))
         w.append([record])
         w.close()
     with TrajectoryBuffer(tmp_path / "b") as again:
@@ -202,6 +203,54 @@ def test_damage_is_an_error_and_changes_nothing(tmp_path):
             opened.get(i)
 
 
+def next_unit(buffer):
+    """The unit that the next draw of one gives."""
+    return int(UnitDraws(*buffer._draws.state).next(buffer._index, buffer.window, 1)[1][0])
+
+
+@pytest.mark.parametrize("saved", ["written", "copied"])
+def test_a_flipped_byte_is_never_in_a_sample(tmp_path, saved):
+    """Of every byte of a payload, in turn: a draw of its unit without cache is an error, a draw of another is not."""
+    with filled(tmp_path / "b" if saved == "written" else None, 1) as buffer:
+        buffer.save(tmp_path / "b")
+    (number,) = segments.segment_numbers(tmp_path / "b")
+    file = segments.segment_file(tmp_path / "b", number)
+    with TrajectoryBuffer(tmp_path / "b", cache_bytes=0) as opened:
+        entry = opened._index.at(0)
+        start, unit_bytes = entry.offset, entry.n_bytes // 4
+        for at in range(4 * unit_bytes):
+            damage(file, start + at)
+            if next_unit(opened) == at // unit_bytes:
+                with pytest.raises(StoreError, match="damaged at byte"):
+                    opened.sample(1)
+            else:
+                assert (opened.sample(1).arrays["x"] == 0).all()
+            while next_unit(opened) != at // unit_bytes:
+                opened.draw(1)
+            with pytest.raises(StoreError, match="damaged at byte"):
+                opened.sample(1)
+            damage(file, start + at)
+        assert len(opened.sample(4).ids) == 4
+
+
+def test_a_unit_in_the_place_of_another_is_never_in_a_sample(tmp_path):
+    with TrajectoryBuffer(tmp_path / "b", cache_bytes=0) as buffer:
+        buffer.add({"x": np.arange(4, dtype=np.float32)}).result(10)
+        entry = buffer._index.at(0)
+        at, size = entry.offset, entry.n_bytes // 4
+        file = segments.segment_file(tmp_path / "b", entry.segment)
+        data = file.read_bytes()
+        file.write_bytes(data[:at] + data[at + size : at + 2 * size] * 4 + data[at + 4 * size :])
+        for unit in range(4):
+            while next_unit(buffer) != unit:
+                buffer.draw(1)
+            if unit == 1:
+                assert buffer.sample(1).arrays["x"] == 1
+            else:
+                with pytest.raises(StoreError, match="damaged at byte"):
+                    buffer.sample(1)
+
+
 @pytest.mark.parametrize("which", ["checkpoint", "segment"])
 def test_a_buffer_of_another_format_is_refused_and_stays_as_it_was(tmp_path, which):
     with filled(tmp_path / "b", 3) as buffer:
@@ -211,12 +260,12 @@ def test_a_buffer_of_another_format_is_refused_and_stays_as_it_was(tmp_path, whi
         kind, file = segments.KIND, segments.segment_file(tmp_path / "b", 0)
     data = file.read_bytes()
     assert data.startswith(kind.magic)
-    file.write_bytes(data.replace(b" 2\n", b" 1\n", 1))
+    file.write_bytes(data.replace(b" 3\n", b" 1\n", 1))
     after = {p.name: p.read_bytes() for p in (tmp_path / "b").iterdir()}
     for opened in (TrajectoryBuffer, load):
         with pytest.raises(StoreError) as caught:
             opened(tmp_path / "b")
-        assert str(caught.value) == f"expected {file} to be {kind.noun} (format 2), got format 1: {kind.remedy}"
+        assert str(caught.value) == f"expected {file} to be {kind.noun} (format 3), got format 1: {kind.remedy}"
     assert {p.name: p.read_bytes() for p in (tmp_path / "b").iterdir()} == after
 
 
@@ -295,20 +344,31 @@ def test_what_is_no_trajectory_is_refused(arrays, words):
         TrajectoryBuffer().add(dict(reversed(arrays.items())))
 
 
-def test_layouts_may_differ_between_trajectories_but_not_in_a_batch():
-    buffer = TrajectoryBuffer()
-    steps = {"x": join_steps(np.zeros((64, 8, 5), np.float32)), "done": join_steps(np.zeros((64, 8), bool))}
-    tokens = {"ids": np.arange(30, dtype=np.int32), "logprobs": np.zeros(30, ">f4")}
-    a, b = buffer.add(steps).result(), buffer.add(tokens).result()
-    assert buffer.get(a)["x"].shape == (512, 5) and (buffer.get(b)["ids"] == tokens["ids"]).all()
-    with pytest.raises(SchemaError, match="one layout"):
-        buffer.sample(500)
-    buffer.window = 1
-    assert buffer.sample(30).arrays["logprobs"].dtype == np.dtype("<f4")
+@pytest.mark.parametrize("reopened", [False, True])
+def test_a_buffer_has_one_layout(tmp_path, reopened):
+    """What could not be in a batch with the others is refused when it is added, and nothing changes."""
+    steps = {"x": join_steps(np.zeros((64, 8, 5), np.float32)), "logprobs": np.zeros(512, "<f4")}
+    buffer = TrajectoryBuffer(tmp_path / "b")
+    first = buffer.add(steps).result(10)
+    if reopened:
+        buffer.close()
+        buffer = TrajectoryBuffer(tmp_path / "b")
+    before = buffer.statistics()
+    for name, other in [("x", np.zeros((3, 6), np.float32)), ("x", np.zeros((3, 5))), ("y", np.zeros(3, bool))]:
+        arrays = {"x": np.zeros((3, 5), np.float32), "logprobs": np.zeros(3, ">f4"), name: other}
+        with pytest.raises(SchemaError, match="a buffer of its own") as caught:
+            buffer.add(arrays)
+        assert "'x': float32 [5]" in str(caught.value)
+    with pytest.raises(SchemaError, match="a buffer of its own"):
+        buffer.add({"x": np.zeros((3, 5), np.float32)})
+    assert buffer.statistics() == before
+    assert buffer.add({"x": np.ones((2, 5), np.float32), "logprobs": np.ones(2, ">f4")}).result(10) == first + 1
+    assert buffer.sample(500).arrays["logprobs"].dtype == np.dtype("<f4")
     with pytest.raises(ValueError, match="read-only"):
-        buffer.get(b)["ids"][0] = 1
+        buffer.get(first)["x"][0] = 1
     with pytest.raises(NotEnough):
-        buffer.sample(31)
+        buffer.sample(515)
+    buffer.close()
 
 
 def test_the_example_of_the_page_works(tmp_path, monkeypatch, capsys):

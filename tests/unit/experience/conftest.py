@@ -141,7 +141,7 @@ class History:
         ess = {"all": 0.5, "fresh": 1.0, "replay": (None, 0.1, 0.9, math.nan)[x % 4]}
         entropies = {row_id: ((row_id * 7 + x) % 13) / 3 for row_id in held[::2]}
         about = {"used": used, "ess": ess, "entropies": entropies, "solve_rate": (x % 10) / 10}
-        self.experience.consumed(update=self.updates, **about)
+        self.experience.consumed(update=self.updates, version=self.version, **about)
         self.updates += 1
 
     def write(self) -> None:

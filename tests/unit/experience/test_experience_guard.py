@@ -33,7 +33,7 @@ class Loop:
         used = [c.entry.row_id for plan in plans for c in plan.candidates[: plan.k]]
         carried = None if not used else 0.01 if self.stale.intersection(used) else 0.9
         ess = {"all": 0.9, "fresh": 1.0, "replay": 1.0 if used else None, "carried": carried}
-        self.experience.consumed(update=0, used=used, ess=ess, entropies={}, solve_rate=None)
+        self.experience.consumed(update=0, version=0, used=used, ess=ess, entropies={}, solve_rate=None)
         return sum(plan.k > 0 for plan in plans)
 
     def restart(self):
@@ -87,11 +87,11 @@ def test_what_carries_no_weight_shrinks_the_share_though_its_ess_is_perfect(make
     """Kish's ESS does not see a common factor: replays whose ratios are all 0.01 have an ESS of 1."""
     told = dict(used=[], entropies={}, solve_rate=None)
     experience = Experience(make.config(ess_guard=GUARD), entries=[make.entry(0)])
-    experience.consumed(update=0, **told, ess={"replay": 1.0, "carried": 0.01})
+    experience.consumed(update=0, version=0, **told, ess={"replay": 1.0, "carried": 0.01})
     assert experience.factor == 0.5
-    experience.consumed(update=0, **told, ess={"replay": 0.1})
+    experience.consumed(update=0, version=0, **told, ess={"replay": 0.1})
     assert experience.factor == 0.25
-    experience.consumed(update=0, **told, ess={"replay": None, "carried": None})
+    experience.consumed(update=0, version=0, **told, ess={"replay": None, "carried": None})
     assert experience.factor == pytest.approx(0.3)
 
 

@@ -107,7 +107,7 @@ def test_mixing_begins_for_good_once_a_batch_is_solved_well_enough(make):
     stage = Stage(config, [make.entry(0, 0)])
     told = dict(used=[], ess={}, entropies={})
     for rate, k in ((0.3, 0), (None, 0), (0.31, 1), (0.0, 1)):
-        stage.experience.consumed(update=0, **told, solve_rate=rate)
+        stage.experience.consumed(update=0, version=0, **told, solve_rate=rate)
         assert [p.k for p in stage.draw(1, progress=1.0)] == [k]
     state = stage.experience.take_changes().state
     assert Stage(config, [make.entry(0, 0)], state=state).draw(1, progress=0.0)[0].k == 1
@@ -192,7 +192,7 @@ def test_a_collapsed_ess_stops_replay_until_it_has_recovered(make):
     told = dict(used=[], entropies={}, solve_rate=None)
     shares = []
     for ess in (0.9, 0.01, None, None, 0.9, 0.9):
-        stage.experience.consumed(update=0, **told, ess={"all": 0.5, "fresh": 1.0, "replay": ess})
+        stage.experience.consumed(update=0, version=0, **told, ess={"all": 0.5, "fresh": 1.0, "replay": ess})
         shares.append(sum(p.k for p in stage.draw(4)))
     assert shares == [2, 0, 0, 1, 1, 2]
 

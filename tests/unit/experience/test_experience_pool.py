@@ -223,8 +223,12 @@ def test_what_the_learner_tells_of_an_entry_is_kept(make):
     experience = Experience(make.config())
     make.play(experience, 0, 2, 4, 0)
     experience.take_changes()
-    experience.consumed(update=0, used=[0, 77], ess={}, entropies={0: 0.25, 1: math.nan, 88: 1.0}, solve_rate=None)
-    assert [(e.uses, e.entropy) for e in experience.entries] == [(1, 0.25), (0, 1.0)]
+    born = experience.entries[1]
+    assert (born.entropy_version, born.entropy_age(born.version_max + 2)) == (None, 2)
+    told = {"used": [0, 77], "ess": {}, "entropies": {0: 0.25, 1: math.nan, 88: 1.0}}
+    experience.consumed(update=0, version=6, **told, solve_rate=None)
+    assert [(e.uses, e.entropy, e.entropy_version) for e in experience.entries] == [(1, 0.25, 6), (0, 1.0, None)]
+    assert experience.entries[0].entropy_age(9) == 3
     assert [e.row_id for e in experience.take_changes().entries] == [0]
 
 
@@ -275,7 +279,7 @@ def test_without_replay_groups_are_the_samplers_and_nothing_is_kept(make):
     outcome = make.play(experience, 0, 2, 4, 10)
     assert outcome.successes == 2 and not outcome.saved and not outcome.retired
     experience.cancelled(make.task(1))
-    experience.consumed(update=0, used=[0], ess={"replay": 0.0}, entropies={0: 9.0}, solve_rate=1.0)
+    experience.consumed(update=0, version=0, used=[0], ess={"replay": 0.0}, entropies={0: 9.0}, solve_rate=1.0)
     assert not experience.take_changes() and len(experience) == 1 and experience.share == 0
     with pytest.raises(ConfigurationError, match=r"replay\.enabled"):
         experience.import_entries([make.entry(5)])

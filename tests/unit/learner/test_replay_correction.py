@@ -7,11 +7,15 @@ import numpy as np
 import pytest
 
 import learner.training.optimizer_step
+from learner.data.groups import StoredRollout
 from learner.data.packing import Form
-from learner.data.rows import Batch
+from learner.data.replay_choice import ReplayChoice
+from learner.data.rows import Batch, trajectory_rows
 from learner.distributed.ranks import Alone
+from learner.recorder import trained_facts
 from learner.training.trainer import Trainer
-from pipeline.config.replay import ReplayConfig
+from pipeline.config.replay import EssGuardConfig, ReplayConfig
+from pipeline.experience.mixing import next_factor
 from tests.unit.packing.conftest import PACKED, SHARED, grouped_rows
 from tests.unit.ranks.test_divided_gradients import OneOf
 
@@ -139,6 +143,40 @@ def test_the_guard_goes_by_the_ess_of_its_level_over_all_microbatches(kit, level
         assert weights.count == (sum(row.n_sampled for row in rows) if level == "token" else N_TRAJECTORIES)
         assert weights.ess_ratio < 0.99
         assert report.guard_lr_factor == pytest.approx(math.sqrt(weights.ess_ratio), rel=1e-4)
+
+
+def stale_rows(kit, turns, tokens, n=12, spread=0.3):
+    """Replayed rows of ``turns`` turns with ``tokens`` sampled tokens each, by a policy near the current one: log π/μ
+    of each token has this spread, and π/μ the mean 1."""
+    rng, rows = np.random.default_rng(turns * tokens), []
+    for i in range(n):
+        played = [kit.make_turn(rng, 2, tokens) for _ in range(turns)]
+        rows += trajectory_rows(kit.make_trajectory(f"t{i}", turns=played), i, StoredRollout())
+    logprobs, at, out = trainer_of(kit).score(rows), 0, []
+    for row in rows:
+        mu = row.behaviour_logprobs.copy()
+        mu[row.loss_mask] = logprobs[at : at + row.n_sampled] - rng.normal(-(spread**2) / 2, spread, row.n_sampled)
+        at += row.n_sampled
+        advantages = np.where(np.arange(row.n_sampled) % 2, 1.0, -1.0).astype(np.float32)
+        out.append(replace(row, behaviour_logprobs=mu, advantages=advantages))
+    return tuple(out)
+
+
+@pytest.mark.parametrize(("turns", "tokens"), [(1, 1), (1, 120), (8, 15)])
+def test_a_stale_pool_of_long_trajectories_is_seen_by_the_guard_of_trajectories_alone(kit, turns, tokens):
+    """A token is hardly off-policy. The product over 120 of them is, and only then does the share shrink."""
+    rows = stale_rows(kit, turns, tokens)
+    factors = {}
+    for level in ("token", "sequence"):
+        guard = EssGuardConfig(enabled=True, level=level)
+        trainer = trainer_of(kit, learner={"learning_rate": 1e-9}, replay={"ess_guard": guard.model_dump()})
+        report = trainer.step(Batch(0, (), rows), 0)
+        told = trained_facts(Batch(0, (), rows), report, ReplayChoice(()), level)
+        factors[level] = next_factor(guard, 1.0, told.header()["ess"]["carried"]), report.guard_lr_factor
+    long = turns * tokens > 1
+    assert factors["token"] == (1.0, 1.0)
+    assert factors["sequence"][0] == (guard.shrink if long else 1.0)
+    assert (factors["sequence"][1] < 0.9) == long
 
 
 @pytest.mark.parametrize(

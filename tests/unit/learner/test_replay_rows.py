@@ -1,7 +1,12 @@
 """Groups with replays: assembly, choice, rows and masks, facts for the stage."""
 
+import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
+import anyio
+import anyio.from_thread
+import anyio.lowlevel
 import hypothesis.strategies as st
 import numpy as np
 import orjson
@@ -9,12 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from learner.advantages.apply import with_advantages
+from learner.candidate_scorer import CandidateScorer
 from learner.checkpoints.checkpoint import CheckpointState
 from learner.data.assembler import GroupAssembler
 from learner.data.groups import Group, StoredRollout
-from learner.data.replay_choice import choose_replays, ranked
+from learner.data.replay_choice import TRAINING_PASSES, CandidateScores, choose_replays, ranked
 from learner.data.rows import TokenScores, build_batch, trajectory_rows
 from learner.data.trained import Trained, TrainedGroup
+from learner.recorder import trained_facts
 from pipeline.config.algorithm import AdvantageConfig
 from pipeline.config.replay import ReplayConfig
 from pipeline.errors import Interrupted, TrainingError
@@ -95,10 +102,10 @@ def test_unknown_entropy_ranks_worst_in_both_directions(values):
 @given(values=st.lists(st.floats(0, 5), min_size=6, max_size=6), select=st.sampled_from(["argmin", "argmax"]))
 def test_the_current_policy_chooses_k_of_each_group_in_one_pass(kit, values, select):
     groups, calls = [group_of(kit, "g", k=2, n=4), group_of(kit, "h"), kit.make_group("i", [1.0, 0.0])], []
-    choice = choose_replays(groups, ReplayConfig(select=select), scorer(values, calls))
+    choice = choose_replays(groups, ReplayConfig(select=select, scoring_share=None), scorer(values, calls))
     assert len(calls) == 1
     assert choice.failed == frozenset()
-    assert choice.scored == 6
+    assert choice.scored == {"waiting": 0, "update": 6}
     sign = 1 if select == "argmin" else -1
     for group, part in zip(choice.groups, (values[:3], values[3:]), strict=False):
         order = sorted(range(3), key=lambda i: sign * part[i])
@@ -120,11 +127,128 @@ def test_where_scoring_fails_the_stored_choice_is_trained_and_counted(kit):
 
     groups = [group_of(kit, "g"), group_of(kit, "h")]
     for score, failed in ((broken, {"g", "h"}), (scorer([0.1, float("nan"), 0.2, 3.0, 1.0, 2.0]), {"g"})):
-        choice = choose_replays(groups, ReplayConfig(), score)
+        choice = choose_replays(groups, ReplayConfig(scoring_share=None), score)
         assert choice.failed == failed
         assert [t.trajectory_id for t in choice.groups[0].candidates] == ["g.a"]
         expected = "h.a" if "h" in failed else "h.b"
         assert [t.trajectory_id for t in choice.groups[1].candidates] == [expected]
+
+
+def with_facts(group, **facts):
+    """The group, with these facts of its candidates, in their order."""
+    stored = {
+        t.trajectory_id: StoredRollout(**{name: values[i] for name, values in facts.items()})
+        for i, t in enumerate(group.candidates)
+    }
+    return Group(group.plan, group.trajectories, stored)
+
+
+def test_an_update_scores_what_its_share_affords_and_ranks_the_rest_by_what_is_stored(kit):
+    facts = {"entropy": [0.4, 0.3, None], "entropy_age": [1, 8, None]}
+    group = with_facts(group_of(kit), **facts)
+    trained = sum(t.n_tokens for t in group.with_planned_replays().trajectories)
+    a, b, c = (t.n_tokens for t in group.candidates)
+    names = {"g.a": 0, "g.b": 0, "g.c": 0}
+    for tokens, scored, chosen in ((c - 1, [], "g.b"), (c, ["g.c"], "g.c"), (b + c, ["g.c", "g.b"], "g.c"),
+                                   (a + b + c, ["g.c", "g.b", "g.a"], "g.a")):  # fmt: skip
+        calls = []
+
+        def score(rows, calls=calls):
+            calls += [row.trajectory_id for row in rows]
+            exact = {"g.a": 0.1, "g.b": 0.9, "g.c": 0.2}
+            return {row.trajectory_index: exact[row.trajectory_id] for row in rows}
+
+        config = ReplayConfig(scoring_share=tokens / trained / TRAINING_PASSES)
+        choice = choose_replays([group], config, score)
+        assert calls == scored, "unknown ones first, then those that were measured longest ago"
+        assert [t.trajectory_id for t in choice.groups[0].candidates] == [chosen]
+        assert set(choice.entropies["g"]) == set(scored) <= set(names)
+        assert choice.scored == {"waiting": 0, "update": len(scored)} and not choice.failed
+
+
+def test_what_was_scored_while_waiting_is_not_scored_again_and_all_of_it_is_reported(kit):
+    groups = [group_of(kit, "g"), group_of(kit, "h")]
+    config, scores = ReplayConfig(scoring_share=0), CandidateScores()
+    for part, values in ((groups[0], [0.3, 0.1, 0.2]), (groups[1], [0.3, 0.2, 0.1])):
+        scores.score(scores.unscored([part]), scorer(values))
+    assert scores.unscored(groups) == []
+    choice = choose_replays(groups, config, lambda rows: pytest.fail("scored again"), scores)
+    assert [t.trajectory_id for g in choice.groups for t in g.candidates] == ["g.b", "h.c"]
+    assert choice.scored == {"waiting": 6, "update": 0}
+    batch = build_batch(0, choice.groups)
+    report = SimpleNamespace(statistics=batch_statistics_of(batch, {2: 0.15}), policy_version=4)
+    facts = trained_facts(batch, report, choice)
+    assert facts.header()["replayed"] == {"g": ["g.b"], "h": ["h.c"]}
+    assert facts.header()["entropy"] == {
+        "g.a": 0.3, "g.b": 0.15, "g.c": 0.2, "h.a": 0.3, "h.b": 0.2, "h.c": 0.1
+    }, "of what was trained, the value of the update"  # fmt: skip
+
+
+def batch_statistics_of(batch, entropies):
+    """Statistics of an update whose trajectories have these entropies, by index."""
+    none = SimpleNamespace(ess_ratio=None, carried_ratio=None)
+    source = SimpleNamespace(ratio=none, sequence_ratio=none)
+    return SimpleNamespace(
+        all=source, by_source={"fresh": source, "replay": source}, entropy_by_trajectory=dict(entropies)
+    )
+
+
+def test_the_entropy_of_one_turn_is_not_reported_as_that_of_its_trajectory(kit):
+    group = with_facts(group_of(kit), turn=[0, 0, 0])
+    choice = choose_replays([group], ReplayConfig(scoring_share=None), scorer([0.3, 0.1, 0.2]))
+    assert [t.trajectory_id for t in choice.groups[0].candidates] == ["g.b"]
+    assert choice.entropies == {"g": {}}
+
+
+class Waiting:
+    """A session whose groups of an update become complete when a test says so."""
+
+    def __init__(self):
+        self.groups, self._changed = [], anyio.Event()
+
+    def complete(self, update):
+        return tuple(self.groups)
+
+    def group_progress(self, update):
+        return SimpleNamespace(complete=len(self.groups))
+
+    def add(self, *groups):
+        self.groups += groups
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
+
+    async def changed(self):
+        await self._changed.wait()
+
+
+async def test_candidates_are_scored_as_their_groups_come_in_passes_of_bounded_size(kit):
+    session, passes, free = Waiting(), [], True
+    scored = anyio.Event()
+
+    def score(rows):
+        passes.append([row.trajectory_id for row in rows])
+        if sum(map(len, passes)) == 6:
+            anyio.from_thread.run_sync(scored.set)
+        return {row.trajectory_index: 0.5 for row in rows}
+
+    first, second = group_of(kit, "g"), group_of(kit, "h")
+    tokens = sum(t.n_tokens for t in first.candidates[:2])
+    scorer_ = CandidateScorer(session, ReplayConfig(), score, tokens, lambda: free)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(scorer_.run, 3)
+        session.add(first)
+        session.add(second)
+        await scored.wait()
+        tasks.cancel_scope.cancel()
+    assert passes[0] == ["g.a", "g.b"] and sorted(itertools.chain(*passes)) == [f"{g}.{c}" for g in "gh" for c in "abc"]
+    assert len(scorer_.scores(3)) == 6
+    assert len(scorer_.scores(4)) == 0, "the weights are others"
+    free = False
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(scorer_.run, 4)
+        await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+    assert sum(map(len, passes)) == 6, "the device belongs to the engines"
 
 
 def test_an_interrupt_is_no_failed_choice(kit):
@@ -132,7 +256,7 @@ def test_an_interrupt_is_no_failed_choice(kit):
         raise Interrupted
 
     with pytest.raises(Interrupted):
-        choose_replays([group_of(kit)], ReplayConfig(), stop)
+        choose_replays([group_of(kit)], ReplayConfig(scoring_share=None), stop)
 
 
 def test_the_trainer_scores_candidates_with_its_own_weights(kit):
@@ -144,7 +268,7 @@ def test_the_trainer_scores_candidates_with_its_own_weights(kit):
     config = kit.run_config({"tokens_per_microbatch": 8})
     trainer = Trainer(Policy(kit.tiny_model(), config.learner, torch.device("cpu")), config)
     group = group_of(kit)
-    choice = choose_replays([group], config.replay, trainer.mean_entropies)
+    choice = choose_replays([group], ReplayConfig(scoring_share=None), trainer.mean_entropies)
     exact = {}
     for t in group.candidates:
         (row,) = trajectory_rows(t, 0)

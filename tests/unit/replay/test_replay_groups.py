@@ -120,9 +120,9 @@ def test_a_replay_group_has_fewer_fresh_slots_and_sends_its_candidates_behind_th
     assert [d["index"] for d in sent] == list(range(plan.delivered))
     assert [d["trajectory_id"] for d in sent[3:]] == list(plan.candidates)
     assert all("replay" not in d for d in sent[:3])
-    assert [set(d["replay"]) for d in sent[3:]] == [{"weight", "entropy", "turn", "age", "success_rate"}] * len(
-        plan.candidates
-    )
+    assert [set(d["replay"]) for d in sent[3:]] == [
+        {"weight", "entropy", "entropy_age", "turn", "age", "success_rate"}
+    ] * len(plan.candidates)
     assert sent[3]["replay"]["entropy"] == pytest.approx(0.375)
     assert sent[3]["replay"]["success_rate"] == pytest.approx(0.5)
     assert sent[3]["reward"] == 1.0 and sent[3]["replay"]["age"] > 0
@@ -253,20 +253,34 @@ def test_a_repeated_consumed_message_uses_nothing_twice(tmp_path: Any) -> None:
     stage.store.close()
 
 
-def test_a_rolled_back_group_is_sent_again_with_the_same_candidates(tmp_path: Any) -> None:
+def test_a_rolled_back_group_is_sent_again_with_the_choice_that_was_made(tmp_path: Any) -> None:
     stage = Stage(tmp_path / "s.sqlite", half, ess_guard={"enabled": True})
     plan = stage.until_replayed()
     before = stage.updates
     stage.round()
     entries, factor = deepcopy(stage.core.experience.entries), stage.core.experience.factor
-    stage.train(stage.plans, ess={"replay": 0.0}, entropy={entry.trajectory_id: 7.0 for entry in entries})
+    chosen, *others = reversed(plan["candidates"])
+    assert others
+    stage.train(
+        stage.plans,
+        ess={"replay": 0.0},
+        entropy={entry.trajectory_id: 7.0 for entry in entries},
+        replayed={plan["group_id"]: [chosen]},
+        policy_version=3,
+    )
     stage.round()
-    assert stage.core.experience.entries != entries
+    measured = {entry.trajectory_id: (entry.entropy, entry.entropy_version) for entry in stage.core.experience.entries}
+    assert all(measured[name] == (7.0, 3) for name in plan["candidates"]), "also of those that were not chosen"
     hello = {"schema_version": SCHEMA_VERSION, "role": "learner", "session": "t", "updates": before}
     stage.core.peer_down("learner", left=False)
     stage.core.peer_up("learner", {**hello, "policy_version": -1, "credit_groups": 8})
-    again = [s.header for s in stage.round() if s.kind is Kind.PLAN]
-    assert plan["candidates"] in [p["candidates"] for p in again if p["group_id"] == plan["group_id"]]
+    sent = stage.round()
+    (again,) = [s.header for s in sent if s.kind is Kind.PLAN and s.header["group_id"] == plan["group_id"]]
+    assert again["candidates"] == again["replay_ids"] == [chosen]
+    delivered = [s.header for s in sent if s.kind is Kind.DELIVERY and s.header["group_id"] == plan["group_id"]]
+    assert [d["trajectory_id"] for d in delivered if "replay" in d] == [chosen]
+    (kept,) = [g for g in stage.store.load().groups.values() if g.group_id == plan["group_id"]]
+    assert [replay.trajectory_id for replay in kept.replays] == [chosen]
     counters = stage.counters()
     assert counters["replays.trained"] == 0 and counters["replays.rolled_back"] == 1
     assert stage.core.experience.entries == entries, "uses and entropies are those from before the update"

@@ -80,6 +80,35 @@ def test_a_hostile_rollout_is_data_and_nothing_else(tmp_path, monkeypatch, compr
     assert turn["messages"] == [{"role": "user", "content": HOSTILE, "extra": {"name": HOSTILE}}]
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_page_says_how_much_replay_counts_and_that_one_run_cannot_tell_whether_it_helps(tmp_path, level):
+    path = make_run(tmp_path / "run", [Rollout()])
+    assert data_of(made(path))["about"]["replay"] == "", "nothing is replayed"
+    config, directory = open_run(path)
+    guard = config.replay.ess_guard.model_copy(update={"level": level})
+    replay = config.replay.model_copy(update={"enabled": True, "ess_guard": guard})
+    reader = RunReader(config.model_copy(update={"replay": replay}), directory)
+    lines = [
+        {"step": 1, "n_replayed": 0, "n_trajectories": 64, "tokens_trained": 300, "replay_share": 0.0,
+         "ess_carried": None, "sequence_ess_carried": None, "clip_fraction_replay": None},
+        {"step": 2, "n_replayed": 16, "n_trajectories": 64, "tokens_trained": 100, "replay_share": 0.4,
+         "ess_carried": 0.5, "sequence_ess_carried": 0.1, "clip_fraction_replay": 0.25},
+    ]  # fmt: skip
+    directory.metrics_file.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    said = reader.replay
+    count = {"token": "5.0%", "sequence": "1.0%"}[level]
+    assert f"16 of 128 trained trajectories, 10.0% of the trained tokens. By their effective sample size they count " \
+        f"as {count}; 25.0% of them were clipped." in said  # fmt: skip
+    assert "not visible in one run" in said and "afterplay compare" in said
+    directory.metrics_file.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines[:1]))
+    assert reader.replay == ""
+
+
+def made(path):
+    reader = RunReader(*open_run(path))
+    return page.page_of(reader, reader.listing(Filters()), None, Vocabulary.read(reader.model))[1]
+
+
 def test_a_hostile_name_of_a_run_is_text():
     text = render(HOSTILE, "{}")
     assert parsed(text).texts["title:"] == f"{HOSTILE}: rollouts"

@@ -470,6 +470,8 @@
   document.documentElement.dataset.theme = kept("theme", matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   $("run").textContent = about.run;
   $("run").title = [`written ${new Date(about.made_at * 1000).toLocaleString()}`, ...about.notes].join("\n");
+  $("replay").textContent = about.replay ?? "";
+  $("replay").hidden = !about.replay;
   if (!COLOURS.some(([k]) => k === state.colour)) state.colour = "logprob";
   $("colour").value = state.colour;
   const options = new URLSearchParams(location.search), asked = decoded(location.hash.slice(1));
