@@ -122,7 +122,11 @@ class Leases:
                 temperature=section.temperature if group.evaluation else None,
             )
         )
-        self._journal.effect(Send(actor.name, Kind.ORDER, header))
+        if group.restart is None:
+            self._journal.effect(Send(actor.name, Kind.ORDER, header))
+            return
+        header["restart"] = group.restart.candidate.turn
+        self._journal.effect(Send(actor.name, Kind.ORDER, header, payload=group.restart.row_id))
 
     def ended(self, orders: Iterable[OrderRecord], cancel: str = "") -> None:
         """Forget leases that ended elsewhere; with ``cancel``, tell their actors to stop."""

@@ -51,10 +51,11 @@ _VACUUM_PAGES = 4096
 LOST, ROLLED_BELOW, DIGEST = "transactions_lost", "rolled_below", "digest"
 """Keys of ``meta``: see :class:`pipeline.store.snapshot.Snapshot`; the last one is the digest of the others and of the
 counters."""
+_COUNTED_REPLAYS = "AND (chosen = 1 OR restart = 1)"
 _ROLLED = (
     ("orders", "state", ""),
     ("groups", "state", ""),
-    ("group_replays", "'trained'", "AND chosen = 1"),
+    ("group_replays", "iif(restart, 'restarted', 'trained')", _COUNTED_REPLAYS),
     (
         "trajectories",
         "CASE WHEN state = 'dropped' THEN 'dropped.' || reason ELSE state END",
@@ -71,7 +72,7 @@ _GROUP = f"""
 INSERT INTO groups ({_GROUP_COLUMNS}) VALUES ({",".join("?" * 13)}) ON CONFLICT (group_number) DO UPDATE SET
 n_fresh = excluded.n_fresh, k = excluded.k, rescued = excluded.rescued, state = excluded.state,
 update_number = excluded.update_number, late = excluded.late, reason = excluded.reason, ended_at = excluded.ended_at"""
-_REPLAY = f"INSERT OR REPLACE INTO group_replays VALUES ({','.join('?' * 11)})"
+_REPLAY = f"INSERT OR REPLACE INTO group_replays VALUES ({','.join('?' * 12)})"
 _ORDER = f"INSERT OR REPLACE INTO orders VALUES ({','.join('?' * 11)})"
 _TRAJECTORY = f"""
 INSERT INTO trajectories VALUES ({",".join("?" * 25)}) ON CONFLICT (row_id) DO UPDATE SET state = excluded.state,
@@ -81,7 +82,7 @@ _SAMPLED = "UPDATE trajectories SET samples = samples + 1 WHERE row_id = ?"
 _POOL = f"INSERT OR REPLACE INTO pool VALUES ({','.join('?' * 8)})"
 _STORED_GROUP = f"INSERT OR REPLACE INTO stored_groups VALUES ({','.join('?' * 6)})"
 _META = "INSERT OR REPLACE INTO meta VALUES (?,?)"
-_TASK = f"INSERT OR REPLACE INTO tasks VALUES ({','.join('?' * 8)})"
+_TASK = f"INSERT OR REPLACE INTO tasks VALUES ({','.join('?' * 9)})"
 
 
 def store_path(config: RunConfig, directory: RunDirectory) -> Path:
@@ -310,7 +311,7 @@ class ReplayStore:
                 f"{which} GROUP BY 1 ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
                 (below,),
             )
-            run(f"DELETE FROM {table} WHERE group_number < ? {which.replace('AND chosen = 1', '')}", (below,))
+            run(f"DELETE FROM {table} WHERE group_number < ? {which.replace(_COUNTED_REPLAYS, '')}", (below,))
         free, pages = (run(f"PRAGMA {name}").fetchone()[0] for name in ("freelist_count", "page_count"))
         if free > pages // 4:
             run(f"PRAGMA incremental_vacuum({min(free, _VACUUM_PAGES)})").fetchall()

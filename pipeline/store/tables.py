@@ -23,7 +23,7 @@ CREATE INDEX groups_kept ON groups (group_number) WHERE kept = 1;
 CREATE TABLE group_replays (
     group_number INTEGER NOT NULL, position INTEGER NOT NULL, row_id INTEGER NOT NULL, weight REAL NOT NULL,
     turn INTEGER, chosen INTEGER NOT NULL, age INTEGER NOT NULL, saved INTEGER NOT NULL, entropy REAL,
-    success_rate REAL, recorded INTEGER NOT NULL, PRIMARY KEY (group_number, position)
+    success_rate REAL, recorded INTEGER NOT NULL, restart INTEGER NOT NULL, PRIMARY KEY (group_number, position)
 ) WITHOUT ROWID;
 CREATE TABLE orders (
     group_number INTEGER NOT NULL, slot INTEGER NOT NULL, serial INTEGER NOT NULL, actor TEXT NOT NULL,
@@ -54,10 +54,10 @@ CREATE TABLE stored_groups (
 );
 CREATE TABLE tasks (
     task_id TEXT PRIMARY KEY, task BLOB NOT NULL, bucket INTEGER, successes REAL NOT NULL, failures REAL NOT NULL,
-    solved INTEGER NOT NULL, retired INTEGER NOT NULL, visits INTEGER NOT NULL
+    solved INTEGER NOT NULL, retired INTEGER NOT NULL, visits INTEGER NOT NULL, restart TEXT
 ) WITHOUT ROWID;
 """
-STORE = Database("replay store", "store", "replay.store", application_id=0x41465250, version=5, tables=TABLES)
+STORE = Database("replay store", "store", "replay.store", application_id=0x41465250, version=6, tables=TABLES)
 """Its application id is ``AFRP``."""
 
 
