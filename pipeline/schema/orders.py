@@ -98,6 +98,9 @@ class GroupPlan:
     """Number of learner updates that were done when the group was admitted; staleness is counted from here."""
     baseline: float | None = None
     """Reward of the group's greedy rollout; None: none was ordered."""
+    restarted: bool = False
+    """Its rollouts began with turns of a stored success, so their rewards say nothing about the task from its
+    start."""
     left_out: bool = False
     """Its rewards were all equal and it is not trained: nothing of it is delivered, and its update is made without
     it."""

@@ -109,6 +109,8 @@ def encode_plan(plan: GroupPlan) -> dict[str, Any]:
     }
     if plan.baseline is not None:
         header["baseline"] = plan.baseline
+    if plan.restarted:
+        header["restarted"] = True
     if plan.left_out:
         header["left_out"] = True
     return header

@@ -13,7 +13,6 @@ from actors.environments import Environment, Episode, Reply, Step
 from actors.environments.host import EnvironmentHost
 from actors.preflight import check_environments
 from actors.rollout.agent_loop import AgentEpisode, AgentLoop, Game
-from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services, can_restart
 from learner.data.rows import trajectory_rows
 from pipeline.config import RunConfig

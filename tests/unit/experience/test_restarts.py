@@ -118,7 +118,7 @@ def test_a_task_that_could_not_be_played_again_is_not_restarted_again_even_after
 
 
 def test_only_environments_that_declare_it_are_restarted(make):
-    config, experience, sampler = started(make)
+    _, experience, sampler = started(make)
     play(experience, make, 0, 1, 0)
     play(experience, make, 0, 0, 10)
     experience.learn([])
@@ -143,7 +143,9 @@ def test_a_new_search_begins_in_another_success_when_the_one_of_before_has_left(
 @given(seed=st.integers(0, 2**32))
 def test_a_stage_that_resumes_restarts_what_would_have_come(make, seed):
     rng = random.Random(seed)
-    config = make.config(n=4, batch=3, tasks=6, mode="restart", max_age=rng.choice((None, 6)), window=rng.choice((0, 5)))
+    config = make.config(
+        n=4, batch=3, tasks=6, mode="restart", max_age=rng.choice((None, 6)), window=rng.choice((0, 5))
+    )
     sampler = TaskSampler(config.environments, 0)
     one = two = Experience(config)
     one.learn(["a"])
@@ -184,7 +186,9 @@ def test_a_stage_that_resumes_restarts_what_would_have_come(make, seed):
         tasks.update({record.task.task_id: copy.copy(record) for record in changes.tasks})
         state = json.loads(json.dumps(changes.state)) if changes.state is not None else state
         if rng.random() < 0.15:
-            two = Experience(config, entries=map(copy.copy, rows.values()), tasks=map(copy.copy, tasks.values()), state=state)
+            two = Experience(
+                config, entries=map(copy.copy, rows.values()), tasks=map(copy.copy, tasks.values()), state=state
+            )
             two.learn(["a"])
             assert not two.take_changes()
         for record in one.tasks.values():
@@ -213,4 +217,6 @@ def test_what_cannot_be_restarted_is_refused_with_the_reason(make, more, says):
 
 def test_a_search_is_a_row_of_json():
     search = observed(begun(3, 9), 4, 0.0, LOW, HIGH)
-    assert RestartSearch(**json.loads(json.dumps({n: getattr(search, n) for n in search.__dataclass_fields__}))) == search
+    assert (
+        RestartSearch(**json.loads(json.dumps({n: getattr(search, n) for n in search.__dataclass_fields__}))) == search
+    )

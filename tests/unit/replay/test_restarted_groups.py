@@ -72,6 +72,8 @@ def test_every_order_of_a_restarted_group_has_the_same_turns_of_one_stored_succe
     assert counters["restarts.planned"] == len(groups)
     assert counters["restarts.successes"] == counters["restarts.failures"] == 2 * len(groups)
     plans = [s.header for s in stage.sent if s.kind is Kind.PLAN and s.header["group_id"] in groups]
+    assert all(p["restarted"] for p in plans)
+    assert not any("restarted" in s.header for s in stage.sent if s.header.get("group_id") not in groups)
     assert plans and all(p["n_fresh"] == p["n_rollout"] == 4 and not p["candidates"] for p in plans)
     stage.store.close()
 
