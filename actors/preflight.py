@@ -20,7 +20,7 @@ from actors.environments.host import EnvironmentHost
 from actors.environments.plugins import make_source
 from actors.rendering.renderer import Renderer, load_tokenizer
 from actors.rollout.agent_loop import Opening
-from actors.rollout.services import build_loop
+from actors.rollout.services import build_loop, can_restart
 from pipeline.config import RunConfig
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.config.tasks import TRAIN
@@ -59,6 +59,7 @@ def check_environments(config: RunConfig, tasks: Mapping[str, Sequence[Task]], f
 
 async def _check_all(config: RunConfig, tasks: Mapping[str, Sequence[Task]], found: Findings) -> dict[str, Opening]:
     openings = {}
+    can: list[str] = []
     watch_tasks()
     started = TaskOwner()
     with interrupting_blocks(), bounded_prints(), started.owning():
@@ -67,19 +68,28 @@ async def _check_all(config: RunConfig, tasks: Mapping[str, Sequence[Task]], fou
                 await close_source(make_source(config.lessons))
         for name, section in config.environments.items():
             with found.collecting():
-                opening = await _check(name, section, tasks.get(name), found)
+                opening = await _check(name, section, tasks.get(name), found, can)
                 if opening is not None:
                     openings[name] = opening
+    if config.replay.enabled and config.replay.mode == "restart" and not can:
+        found.problems.append(
+            "replay.mode: restart plays stored turns again, but no environment of the run file can: expected one with "
+            "replayable = True and more than one turn, run by multi_turn, tool_agent or a loop of your own with "
+            "restarts = True; set replay.mode: mix, or declare it in the environment's class"
+        )
     started.cancel()
     return openings
 
 
 async def _check(
-    name: str, section: EnvironmentConfig, tasks: Sequence[Task] | None, found: Findings
+    name: str, section: EnvironmentConfig, tasks: Sequence[Task] | None, found: Findings, can: list[str]
 ) -> Opening | None:
-    """The first prompt; None where no episode could be played, which is reported elsewhere."""
+    """The first prompt; None where no episode could be played, which is reported elsewhere. An environment that can be
+    restarted is added to ``can``."""
     host = EnvironmentHost(name, section)
     try:
+        if can_restart(host) and section.max_turns > 1:
+            can.append(name)
         splits = host.splits()
         if tasks is not None and not tasks:
             return None

@@ -98,24 +98,28 @@ class Chain:
     """All sequences of a chain of ``length`` tokens under π and μ.
 
     Arrays: N sequences, T their length, P parameters (logits of π). ``jacobian_NTP`` is that of log π.
+    ``restart``: they begin with so many tokens of one success, which are given and not among the T.
     """
 
-    def __init__(self, length: int, spread: float, seed: int) -> None:
+    def __init__(self, length: int, spread: float, seed: int, restart: int = 0) -> None:
         rng = np.random.default_rng([length, seed])
         logits = rng.normal(size=(length, 2))
         self.theta = torch.tensor(logits, requires_grad=True)
-        self.sequences_NT = torch.tensor(list(product((0, 1), repeat=length)))
-        n = len(self.sequences_NT)
-        self.rewards_N = torch.zeros(n, dtype=torch.float64)
-        self.rewards_N[rng.permutation(n)[: n // 4]] = 1.0
-        before = torch.nn.functional.pad(self.sequences_NT[:, :-1], (1, 0))
+        sequences = torch.tensor(list(product((0, 1), repeat=length)))
+        n = len(sequences)
+        rewards = torch.zeros(n, dtype=torch.float64)
+        rewards[rng.permutation(n)[: n // 4]] = 1.0
+        before = torch.nn.functional.pad(sequences[:, :-1], (1, 0))
+        kept = (sequences[:, :restart] == sequences[int(rewards.argmax()), :restart]).all(1)
+        self.sequences_NT, self.rewards_N = sequences[kept, restart:], rewards[kept]
+        n, before, at = len(self.sequences_NT), before[kept, restart:], np.arange(restart, length)
         self._signs_NT = torch.where(self.sequences_NT == 1, 1.0, -1.0).double()
-        self._at = (torch.arange(length).expand_as(before), before)
+        self._at = (torch.from_numpy(at).expand_as(before), before)
         self.log_pi_NT = self._logprobs(self.theta)
         self.log_mu_NT = self._logprobs(torch.tensor(logits + spread * rng.normal(size=logits.shape)))
         slopes_NT = (self._signs_NT * (1 - self.log_pi_NT.detach().exp())).numpy()
-        self.jacobian_NTP = np.zeros((n, length, 2 * length))
-        self.jacobian_NTP[np.arange(n)[:, None], np.arange(length), 2 * self._at[0] + before] = slopes_NT
+        self.jacobian_NTP = np.zeros((n, length - restart, 2 * length))
+        self.jacobian_NTP[np.arange(n)[:, None], np.arange(length - restart), 2 * self._at[0] + before] = slopes_NT
         self.p_pi_N = self.log_pi_NT.detach().sum(1).exp().numpy()
         self.p_mu_N = self.log_mu_NT.sum(1).exp().numpy()
         self.advantages_N = self.rewards_N.numpy() - float(self.p_pi_N @ self.rewards_N.numpy())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,16 +44,26 @@ def build_loops(
 
 def build_loop(host: EnvironmentHost, renderer: Renderer, metrics: ActorMetrics) -> AgentLoop:
     """The loop of ``environments.<section>.loop``. Raises :class:`ConfigurationError`."""
-    where = f"environments.{host.section}.loop"
-    name = host.config.loop.name or host.loop
-    if name is None and not host.config.loop.options:
+    cls = _loop_class(host)
+    if cls is MultiTurn and not host.config.loop.options:
         return MultiTurn()
-    cls = find(name or "multi_turn", where, GROUP, BUILT_IN, "agent loop")
-    if not (inspect.isclass(cls) and issubclass(cls, AgentLoop)):
-        raise ConfigurationError(f"{where}: expected {name} to be an AgentLoop class, got {cls!r}")
-    loop: AgentLoop = construct(cls, host.config.loop.options, where)
+    loop: AgentLoop = construct(cls, host.config.loop.options, f"environments.{host.section}.loop")
     loop.bind(host, renderer, metrics)
     return loop
+
+
+def can_restart(host: EnvironmentHost) -> bool:
+    """True if rollouts of a section can begin with stored turns (``replay.mode: restart``)."""
+    return host.replayable and bool(_loop_class(host).restarts)
+
+
+def _loop_class(host: EnvironmentHost) -> type[AgentLoop]:
+    where = f"environments.{host.section}.loop"
+    name = host.config.loop.name or host.loop or "multi_turn"
+    cls = find(name, where, GROUP, BUILT_IN, "agent loop")
+    if not (inspect.isclass(cls) and issubclass(cls, AgentLoop)):
+        raise ConfigurationError(f"{where}: expected {name} to be an AgentLoop class, got {cls!r}")
+    return cls
 
 
 logger = logging.getLogger(__name__)
@@ -91,6 +101,8 @@ class Services:
     """Agent loops by environment section."""
     splits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Seeds of the splits that environments have of their own, by section, as HELLO tells them."""
+    replayable: Sequence[str] = ()
+    """Sections whose rollouts can begin with stored turns, as HELLO tells them."""
     now: Callable[[], float] = time.time
     """Unix seconds."""
 
@@ -135,6 +147,7 @@ class Services:
             hint_template=config.advantage.hint_template,
             loops=build_loops(environments, renderer, metrics),
             splits={name: splits for name, host in environments.items() if (splits := host.splits())},
+            replayable=[name for name, host in environments.items() if can_restart(host)],
         )
 
     def policy(self, order: Order) -> Policy:

@@ -127,7 +127,11 @@ class Leases:
                 temperature=section.temperature if group.evaluation else None,
             )
         )
-        self._journal.effect(Send(actor.name, Kind.ORDER, header))
+        if group.restart is None:
+            self._journal.effect(Send(actor.name, Kind.ORDER, header))
+            return
+        header["restart"] = group.restart.candidate.turn
+        self._journal.effect(Send(actor.name, Kind.ORDER, header, payload=group.restart.row_id))
 
     def answered(self, name: str) -> None:
         """The actor has answered an order with a trajectory."""

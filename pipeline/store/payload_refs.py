@@ -17,7 +17,7 @@ _FREED = (TrajectoryState.BASELINE, TrajectoryState.EVALUATED)
 
 class PayloadRefCounts:
     """Counts holders of a payload by ``row_id``: its own group, the pool, the stored group that it is in,
-    every group that may replay it."""
+    every group that may replay it or begins with its first turns."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -32,7 +32,7 @@ class PayloadRefCounts:
                 if slot.trajectory is not None and slot.trajectory.state not in _FREED:
                     self._hold(slot.trajectory.row_id)
             if group.state is not GroupState.CANCELLED and not group.dropped:
-                for replay in group.replays:
+                for replay in group.pinned:
                     self._hold(replay.row_id)
         for entry in itertools.chain(entries, *(group.members for group in stored)):
             self._hold(entry.row_id)

@@ -51,10 +51,11 @@ _VACUUM_PAGES = 4096
 LOST, ROLLED_BELOW, DIGEST = "transactions_lost", "rolled_below", "digest"
 """Keys of ``meta``: see :class:`pipeline.store.snapshot.Snapshot`; the last one is the digest of the others, of the
 counters and of what was rolled up."""
+_COUNTED_REPLAYS = "AND (chosen = 1 OR restart = 1)"
 _ROLLED = (
     ("orders", "state", ""),
     ("groups", "state", ""),
-    ("group_replays", "'trained'", "AND chosen = 1"),
+    ("group_replays", "iif(restart, 'restarted', 'trained')", _COUNTED_REPLAYS),
     (
         "trajectories",
         "CASE WHEN state = 'dropped' THEN 'dropped.' || reason ELSE state END",
@@ -81,7 +82,7 @@ saved = excluded.saved, crc = excluded.crc"""
 _SAMPLED = "UPDATE trajectories SET samples = samples + 1, crc = crc + 1 WHERE row_id = ?"
 _REPLACED = {
     table: f"INSERT OR REPLACE INTO {table} VALUES ({','.join('?' * width)})"
-    for table, width in (("group_replays", 13), ("orders", 12), ("pool", 10), ("stored_groups", 7), ("tasks", 9))
+    for table, width in (("group_replays", 14), ("orders", 12), ("pool", 10), ("stored_groups", 7), ("tasks", 10))
 }
 _META = "INSERT OR REPLACE INTO meta VALUES (?,?)"
 
@@ -327,7 +328,7 @@ class ReplayStore:
                 f"{which} GROUP BY 1 ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
                 (below,),
             )
-            run(f"DELETE FROM {table} WHERE group_number < ? {which.replace('AND chosen = 1', '')}", (below,))
+            run(f"DELETE FROM {table} WHERE group_number < ? {which.replace(_COUNTED_REPLAYS, '')}", (below,))
         free, pages = (run(f"PRAGMA {name}").fetchone()[0] for name in ("freelist_count", "page_count"))
         if free > pages // 4:
             run(f"PRAGMA incremental_vacuum({min(free, _VACUUM_PAGES)})").fetchall()
