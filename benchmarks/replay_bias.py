@@ -100,25 +100,33 @@ class Chain:
     Arrays: N sequences, T their length, P parameters (logits of π). ``jacobian_NTP`` is that of log π.
     """
 
-    def __init__(self, length: int, spread: float, seed: int) -> None:
-        rng = np.random.default_rng([length, seed])
-        logits = rng.normal(size=(length, 2))
+    def __init__(self, logits: FloatArray, mu_logits: FloatArray, rewarded: Sequence[int]) -> None:
+        """Logits ``[T, 2]`` of token 1 by position and the token before (0 at the first position). ``rewarded``:
+        numbers of the successes, the tokens of a sequence being its binary digits."""
+        length = len(logits)
         self.theta = torch.tensor(logits, requires_grad=True)
         self.sequences_NT = torch.tensor(list(product((0, 1), repeat=length)))
         n = len(self.sequences_NT)
         self.rewards_N = torch.zeros(n, dtype=torch.float64)
-        self.rewards_N[rng.permutation(n)[: n // 4]] = 1.0
+        self.rewards_N[list(rewarded)] = 1.0
         before = torch.nn.functional.pad(self.sequences_NT[:, :-1], (1, 0))
         self._signs_NT = torch.where(self.sequences_NT == 1, 1.0, -1.0).double()
         self._at = (torch.arange(length).expand_as(before), before)
         self.log_pi_NT = self._logprobs(self.theta)
-        self.log_mu_NT = self._logprobs(torch.tensor(logits + spread * rng.normal(size=logits.shape)))
+        self.log_mu_NT = self._logprobs(torch.tensor(mu_logits))
         slopes_NT = (self._signs_NT * (1 - self.log_pi_NT.detach().exp())).numpy()
         self.jacobian_NTP = np.zeros((n, length, 2 * length))
         self.jacobian_NTP[np.arange(n)[:, None], np.arange(length), 2 * self._at[0] + before] = slopes_NT
         self.p_pi_N = self.log_pi_NT.detach().sum(1).exp().numpy()
         self.p_mu_N = self.log_mu_NT.sum(1).exp().numpy()
         self.advantages_N = self.rewards_N.numpy() - float(self.p_pi_N @ self.rewards_N.numpy())
+
+    @classmethod
+    def random(cls, length: int, spread: float, seed: int) -> Chain:
+        rng = np.random.default_rng([length, seed])
+        logits = rng.normal(size=(length, 2))
+        rewarded = rng.permutation(2**length)[: 2**length // 4]
+        return cls(logits, logits + spread * rng.normal(size=logits.shape), rewarded.tolist())
 
     def _logprobs(self, theta: Tensor) -> Tensor:
         return torch.nn.functional.logsigmoid(self._signs_NT * theta[self._at])
@@ -208,7 +216,7 @@ def main() -> None:
     results = []
     for length in LENGTHS:
         for size, spread in SPREADS.items():
-            chains = [Chain(length, spread, seed) for seed in range(given.chains)]
+            chains = [Chain.random(length, spread, seed) for seed in range(given.chains)]
             largest = float(np.median([chain.largest_ratio for chain in chains]))
             rows = table(chains)
             results.append({"tokens": length, "ratios": size, "spread": spread, "chains": given.chains,
