@@ -158,6 +158,7 @@ def draw_tasks(n: int, sampling: str) -> dict[str, object]:
         pool.touched.add(task.task_id)
         planner.reindex()
 
+    assert planner.replay_group(batch, 0.5, 1000) is not None
     drawn = timed(lambda _: planner.replay_group(batch, 0.5, 1000), range(DRAWS))
     return measured(built, drawn, timed(change, rng.sample(tasks, DRAWS)))
 
@@ -179,6 +180,7 @@ def draw_groups(n: int) -> dict[str, object]:
         held.save(group(i))
     built = time.process_time() - started
     batch = dict.fromkeys(f"a/{rng.randrange(n)}" for _ in range(BATCH))
+    assert held.draw(batch, 1000, draws.next("group")) is not None
     drawn = timed(lambda _: held.draw(batch, 1000, draws.next("group")), range(DRAWS))
     return measured(built, drawn, timed(lambda i: held.save(group(i)), range(DRAWS)))
 
