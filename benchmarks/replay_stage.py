@@ -9,7 +9,9 @@ replay group with so many tasks in the pool, and of changing a task:
 from __future__ import annotations
 
 import argparse
+import bisect
 import gc
+import itertools
 import json
 import os
 import platform
@@ -19,8 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,15 +35,18 @@ from pipeline.experience.difficulty import Difficulty
 from pipeline.experience.planning import Planner
 from pipeline.experience.pool import Pool
 from pipeline.experience.selection import Draws
+from pipeline.experience.stored_groups import StoredGroups
 from pipeline.schema import Order, Task
 from pipeline.stage.core import StageCore
-from pipeline.store.experience_records import PoolEntry, TaskRecord
+from pipeline.store.experience_records import PoolEntry, StoredGroup, TaskRecord
 from pipeline.store.store import ReplayStore
 
 PER_TASK = 5
 BATCH = 64
 """Tasks of the batch, which are not drawn again."""
 ROUNDS, DRAWS = 7, 1000
+SAMPLINGS = ["priority", "normal", "uniform", "groups"]
+"""Values of ``replay.task_sampling``, and ``groups``: stored groups (``replay.mode: groups``) by priority."""
 ROOT = Path(__file__).resolve().parents[1]
 
 Rows = list[tuple[str, str, str, str]]
@@ -91,45 +98,91 @@ def reopen(path: Path, n: int) -> None:
 def draw(n: int, samplings: list[str]) -> dict[str, object]:
     """Microseconds of CPU, a median and all rounds: one planned group, and one finished group of a stored task."""
     gc.disable()
-    found: dict[str, object] = {"tasks": n, "batch": BATCH, "draws": DRAWS}
-    tasks = [Task(f"a/{i}", "a", i) for i in range(n)]
+    found: dict[str, object] = {"tasks": n, "batch": BATCH, "draws": DRAWS} | bare_draws(n)
+    for sampling in samplings:
+        found[sampling] = draw_groups(n) if sampling == "groups" else draw_tasks(n, sampling)
+    return found
+
+
+def bare_draws(n: int) -> dict[str, float]:
+    """The least that a draw can cost. ``bisect_us``: one random number and a binary search in sums of weights that
+    never change. ``cumsum_us``: these sums computed again by NumPy, as after a change."""
+    rng, weights = random.Random(0), np.random.default_rng(0).random(n)
+    ends = list(itertools.accumulate(weights))
+    searched = timed(lambda _: bisect.bisect(ends, rng.random() * ends[-1]), range(DRAWS))
+    summed = timed(lambda _: np.searchsorted(np.cumsum(weights), rng.random()), range(DRAWS // 50))
+    return {"bisect_us": statistics.median(searched), "cumsum_us": statistics.median(summed)}
+
+
+def timed(one: Callable[[Any], object], over: Sequence[Any]) -> list[float]:
+    """Microseconds of CPU of ``one`` in each round."""
+    rounds = []
+    for _ in range(ROUNDS):
+        started = time.process_time()
+        for item in over:
+            one(item)
+        rounds.append((time.process_time() - started) / len(over) * 1e6)
+    return rounds
+
+
+def measured(built: float, drawn: list[float], changed: list[float]) -> dict[str, object]:
+    return {
+        "draw_us": statistics.median(drawn),
+        "change_us": statistics.median(changed),
+        "build_s": built,
+        "draw_us_rounds": drawn,
+        "change_us_rounds": changed,
+    }
+
+
+def entry_of(i: int, version: int) -> PoolEntry:
+    return PoolEntry(i, f"t{i}", Task(f"a/{i}", "a", i), i, 1.0, 8, 2000, 1500, 20000, version, version, 1.0)
+
+
+def draw_tasks(n: int, sampling: str) -> dict[str, object]:
+    """Of a pool with a trajectory of each of n tasks."""
     rng = random.Random(0)
+    tasks = [Task(f"a/{i}", "a", i) for i in range(n)]
     records = [TaskRecord(task, s, s, 8 - s, visits=1) for task in tasks for s in [rng.randint(1, 7)]]
     difficulty = Difficulty(config(n), {"a": n}, records)
-    entries = [
-        PoolEntry(i, f"t{i}", task, i, 1.0, 8, 2000, 1500, 20000, version, version, 1.0)
-        for i, task in enumerate(tasks)
-        for version in [rng.randrange(1000)]
-    ]
+    entries = [entry_of(i, rng.randrange(1000)) for i in range(n)]
     pool = Pool(config(n, capacity_bytes=2**50).replay, 1, config(n).environments, entries)
-    for sampling in samplings:
-        pool.touched.update(task.task_id for task in tasks)
-        planner = Planner(config(n, task_sampling=sampling), pool, difficulty, Draws(0))
-        started = time.process_time()
+    planner = Planner(config(n, task_sampling=sampling), pool, difficulty, Draws(0))
+    started = time.process_time()
+    planner.reindex()
+    built = time.process_time() - started
+    batch = dict.fromkeys(f"a/{rng.randrange(n)}" for _ in range(BATCH))
+
+    def change(task: Task) -> None:
+        difficulty.finished(task, 4, 8)
+        pool.touched.add(task.task_id)
         planner.reindex()
-        built = time.process_time() - started
-        batch = dict.fromkeys(f"a/{rng.randrange(n)}" for _ in range(BATCH))
-        drawn, changed = [], []
-        for _ in range(ROUNDS):
-            started = time.process_time()
-            for _ in range(DRAWS):
-                assert planner.replay_group(batch, 0.5, 1000) is not None
-            drawn.append((time.process_time() - started) / DRAWS * 1e6)
-            some = rng.sample(tasks, DRAWS)
-            started = time.process_time()
-            for task in some:
-                difficulty.finished(task, 4, 8)
-                pool.touched.add(task.task_id)
-                planner.reindex()
-            changed.append((time.process_time() - started) / DRAWS * 1e6)
-        found[sampling] = {
-            "draw_us": statistics.median(drawn),
-            "change_us": statistics.median(changed),
-            "build_s": built,
-            "draw_us_rounds": drawn,
-            "change_us_rounds": changed,
-        }
-    return found
+
+    assert planner.replay_group(batch, 0.5, 1000) is not None
+    drawn = timed(lambda _: planner.replay_group(batch, 0.5, 1000), range(DRAWS))
+    return measured(built, drawn, timed(change, rng.sample(tasks, DRAWS)))
+
+
+def draw_groups(n: int) -> dict[str, object]:
+    """Of n stored groups (``replay.mode: groups``), each of its own task; the change is one more, which the oldest one
+    leaves for."""
+    rng, counter, draws = random.Random(0), itertools.count(), Draws(0)
+    rules = config(n, mode="groups", groups={"capacity": n, "uses_max": 10**9})
+
+    def group(_: int) -> StoredGroup:
+        i = next(counter)
+        one = entry_of(i, rng.randrange(1000))
+        return StoredGroup(i, one.task, (one, *[replace(one, reward=0.0)] * rng.randint(1, 7)))
+
+    started = time.process_time()
+    held = StoredGroups(rules.replay, 8, 1, rules.environments)
+    for i in range(n):
+        held.save(group(i))
+    built = time.process_time() - started
+    batch = dict.fromkeys(f"a/{rng.randrange(n)}" for _ in range(BATCH))
+    assert held.draw(batch, 1000, draws.next("group")) is not None
+    drawn = timed(lambda _: held.draw(batch, 1000, draws.next("group")), range(DRAWS))
+    return measured(built, drawn, timed(lambda i: held.save(group(i)), range(DRAWS)))
 
 
 def draws(sizes: list[int], samplings: list[str]) -> dict[str, object]:
@@ -139,9 +192,12 @@ def draws(sizes: list[int], samplings: list[str]) -> dict[str, object]:
         command = [sys.executable, "-m", "benchmarks.replay_stage", "--draw", str(n), "--sampling", *samplings]
         found.append(json.loads(subprocess.run(command, capture_output=True, check=True, text=True, cwd=ROOT).stdout))
         for sampling in samplings:
-            at = found[-1][sampling]
+            at, least = found[-1][sampling], found[-1]["bisect_us"]
             print(
-                f"{n:,} tasks, {sampling}: {at['draw_us']:.1f} us a draw, {at['change_us']:.1f} us a change", flush=True
+                f"{n:,} tasks, {sampling}: {at['draw_us']:.1f} us a draw, {at['change_us']:.1f} us a change; "
+                f"{at['draw_us'] / least:.0f} times a bare binary search ({least:.2f} us), "
+                f"NumPy's sums of all weights: {found[-1]['cumsum_us']:.0f} us",
+                flush=True,
             )
     return {"python": platform.python_version(), "cores": os.cpu_count(), "sizes": found}
 
@@ -186,7 +242,7 @@ def run() -> None:
     parser.add_argument("--folder", type=Path, default=Path("."))
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--draws", type=int, nargs="+", help="tasks in the pool: measure planning instead")
-    parser.add_argument("--sampling", nargs="+", default=["priority", "normal", "uniform"])
+    parser.add_argument("--sampling", nargs="+", choices=SAMPLINGS, default=SAMPLINGS)
     parser.add_argument("--json", type=Path, help="with --draws: write every round to this file")
     parser.add_argument("--draw", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

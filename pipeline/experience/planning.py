@@ -17,6 +17,7 @@ from pipeline.experience.selection import (
     draw_normal,
     draw_uniform,
     log_priority,
+    rank,
     sampling_correction,
 )
 from pipeline.experience.sum_tree import Priorities
@@ -38,7 +39,7 @@ class Planner:
         self._restarting = config.replay.mode == "restart"
         self._index = TaskIndex()
         self._priorities = Priorities()
-        self._by_priority = config.replay.task_sampling == "priority"
+        self._by_priority = config.replay.task_sampling == "priority" and not self._restarting
         self._by_turns = config.replay.unit == "turn" and config.replay.task_sampling == "uniform"
 
     def reindex(self) -> None:
@@ -49,12 +50,9 @@ class Planner:
             shelf = self._pool.shelf(task_id)
             bucket = self._difficulty.bucket(task_id)
             restartable = not self._restarting or self._restarts.candidate(task_id) is not None
-            if shelf is None or not shelf.usable or not restartable:
+            wanted = shelf is not None and shelf.usable and restartable and only in (None, bucket)
+            if shelf is None or not wanted:
                 self._index.discard(task_id)
-                self._priorities.discard(task_id)
-                continue
-            self._index.put(task_id, bucket)
-            if only is not None and bucket != only:
                 self._priorities.discard(task_id)
             elif self._by_priority:
                 born = shelf.mean_version
@@ -62,6 +60,8 @@ class Planner:
                 self._priorities.put(task_id, log_weight, decays=born is not None)
             elif self._by_turns:
                 self._priorities.put(task_id, math.log(shelf.n_turns))
+            else:
+                self._index.put(task_id, bucket)
         self._pool.touched.clear()
 
     def retired(self, batch: Collection[str]) -> Task | None:
@@ -91,18 +91,16 @@ class Planner:
 
     def _draw_task(self, batch: Collection[str], progress: float, version: int) -> tuple[str, float] | None:
         """A task and the importance correction of having drawn it."""
-        replay, index = self._replay, self._index
         rng = self._draws.next("task")
-        ids = index.all() if replay.difficulty is None else index.of(replay.difficulty)
         if self._by_priority or self._by_turns:
-            priority = replay.priority
+            priority = self._replay.priority
             beta = priority.beta + (1 - priority.beta) * min(1.0, max(0.0, progress)) if self._by_priority else 0.0
             drawn = self._priorities.draw(batch, rng, version / priority.tau)
             return None if drawn is None else (drawn[0], sampling_correction(drawn[1], beta))
-        if replay.task_sampling == "normal" and replay.difficulty is None:
-            task_id = draw_normal(index, self._n, batch, rng)
+        if self._replay.task_sampling == "normal":
+            task_id = draw_normal(self._index, self._n, batch, rng)
         else:
-            task_id = draw_uniform(ids, batch, rng)
+            task_id = draw_uniform(self._index.all(), batch, rng)
         return None if task_id is None else (task_id, 1.0)
 
     def _log_priority(self, task_id: str) -> float:
@@ -113,13 +111,18 @@ class Planner:
 
     def candidates(self, shelf: TaskEntries, k: int, correction: float = 1.0) -> tuple[Candidate, ...]:
         """The k that are replayed, first; behind them, if the learner chooses, the others."""
-        replay, rng = self._replay, self._draws.next("trajectory")
-        if replay.unit == "turn" and replay.select == "random":
-            turns: list[tuple[PoolEntry, int | None]] = [*choose_turns(shelf.usable, k, rng)]
+        replay, usable = self._replay, shelf.usable
+        n = len(usable) if replay.entropy == "current" and replay.select != "random" else k
+        turns: list[tuple[PoolEntry, int | None]]
+        if replay.unit == "trajectory" and replay.select != "random":  # takes no generator: making one costs most
+            turns = [(e, None) for e in sorted(usable, key=rank(replay.select))[:n]]
         else:
-            every = replay.entropy == "current" and replay.select != "random"
-            chosen = choose(shelf.usable, len(shelf.usable) if every else k, replay.select, rng)
-            turns = [(e, rng.randrange(e.n_turns) if replay.unit == "turn" else None) for e in chosen]
+            rng = self._draws.next("trajectory")
+            if replay.unit == "turn" and replay.select == "random":
+                turns = [*choose_turns(usable, k, rng)]
+            else:
+                chosen = choose(usable, n, replay.select, rng)
+                turns = [(e, rng.randrange(e.n_turns) if replay.unit == "turn" else None) for e in chosen]
         return tuple(Candidate(e, correction * self._bias(e), turn) for e, turn in turns)
 
     def _bias(self, entry: PoolEntry) -> float:

@@ -46,23 +46,22 @@ class TaskIndex:
 
     def put(self, task_id: str, bucket: int | None) -> None:
         """Enter a task, or move it to another bucket (None: no group of it has finished)."""
-        if task_id in self._bucket_of:
-            if self._bucket_of[task_id] == bucket:
-                return
-            self.discard(task_id)
+        if task_id not in self._bucket_of:
+            bisect.insort(self._all, task_id)
+        elif self._bucket_of[task_id] == bucket:
+            return
+        else:
+            self._leave(task_id)
         self._bucket_of[task_id] = bucket
-        bisect.insort(self._all, task_id)
         bisect.insort(self._buckets.setdefault(bucket, []), task_id)
 
     def discard(self, task_id: str) -> None:
         """Take a task out, if it is there."""
         if task_id not in self._bucket_of:
             return
-        bucket = self._bucket_of.pop(task_id)
+        self._leave(task_id)
+        del self._bucket_of[task_id]
         _remove(self._all, task_id)
-        _remove(self._buckets[bucket], task_id)
-        if not self._buckets[bucket]:
-            del self._buckets[bucket]
 
     def all(self) -> Sequence[str]:
         return self._all
@@ -73,6 +72,13 @@ class TaskIndex:
     def buckets(self) -> list[int | None]:
         """Buckets that are not empty, in order."""
         return sorted(self._buckets, key=lambda b: -1 if b is None else b)
+
+    def _leave(self, task_id: str) -> None:
+        """Take a task out of its bucket."""
+        bucket = self._bucket_of[task_id]
+        _remove(self._buckets[bucket], task_id)
+        if not self._buckets[bucket]:
+            del self._buckets[bucket]
 
 
 def draw_uniform(ids: Sequence[str], exclude: Collection[str], rng: random.Random) -> str | None:

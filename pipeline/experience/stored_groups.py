@@ -6,13 +6,13 @@ groups in ``saved`` order and the version. :meth:`StoredGroups.take` gives a sto
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 from pipeline.config.replay import ReplayConfig
+from pipeline.experience.sum_tree import Priorities
 from pipeline.store.experience_records import Leave, StoredGroup
 
 
@@ -35,10 +35,17 @@ class StoredGroups:
         self._rule = replay.groups
         self._environments = environments
         self._age_max = None if replay.max_age is None else replay.max_age - staleness_max
-        self._groups = {group.group_number: group for group in sorted(groups, key=lambda group: group.saved)}
+        self._groups: dict[int, StoredGroup] = {}
+        self._of_task: dict[str, dict[str, StoredGroup]] = {}
+        self._versions: dict[int, dict[str, StoredGroup]] = {}
+        self._priorities = Priorities()
         self._changed: dict[int, StoredGroup] = {}
         self._removed: dict[int, Leave] = {}
-        self.next_saved = max([next_saved, *(group.saved + 1 for group in self._groups.values())])
+        self.bytes = 0
+        """Bytes of the payloads of all members."""
+        for group in sorted(groups, key=lambda group: group.saved):
+            self._insert(group)
+        self.next_saved = max([next_saved, *(group.saved + 1 for group in self)])
         """Number of the next save."""
         for group in list(self):
             if len(group.members) != n_rollout:
@@ -56,14 +63,9 @@ class StoredGroups:
         return iter(self._groups.values())
 
     @property
-    def bytes(self) -> int:
-        """Bytes of the payloads of all members."""
-        return sum(entry.n_bytes for group in self for entry in group.members)
-
-    @property
     def oldest_version(self) -> int | None:
         """Smallest policy version that sampled a token of a member."""
-        return min((group.version_min for group in self), default=None)
+        return min(self._versions, default=None)
 
     def save(self, group: StoredGroup) -> bool:
         """Store a group whose rewards differ, and set its ``saved``; returns whether it was. The oldest one leaves if
@@ -73,28 +75,29 @@ class StoredGroups:
             return False
         group.saved = self.next_saved
         self.next_saved += 1
-        self._groups[number] = self._changed[number] = group
+        self._changed[number] = group
+        self._insert(group)
         self._trim()
         return True
 
     def age_to(self, version: int) -> None:
         """The policy is at this version: groups that can never be used again leave."""
         if self._age_max is not None:
-            for group in [group for group in self if version - group.version_min > self._age_max]:
-                self._remove(group, Leave.AGE)
+            for old in [v for v in self._versions if version - v > self._age_max]:
+                for group in list(self._versions[old].values()):
+                    self._remove(group, Leave.AGE)
 
     def retire(self, task_id: str) -> None:
         """The task is retired: its groups leave."""
-        for group in [group for group in self if group.task.task_id == task_id]:
+        for group in list(self._of_task.get(task_id, {}).values()):
             self._remove(group, Leave.RETIRED)
 
     def draw(self, batch: Collection[str], version: int, rng: random.Random) -> StoredGroup | None:
         """The group to replay now, of a task that is not in ``batch``; None when there is none. This is one of its
         uses; after the last it leaves."""
-        valid = [g for g in self if g.task.task_id not in batch and g.task.environment in self._environments]
-        if not valid:
+        group = self._newest(batch) if self._rule.select == "newest" else self._drawn(batch, version, rng)
+        if group is None:
             return None
-        group = valid[self._choose(valid, version, rng)]
         group.uses += 1
         self._changed[group.group_number] = group
         if group.uses >= self._rule.uses_max:
@@ -107,24 +110,46 @@ class StoredGroups:
         self._changed, self._removed = {}, {}
         return taken
 
-    def _choose(self, valid: list[StoredGroup], version: int, rng: random.Random) -> int:
-        if self._rule.select == "newest":
-            return len(valid) - 1
-        if self._rule.select == "uniform":
-            return rng.randrange(len(valid))
-        ages = [version - group.version_min for group in valid]
-        youngest = min(ages)  # weights relative to the youngest do not underflow
-        weights = (
-            group.spread * math.exp((youngest - age) / self._rule.tau) for group, age in zip(valid, ages, strict=True)
-        )
-        ends = list(itertools.accumulate(weights))
-        return min(bisect.bisect_right(ends, rng.random() * ends[-1]), len(valid) - 1)
+    def _newest(self, batch: Collection[str]) -> StoredGroup | None:
+        latest_first = reversed(self._groups.values())
+        return next((g for g in latest_first if g.task.task_id not in batch and self._playable(g)), None)
+
+    def _drawn(self, batch: Collection[str], version: int, rng: random.Random) -> StoredGroup | None:
+        of_batch = {number for task_id in batch for number in self._of_task.get(task_id, ())}
+        drawn = self._priorities.draw(of_batch, rng, version / self._rule.tau)
+        return None if drawn is None else self._groups[int(drawn[0])]
+
+    def _playable(self, group: StoredGroup) -> bool:
+        return group.task.environment in self._environments
+
+    def _insert(self, group: StoredGroup) -> None:
+        number, born = str(group.group_number), group.version_min
+        self._groups[group.group_number] = group
+        self._of_task.setdefault(group.task.task_id, {})[number] = group
+        self._versions.setdefault(born, {})[number] = group
+        self.bytes += sum(entry.n_bytes for entry in group.members)
+        if self._playable(group) and self._rule.select == "priority":
+            self._priorities.put(number, math.log(group.spread) + born / self._rule.tau, decays=True)
+        elif self._playable(group):
+            self._priorities.put(number, 0.0)
 
     def _trim(self) -> None:
         while len(self._groups) > self._rule.capacity:
             self._remove(next(iter(self)), Leave.CAPACITY)
 
     def _remove(self, group: StoredGroup, reason: Leave) -> None:
+        number = str(group.group_number)
         del self._groups[group.group_number]
+        _forget(self._of_task, group.task.task_id, number)
+        _forget(self._versions, group.version_min, number)
+        self._priorities.discard(number)
+        self.bytes -= sum(entry.n_bytes for entry in group.members)
         self._changed.pop(group.group_number, None)
         self._removed[group.group_number] = reason
+
+
+def _forget(groups: dict[Any, dict[str, StoredGroup]], key: object, number: str) -> None:
+    """Take a group out of an index, and the key when it was its last."""
+    del groups[key][number]
+    if not groups[key]:
+        del groups[key]

@@ -84,14 +84,15 @@ class SumTree:
 
     def _at(self, sum_below: int) -> str:
         """The first key up to which the weights add up to more than this."""
-        leaf, step = 0, (len(self._sums) - 1) // 2
+        sums, held = self._sums, self._held
+        leaf, step = 0, (len(sums) - 1) // 2
         while step:
-            if self._sums[leaf + step] <= sum_below:
+            if (below := sums[leaf + step]) <= sum_below:
                 leaf += step
-                sum_below -= self._sums[leaf]
+                sum_below -= below
             step //= 2
         for key in self._leaves[leaf]:
-            sum_below -= self._held[key][1]
+            sum_below -= held[key][1]
             if sum_below < 0:
                 return key
         raise AssertionError("the sums of a sum tree do not agree with its weights")
@@ -125,6 +126,7 @@ class SumTree:
 
 _Level = tuple[bool, int]
 """Magnitude of the weights of a tree, behind a mark that says if they decay."""
+_Scaled = tuple[SumTree, float]
 
 
 class Priorities:
@@ -138,6 +140,7 @@ class Priorities:
         self._trees: dict[_Level, SumTree] = {}
         self._levels: dict[bool, list[int]] = {False: [], True: []}
         self._held: dict[str, tuple[_Level, int]] = {}
+        self._drawn_at: tuple[float, list[_Scaled]] | None = None
 
     def __len__(self) -> int:
         return len(self._held)
@@ -158,65 +161,72 @@ class Priorities:
         if not self._trees[at]:
             del self._trees[at]
             self._levels[at[0]].remove(at[1])
+            self._drawn_at = None
 
     def draw(self, exclude: Collection[str], rng: random.Random, decay: float = 0.0) -> tuple[str, float] | None:
         """A key that is not excluded, by its weight; None when there is none. With it comes its :meth:`ratio`."""
-        scaled = self._scaled(decay)
-        if not scaled:
+        trees = self._drawn(decay)
+        if not trees:
             return None
+        ends, mean = _sums(trees)
         for _ in range(TRIES):
-            key = self._draw(scaled, rng)
+            tree, scale = trees[_index(ends, rng)]
+            key = tree.draw(rng)
             if key not in exclude:
-                return key, self._ratio(key, scaled)
+                return key, mean / (tree.weight(key) * scale)
         out = {key: self._held[key] for key in exclude if key in self._held}
         for key in out:
             self.discard(key)
-        left = self._scaled(decay)
-        drawn = self._draw(left, rng) if left else None
+        left = self._drawn(decay)
+        drawn = left[_index(_sums(left)[0], rng)][0].draw(rng) if left else None
         for key, (at, weight) in out.items():
             self._enter(key, at, weight)
-        return None if drawn is None else (drawn, self._ratio(drawn, scaled))
+        return None if drawn is None else (drawn, self.ratio(drawn, decay))
 
     def ratio(self, key: str, decay: float = 0.0) -> float:
         """``1 / (M P)`` of a key that is held: P is its probability where nothing is excluded, and ``M = 1 / sum_j
         P_j^2`` the effective number of keys (Kish). Infinite for a key that is never drawn."""
-        return self._ratio(key, self._scaled(decay))
-
-    def _ratio(self, key: str, scaled: list[tuple[_Level, float]]) -> float:
-        total = sum(self._trees[at].total * scale for at, scale in scaled)
-        squares = sum(self._trees[at].squares * scale**2 for at, scale in scaled)
-        held_at, weight = self._held[key]
-        scale = dict(scaled).get(held_at, 0.0)
-        return squares / (total * weight * scale) if scale else math.inf
-
-    def _draw(self, scaled: list[tuple[_Level, float]], rng: random.Random) -> str:
-        weights = [self._trees[at].total * scale for at, scale in scaled]
-        return self._trees[scaled[draw_weighted(weights, rng)][0]].draw(rng)
+        trees = self._drawn(decay)
+        at, weight = self._held[key]
+        scale = next((scale for tree, scale in trees if tree is self._trees[at]), 0.0)
+        return _sums(trees)[1] / (weight * scale) if scale else math.inf
 
     def _enter(self, key: str, at: _Level, weight: int) -> None:
         if at not in self._trees:
             self._trees[at] = SumTree()
             bisect.insort(self._levels[at[0]], at[1])
+            self._drawn_at = None
         self._held[key] = (at, weight)
         self._trees[at].put(key, weight)
 
-    def _scaled(self, decay: float) -> list[tuple[_Level, float]]:
+    def _drawn(self, decay: float) -> list[_Scaled]:
         """Trees that a key can be drawn from, each with the scale of its weights."""
-        powers: list[tuple[_Level, float]] = []
+        if self._drawn_at is not None and self._drawn_at[0] == decay:
+            return self._drawn_at[1]
+        powers: list[tuple[SumTree, float]] = []
         for decays, levels in self._levels.items():
             for level in reversed(levels):
                 power = level * _LEVEL_BITS - (decay / math.log(2) if decays else 0.0)
                 if level < levels[-1] - _REACH_BITS // _LEVEL_BITS:
                     break
-                powers.append(((decays, level), power))
+                powers.append((self._trees[decays, level], power))
         largest = max((power for _, power in powers), default=0.0)
-        return [(at, 2.0 ** (power - largest)) for at, power in powers if power > largest - _REACH_BITS]
+        trees = [(tree, 2.0 ** (power - largest)) for tree, power in powers if power > largest - _REACH_BITS]
+        self._drawn_at = decay, trees
+        return trees
 
 
 def draw_weighted(weights: Sequence[float], rng: random.Random) -> int:
     """Index of a weight, with a probability proportional to it; one of them is positive."""
-    ends = list(itertools.accumulate(weights))
-    index = bisect.bisect_right(ends, rng.random() * ends[-1])
-    while index >= len(weights) or not weights[index]:
-        index -= 1
-    return index
+    return _index(list(itertools.accumulate(weights)), rng)
+
+
+def _index(ends: Sequence[float], rng: random.Random) -> int:
+    """The same, of weights that add up to ``ends[i]`` up to the i-th."""
+    return min(bisect.bisect_right(ends, rng.random() * ends[-1]), bisect.bisect_left(ends, ends[-1]))
+
+
+def _sums(trees: Sequence[_Scaled]) -> tuple[list[float], float]:
+    """Weights added up, tree after tree, and the mean weight of a drawn key, ``sum_j w_j^2 / sum_j w_j``."""
+    ends = list(itertools.accumulate(tree.total * scale for tree, scale in trees))
+    return ends, sum(tree.squares * scale**2 for tree, scale in trees) / ends[-1]

@@ -71,6 +71,7 @@ class History:
     config: RunConfig
     restarts: bool = True
     rows: dict = field(default_factory=dict)
+    groups: dict = field(default_factory=dict)
     tasks: dict = field(default_factory=dict)
     state: dict | None = None
     update_records: list | None = None
@@ -81,6 +82,9 @@ class History:
     updates: int = 0
     saved: int = 0
     left: int = 0
+    groups_saved: int = 0
+    groups_left: int = 0
+    finished: int = 0
     reasons: Counter = field(default_factory=Counter)
     rescued: list = field(default_factory=list)
     batch: list = field(default_factory=list)
@@ -115,6 +119,9 @@ class History:
 
     def finish(self, planned, x: int) -> None:
         n = self.config.groups.n_rollout - planned.k
+        self.finished += 1
+        if not n:
+            return
         kind, x = x % 4, x // 4
         rewards = {0: [1.0] * n, 1: [0.0] * n}.get(kind, [float(x >> i & 1) for i in range(n)])
         fresh = []
@@ -126,6 +133,8 @@ class History:
         self.outcomes.setdefault(planned.task.task_id, []).append((int(sum(rewards)), n))
         self.saved += len(outcome.saved)
         assert outcome.successes == sum(rewards)
+        if not planned.k and x % 3:
+            self.groups_saved += self.experience.trained(self.finished, planned.task, fresh) is not None
         if outcome.rescue:
             assert planned.k == 0 and not any(rewards) and self.config.replay.inject == "rescue"
             self.check_candidates(outcome.rescue)
@@ -149,6 +158,11 @@ class History:
         self.rows.update({entry.row_id: copy.copy(entry) for entry in changes.entries})
         for row_id in changes.removed:
             self.rows.pop(row_id, None)
+        self.groups.update({group.group_number: copy.copy(group) for group in changes.groups})
+        for number in changes.removed_groups:
+            self.groups.pop(number, None)
+        self.groups_left += len(changes.removed_groups)
+        self.reasons.update(changes.removed_groups.values())
         self.left += len(changes.removed)
         self.reasons.update(changes.removed.values())
         self.tasks.update({record.task.task_id: own(record) for record in changes.tasks})
@@ -164,7 +178,12 @@ class History:
         entries = sorted(map(copy.copy, self.rows.values()), key=lambda e: e.saved)
         tasks = sorted(map(own, self.tasks.values()), key=lambda r: r.task.task_id, reverse=True)
         self.experience = Experience(
-            self.config, entries=entries, tasks=tasks, state=self.state, updates=self.update_records
+            self.config,
+            entries=entries,
+            groups=[copy.copy(group) for group in reversed(self.groups.values())],
+            tasks=tasks,
+            state=self.state,
+            updates=self.update_records,
         )
         self.sampler = TaskSampler(self.config.environments, self.config.run.seed, self.sampler.state())
         assert not self.experience.take_changes()
@@ -174,10 +193,16 @@ class History:
         target = math.floor(size * replay.task_ratio + 1e-9)
         if planned.k:
             assert planned.task.task_id not in [p.task.task_id for p in self.batch]
-            assert planned.k <= min(replay.trajectories_per_task, self.config.groups.n_rollout - 1)
+            whole = planned.k == self.config.groups.n_rollout
+            assert whole or planned.k <= replay.trajectories_per_task
+            assert replay.mode == "both" or whole == (replay.mode == "groups")
             assert sum(p.k > 0 for p in self.batch) < target
             assert len(planned.candidates) >= planned.k
-            self.check_candidates(planned.candidates)
+            if whole:
+                assert len({c.entry.reward for c in planned.candidates}) == 2
+                self.check_ages(c.entry for c in planned.candidates)
+            else:
+                self.check_candidates(planned.candidates)
         self.batch = [*self.batch, planned] if len(self.batch) + 1 < size else []
 
     def check_candidates(self, candidates) -> None:
@@ -191,8 +216,12 @@ class History:
             assert 0 <= candidate.weight <= 1
             assert (candidate.turn is None) == (replay.unit == "trajectory")
             assert candidate.turn is None or 0 <= candidate.turn < entry.n_turns
-            if replay.max_age is not None:
-                assert entry.age(self.version) + self.config.staleness.max <= replay.max_age
+        self.check_ages(candidate.entry for candidate in candidates)
+
+    def check_ages(self, entries) -> None:
+        if self.config.replay.max_age is not None:
+            ages = [entry.age(self.version) for entry in entries]
+            assert max(ages, default=0) + self.config.staleness.max <= self.config.replay.max_age
 
     def check_rates(self) -> None:
         """Difficulty again from every rollout, slowly. A task that was forgotten begins anew."""
@@ -221,7 +250,13 @@ class History:
         entries = x.entries
         stored = Counter(entry.task.task_id for entry in entries)
         assert len(x) == len(entries) == self.saved - self.left <= replay.capacity
-        assert x.bytes <= replay.capacity_bytes
+        members = [entry for group in x.groups for entry in group.members]
+        assert len(x.groups) == self.groups_saved - self.groups_left <= replay.groups.capacity
+        assert {group.group_number: group for group in x.groups} == self.groups
+        assert all(group.uses < replay.groups.uses_max for group in x.groups)
+        assert not {group.task.task_id for group in x.groups} & {t for t, record in x.tasks.items() if record.retired}
+        pooled = sum(entry.n_bytes for entry in entries)
+        assert pooled <= replay.capacity_bytes and x.bytes == pooled + sum(entry.n_bytes for entry in members)
         assert max(stored.values(), default=0) <= replay.max_trajectories_per_task
         assert len({entry.trajectory_id for entry in entries}) == len(entries)
         assert [entry.saved for entry in entries] == sorted({entry.saved for entry in entries})
@@ -235,11 +270,8 @@ class History:
             finite = self.config.environments[record.task.environment].tasks is not None
             assert finite or task_id in stored or task_id in retired
         assert set(stored) <= set(x.tasks)
-        if replay.max_age is not None:
-            ages = [entry.age(self.version) for entry in entries]
-            assert max(ages, default=0) + self.config.staleness.max <= replay.max_age
-        assert x.bytes == sum(entry.n_bytes for entry in entries)
-        assert x.oldest_version == min((e.version_min for e in entries if e.recorded), default=None)
+        self.check_ages(entries)
+        assert x.oldest_version == min((e.version_min for e in [*entries, *members] if e.recorded), default=None)
         assert 0 <= x.share <= replay.task_ratio
         assert {entry.row_id: entry for entry in entries} == self.rows
         assert dict(x.tasks) == self.tasks

@@ -17,6 +17,8 @@ SEEDS = st.integers(0, 2**32)
 def config_of(make, rng):
     n = rng.randint(2, 5)
     per_task = rng.randint(1, 4)
+    mode = rng.choice(["mix", "mix", "groups", "both"])
+    unit = rng.choice(["trajectory", "turn"]) if mode == "mix" else "trajectory"
     start = rng.choice([{}, {}, {"start_ratio": 0.5}, {"start_solve_rate": 0.5}])
     return make.config(
         n=n,
@@ -24,7 +26,15 @@ def config_of(make, rng):
         tasks=rng.choice([None, 1, 3, 12]),
         staleness=rng.randint(0, 2),
         seed=rng.randint(0, 3),
-        task_ratio=rng.choice([0.0, 0.3, 0.5, 1.0]),
+        mode=mode,
+        groups={
+            "capacity": rng.choice([1, 3, 512]),
+            "uses_max": rng.randint(1, 3),
+            "select": rng.choice(["priority", "priority", "uniform", "newest"]),
+            "tau": rng.choice([0.1, 8.0]),
+        },
+        correction="token" if unit == "turn" else rng.choice(["token", "sequence", "geometric", "soft"]),
+        task_ratio=rng.choice([0.0, 0.3, 0.5, 1.0 if mode == "mix" else 0.75]),
         trajectories_per_task=rng.randint(1, min(n - 1, per_task)),
         max_trajectories_per_task=per_task,
         capacity=rng.choice([2, 8, 50_000]),
@@ -37,9 +47,9 @@ def config_of(make, rng):
         difficulty=rng.choice([None, None, None, 1]),
         max_age=rng.choice([None, 2, 4]),
         window=rng.choice([0, 1, 4]),
-        unit=rng.choice(["trajectory", "turn"]),
+        unit=unit,
         retest_ratio=rng.choice([0.0, 0.3]),
-        inject=rng.choice(["ratio", "ratio", "rescue"]),
+        inject=rng.choice(["ratio", "rescue"]) if mode == "mix" else "ratio",
         bias_correction=rng.random() < 0.5,
         ess_guard={"enabled": rng.random() < 0.5},
         **start,
@@ -75,7 +85,7 @@ def test_invariants_hold_and_a_restart_at_any_moment_draws_what_would_have_come(
                 history.update(i // 5)
                 history.age()
     assert shape(one.plans) == shape(other.plans) and one.rescued == other.rescued
-    assert one.experience.entries == other.experience.entries
+    assert one.experience.entries == other.experience.entries and one.experience.groups == other.experience.groups
     for history in (one, other):
         history.write()
         history.check()
@@ -150,19 +160,23 @@ def test_reading_never_changes_the_store(make, seed):
 
 def test_the_generated_histories_reach_what_they_are_about(make):
     """Replays, rescues, evictions, retirement: each in a fair part of histories, or the properties above say little."""
-    reached = dict.fromkeys(("replay", "rescue", "left", "aged", "retired", "factor"), 0)
-    for seed in range(60):
+    reached = dict.fromkeys(("replay", "rescue", "left", "aged", "retired", "factor", "whole", "used"), 0)
+    for seed in range(80):
         rng = random.Random(seed)
-        history = make.history(config_of(make, rng))
+        config = config_of(make, rng)
+        history = make.history(config)
         for operation, x in operations_of(rng):
             history.apply(operation, x)
-        reached["replay"] += any(plan.k for plan in history.plans)
+        n = config.groups.n_rollout
+        reached["replay"] += any(0 < plan.k < n for plan in history.plans)
+        reached["whole"] += any(plan.k == n for plan in history.plans)
+        reached["used"] += history.reasons[Leave.USES] > 0
         reached["rescue"] += bool(history.rescued)
         reached["left"] += history.left > 0
         reached["aged"] += history.reasons[Leave.AGE] > 0
         reached["retired"] += history.experience.retired > 0
         reached["factor"] += history.experience.factor < 1
-    assert min(reached.values()) >= 3, reached
+    assert min(reached.values()) >= 3, sorted(reached.items())
 
 
 def test_memory_does_not_grow_with_endless_tasks(make):

@@ -1,7 +1,8 @@
 """Expected gradients of stale, mixed and replayed trajectories, by enumeration, against the true policy gradient."""
 
-import itertools
+import math
 from dataclasses import replace
+from itertools import count, product
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ CHAINS = pytest.mark.parametrize("length", [2, 5])
 @CHAINS
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
 def test_trajectories_of_the_current_policy_have_the_true_gradient_under_every_choice(choice, length):
-    chain = Chain(length, SPREADS["large"], 0)
+    chain = Chain.random(length, SPREADS["large"], 0)
     for replayed in (False, True):
         came = chain.p_pi_N @ chain.gradients(choice.rules, replayed=replayed, of_pi=True)
         np.testing.assert_allclose(came, chain.true_gradient(), rtol=1e-9, atol=1e-12)
@@ -30,14 +31,14 @@ def test_trajectories_of_the_current_policy_have_the_true_gradient_under_every_c
 def test_whole_sequence_weights_are_unbiased_for_stale_mixed_and_replayed_trajectories(choice, spread, length):
     assert len(UNBIASED) == 3
     for seed in range(3):
-        assert measure(Chain(length, spread, seed), choice).error < 1e-9
+        assert measure(Chain.random(length, spread, seed), choice).error < 1e-9
 
 
 @CHAINS
 @pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
 @pytest.mark.parametrize("name", ["replayed: sequence, max 2", "replayed: geometric, max 2", "replayed: soft"])
 def test_a_correction_scales_the_gradient_of_each_trajectory_by_its_kernel(name, spread, length):
-    chain, rules = Chain(length, spread, 1), NAMED[name].rules
+    chain, rules = Chain.random(length, spread, 1), NAMED[name].rules
     w = chain.p_pi_N / chain.p_mu_N
     kernel = {
         "sequence": np.minimum(w, 2.0),
@@ -51,31 +52,33 @@ def test_a_correction_scales_the_gradient_of_each_trajectory_by_its_kernel(name,
 
 def test_successes_alone_with_whole_sequence_weights_have_the_direction_of_the_true_gradient():
     for seed in range(3):
-        chain = Chain(5, SPREADS["large"], seed)
+        chain = Chain.random(5, SPREADS["large"], seed)
         assert measure(chain, NAMED["successes: sequence, no bound"]).cosine == pytest.approx(1)
         assert measure(chain, NAMED["successes: token, default clip"]).cosine < 0.98
 
 
 def test_token_weights_can_point_away_from_the_true_gradient_where_truncated_sequence_weights_do_not():
     token, sequence = NAMED["replayed: token, default clip"], NAMED["replayed: sequence, max 2"]
-    found = [[measure(Chain(8, SPREADS["large"], seed), c).cosine for c in (token, sequence)] for seed in range(10)]
+    found = [
+        [measure(Chain.random(8, SPREADS["large"], seed), c).cosine for c in (token, sequence)] for seed in range(10)
+    ]
     assert min(cosines[0] for cosines in found) < 0 < 0.5 < min(cosines[1] for cosines in found)
     assert all(of_token < of_sequence for of_token, of_sequence in found)
 
 
 def test_bias_grows_with_the_ratios_and_truncation_buys_less_noise_with_it():
     for name in ("replayed: token, default clip", "replayed: sequence, max 2", "replayed: soft"):
-        errors = [[measure(Chain(8, s, i), NAMED[name]).error for i in range(3)] for s in SPREADS.values()]
+        errors = [[measure(Chain.random(8, s, i), NAMED[name]).error for i in range(3)] for s in SPREADS.values()]
         small, large = np.mean(errors, axis=1)
         assert 0 < small < large
     whole, cut = (NAMED[f"replayed: sequence, {bound}"] for bound in ("no bound", "max 2"))
     for seed in range(3):
-        chain = Chain(8, SPREADS["large"], seed)
+        chain = Chain.random(8, SPREADS["large"], seed)
         assert measure(chain, cut).noise < measure(chain, whole).noise
 
 
 def test_the_bias_of_a_mixture_is_that_of_its_replayed_share():
-    chain = Chain(5, SPREADS["large"], 2)
+    chain = Chain.random(5, SPREADS["large"], 2)
     for share in (0.25, 0.5):
         for name in ("replayed: token, default clip", "replayed: soft"):
             mixed = measure(chain, replace(NAMED[name], fresh_share=share)).error
@@ -87,7 +90,7 @@ RESTARTS = pytest.mark.parametrize(("length", "restart"), [(2, 1), (5, 2), (5, 4
 
 def restarted(length: int, restart: int, spread: str, seed: int) -> Chain:
     """A chain that begins with the first tokens of a success, after which success is neither sure nor hopeless."""
-    chains = (Chain(length, SPREADS[spread], number, restart) for number in itertools.count(100 * seed))
+    chains = (Chain.random(length, SPREADS[spread], number, restart) for number in count(100 * seed))
     return next(chain for chain in chains if 0 < chain.rewards_N.sum() < len(chain.rewards_N))
 
 
@@ -123,8 +126,77 @@ def test_advantages_within_a_restarted_group_give_the_true_gradient_in_expectati
     chain.advantages_N = np.ones(len(chain.p_pi_N))
     gradients_NP = chain.gradients(NAMED["stale: token, no clip"].rules, replayed=False, of_pi=True)
     came = np.zeros(gradients_NP.shape[1])
-    for group in itertools.product(range(len(chain.p_pi_N)), repeat=n):
+    for group in product(range(len(chain.p_pi_N)), repeat=n):
         members = list(group)
         advantages = rloo(chain.rewards_N.numpy()[members], config)
         came += chain.p_pi_N[members].prod() * advantages @ gradients_NP[members] / n
     np.testing.assert_allclose(came, chain.true_gradient(), rtol=1e-9, atol=1e-12)
+
+
+def chain_of(pi, mu, rewarded):
+    """Probabilities of token 1: first, after 0, after 1."""
+    logits = [np.log([[p[0], p[0]], p[1:]]) - np.log1p(-np.array([[p[0], p[0]], p[1:]])) for p in (pi, mu)]
+    return Chain(*logits, rewarded)
+
+
+@pytest.mark.parametrize(
+    ("mu", "largest", "cosine"), [((0.4, 0.4, 0.2), 1.375, 0.827), ((0.25, 0.75, 0.6), 2.8, -0.65)]
+)
+def test_on_a_two_token_chain_token_weights_turn_the_gradient_and_sequence_weights_do_not(mu, largest, cosine):
+    """The only success is the sequence 1, 0. Probabilities of a token are off by a factor of 1.4 and of 2.8 at most."""
+    chain = chain_of((0.55, 0.3, 0.15), mu, [2])
+    assert chain.largest_ratio == pytest.approx(largest)
+    assert measure(chain, NAMED["replayed: token, default clip"]).cosine == pytest.approx(cosine, abs=0.002)
+    assert measure(chain, NAMED["replayed: sequence, no bound"]).cosine == pytest.approx(1)
+    assert measure(chain, NAMED["replayed: sequence, max 2"]).cosine > 0.9
+
+
+def whole_groups(chain, rules, n, chosen=lambda advantages: 1.0):
+    """Expected gradient of a stored group of n trajectories of μ with its recorded advantages, reward minus mean of the
+    group, over all groups by ``chosen``: the factor on the probability that a group is drawn."""
+    slopes = {}
+    for sign in (1.0, -1.0):
+        chain.advantages_N = np.full(len(chain.rewards_N), sign)
+        slopes[sign] = chain.gradients(rules, replayed=True, of_pi=False)
+    rewards, came = chain.rewards_N.numpy(), 0.0
+    for group in product(range(len(rewards)), repeat=n):
+        advantages = rewards[list(group)] - rewards[list(group)].mean()
+        total = sum(abs(a) * slopes[math.copysign(1.0, a)][i] for i, a in zip(group, advantages, strict=True))
+        came = came + math.prod(chain.p_mu_N[i] for i in group) * chosen(advantages) * total / n
+    return came
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("length", [2, 3])
+@pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
+def test_whole_groups_with_sequence_weights_have_the_true_gradient_but_for_their_own_share_in_the_mean(
+    spread, length, n
+):
+    """A group's mean holds the trajectory's own reward: the expectation is ``1 - 1/n`` of the true gradient, as for
+    fresh groups. Groups without spread have advantages of 0, so it does not matter that they are not stored."""
+    for seed in range(2):
+        chain = Chain.random(length, spread, seed)
+        came = whole_groups(chain, NAMED["replayed: sequence, no bound"].rules, n)
+        np.testing.assert_allclose(came, (1 - 1 / n) * chain.true_gradient(), rtol=1e-9, atol=1e-12)
+
+
+def cosine(a, b):
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+@pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
+def test_groups_drawn_by_their_spread_keep_the_direction_for_rewards_of_0_and_1(spread):
+    """``select: priority`` makes the step longer or shorter and does not turn it."""
+    rules = NAMED["replayed: sequence, no bound"].rules
+    for seed in range(3):
+        chain = Chain.random(2, spread, seed)
+        came = whole_groups(chain, rules, 3, lambda advantages: float(np.abs(advantages).sum()))
+        assert cosine(came, chain.true_gradient()) == pytest.approx(1)
+
+
+def test_whole_groups_with_token_weights_are_biased_more_where_ratios_are_large():
+    rules, errors = NAMED["replayed: token, default clip"].rules, {}
+    for size, spread in SPREADS.items():
+        chains = [Chain.random(3, spread, seed) for seed in range(3)]
+        errors[size] = [1 - cosine(whole_groups(chain, rules, 2), chain.true_gradient()) for chain in chains]
+    assert 0 < np.mean(errors["small"]) < np.mean(errors["large"])
