@@ -193,7 +193,7 @@ def _write_store(path: Path, rollouts: Sequence[Rollout]) -> None:
                     None,
                     0,
                 )
-                _insert(run, "INSERT INTO group_replays", replay_group, 0, row, 1.0, None, 1, 2, 0, None, None, 1)
+                _insert(run, "INSERT INTO group_replays", replay_group, 0, row, 1.0, None, 1, 2, 0, None, None, 1, 0)
         run("COMMIT")
     finally:
         connection.close()
