@@ -55,7 +55,7 @@ class StoredTurns:
         return None if self.over else turn
 
     def answered(self, answer: Answer) -> None:
-        """Raises :class:`NotReproducible` where the episode ends although it went on when it was stored."""
+        """Raises :class:`NotReproducible` where the episode ends before the stored turns do."""
         if answer.done or answer.limit is not None:
             raise NotReproducible(
                 f"expected the episode to go on after turn {self._played} as it did when it was stored, but it ended: "
@@ -181,7 +181,7 @@ class RecordedDialogue:
         return Reply(completed.text, generation.finish_reason)
 
     def _stored_reply(self, call: PendingCall, stored: Turn) -> Reply:
-        """What the policy said in a stored turn. It is not recorded: the first turn that is has it as context."""
+        """Answer with a stored turn. It is not recorded: the first turn of the policy has it as context."""
         ids = tuple(stored.completion.token_ids.tolist())
         self._budget.spend(0, 0)  # its tokens are spent with the first prompt of the policy
         completed = self.recorder.renderer.completed(ids)

@@ -190,6 +190,9 @@ class Experience:
         if self._enabled:
             self._keeper.gone(self._keeper.age_to(version))
             self._groups.age_to(version)
+            if self._replay.mode == "restart":  # a resumed stage must find nothing left to do
+                self._state_changed = True
+                self._planner.reindex()
 
     def next_group(self, sampler: TaskSampler, *, progress: float, version: int) -> Planned:
         """Plan the group to admit now.

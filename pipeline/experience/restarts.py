@@ -113,7 +113,7 @@ class Restarts:
             self._set(record, replace(record.restart, refused=True))
 
     def settle(self, task_id: str) -> None:
-        """What is stored of the task changed: where its success has left, the search begins again in another one."""
+        """Stored trajectories of the task came or left: where its success has left, the search begins in another."""
         record = self._difficulty.records.get(task_id)
         search = record.restart if record is not None else None
         if not self._on or record is None or search is None or search.refused or not search.turn:

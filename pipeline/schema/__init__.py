@@ -3,7 +3,8 @@
 Nothing in this package imports anything of Afterplay but ``pipeline.errors``.
 """
 
-from pipeline.schema.orders import GroupPlan, Order, Task
+from pipeline.schema.orders import GroupPlan, Order
+from pipeline.schema.task import Task
 from pipeline.schema.tokens import FlatTokens, SpanSource, TokenSpan, VersionSpan
 from pipeline.schema.trajectory import (
     SCHEMA_VERSION,

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from pipeline.errors import SchemaError
-from pipeline.schema.orders import Task
+from pipeline.schema.task import Task
 from pipeline.schema.tokens import FlatTokens, SpanSource, TokenSpan, require, require_finite, require_id
 
 SCHEMA_VERSION = 1

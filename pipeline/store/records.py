@@ -117,7 +117,7 @@ class CancelReason(StrEnum):
     UNINFORMATIVE = "uninformative"
     """Its rewards were all equal, and a new group replaces it (``groups.zero_variance: refill``)."""
     UNREPRODUCIBLE = "unreproducible"
-    """It begins with the turns of a stored trajectory, and the environment did not answer them as it did then."""
+    """The environment did not answer the stored turns that it begins with as it did before."""
     RESTORED = "restored"
     """The store is an older copy, and an update that it does not know may have been made from the group."""
 
