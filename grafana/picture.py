@@ -67,6 +67,8 @@ def draw_stat(axis: Any, panel: Mapping[str, Any], found: Sequence[Series]) -> N
 def draw_heatmap(axis: Any, panel: Mapping[str, Any], found: Sequence[Series]) -> None:
     """Increase of each bucket of a histogram: the series are cumulative over ``le``."""
     series = sorted((one for many in found for one in many), key=lambda one: float(one[0]["le"]))
+    if not series:
+        return
     times = sorted({at for _, seconds, _ in series for at in seconds})
     rows = [[dict(zip(s, v, strict=True)).get(at, 0.0) for at in times] for _, s, v in series]
     own = [[high - low for high, low in zip(row, below, strict=True)] for below, row in itertools.pairwise(rows)]
@@ -78,7 +80,7 @@ def draw_lines(axis: Any, panel: Mapping[str, Any], found: Sequence[Series]) -> 
     for target, series in zip(panel["targets"], found, strict=True):
         for labels, seconds, values in series:
             axis.plot(seconds, values, lw=1.3, label=legend(target, labels))
-    if axis.lines:
+    if axis.get_legend_handles_labels()[1]:
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, fontsize=6, frameon=False)
     axis.grid(alpha=0.3)
 
