@@ -1,5 +1,5 @@
-"""What users do with a real vLLM server: OpenAI's client on the newest weights of a run, and ``afterplay env eval``
-with native tool calls."""
+"""Clients of users on a real vLLM server: OpenAI's on the newest weights of a run, and ``afterplay env eval`` with
+native tool calls."""
 
 from __future__ import annotations
 
