@@ -168,7 +168,9 @@ async def _score(environment: str, script: Script, scorer: ScorerConfig, found: 
                 outcome = await anyio.to_thread.run_sync(call.tried, script.trajectory(), abandon_on_cancel=True)
                 if isinstance(outcome, ScoreFailure) and outcome.reason in ("type", "nonfinite"):
                     found.problems.append(f"{where}: expected a finite number or None: {outcome.details}")
-        except (Exception, SystemExit) as error:
+        except SystemExit:
+            found.notes.append(f"{where} called sys.exit on the scripted episode of {environment}")
+        except Exception as error:
             found.notes.append(f"{where} failed on the scripted episode of {environment} with {described(error)}")
 
 
