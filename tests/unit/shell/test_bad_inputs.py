@@ -344,10 +344,6 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         "'nothing-of-it' is not installed",
     ),
     "GGUF file without gguf": (Place.without_gguf, "expected the package gguf, which reads some.gguf of 'some-model'"),
-    "model of the hub without the hub": (
-        lambda p: p.check(model={"source": "nobody/nothing-7b"}),
-        "expected 'nobody/nothing-7b' in the hub cache",
-    ),
     "no source": (lambda p: p.check(model={"source": "a/b/c"}), "model.source: expected a folder, a hub id"),
     "tiny option": (lambda p: p.check(model={"source": "tiny", "tiny": {"layer": 2}}), "model.tiny.layer"),
     "template is missing": (
