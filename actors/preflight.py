@@ -1,5 +1,5 @@
-"""Preflight of environments: each is built with its agent loop and tools, one scripted episode of it is played, and its
-first prompt is measured with the tokenizer of the model.
+"""Preflight of environments: each is built with its agent loop and tools, one scripted episode of it is played and
+scored by the user's functions, and its first prompt is measured with the tokenizer of the model.
 
 The script is the same short reply in every turn. It finds what raises and what is not of the right form, not whether a
 task can be solved.
@@ -7,11 +7,13 @@ task can be solved.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
 import anyio
+import anyio.to_thread
 
 from actors.env_commands.describe import end_environment
 from actors.env_commands.play import NewMessages, OwnCompletions, Typed, episode
@@ -22,33 +24,49 @@ from actors.rendering.renderer import Renderer, load_tokenizer
 from actors.rollout.agent_loop import Opening
 from actors.rollout.services import build_loop, can_restart
 from pipeline.config import RunConfig
+from pipeline.config.rewards import ScorerConfig
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.config.tasks import TRAIN
-from pipeline.errors import PlugInError, PlugInTimeout
+from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout, described
 from pipeline.experience.memory import close_source
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.runtime.findings import Findings
 from pipeline.runtime.plugin_guard import TaskOwner, bounded_prints, interrupting_blocks, watch_tasks
-from pipeline.schema import Task
+from pipeline.schema import FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
+from pipeline.scorer.functions import Call, Workers
+from pipeline.scorer.verdict import ENVIRONMENT, ScoreFailure
 
 REPLY = "1"
 TURNS_MAX = 8
+SCORE_SECONDS_MAX = 2.0
+"""For one call of a score function; a slower one is not checked."""
 TRIES = 3
 """Tasks that are tried where an environment raises: a run takes rollouts that fail now and then."""
 
 
 class Script:
-    """Answers every turn with :data:`REPLY`, and keeps the start of the conversation."""
+    """Answers every turn with :data:`REPLY`, and keeps the conversation."""
 
-    def __init__(self) -> None:
+    def __init__(self, task: Task) -> None:
+        self.task = task
         self.opening: Opening | None = None
-        self.turns = 0
+        self.turns: list[Turn] = []
+        self.score: float | None = None
 
     async def __call__(self, new: NewMessages) -> Reply:
         self.opening = new.opening
-        self.turns += 1
+        prompt, sampled = TokenSpan.context([0]), TokenSpan.sampled([0], [0.0], 0)
+        said = Message("assistant", REPLY)
+        self.turns.append(Turn(prompt, sampled, tuple(new.messages), said, FinishReason.STOP, temperature=1.0))
         return Reply(REPLY)
+
+    def trajectory(self) -> Trajectory:
+        """The episode as a score function gets it; its tokens mean nothing."""
+        return Trajectory(
+            "preflight", "preflight", self.task, tuple(self.turns), TrajectoryStatus.COMPLETE,
+            rewards={ENVIRONMENT: self.score},
+        )  # fmt: skip
 
 
 def check_environments(config: RunConfig, tasks: Mapping[str, Sequence[Task]], found: Findings) -> dict[str, Opening]:
@@ -68,9 +86,10 @@ async def _check_all(config: RunConfig, tasks: Mapping[str, Sequence[Task]], fou
                 await close_source(make_source(config.lessons))
         for name, section in config.environments.items():
             with found.collecting():
-                opening = await _check(name, section, tasks.get(name), found, can)
-                if opening is not None:
-                    openings[name] = opening
+                script = await _check(name, section, tasks.get(name), found, can)
+                if script is not None and script.opening is not None:
+                    openings[name] = script.opening
+                    await _score(name, script, config.scorer, found)
     if config.replay.enabled and config.replay.mode == "restart" and not can:
         found.problems.append(
             "replay.mode: restart plays stored turns again, but no environment of the run file can: expected one with "
@@ -83,9 +102,9 @@ async def _check_all(config: RunConfig, tasks: Mapping[str, Sequence[Task]], fou
 
 async def _check(
     name: str, section: EnvironmentConfig, tasks: Sequence[Task] | None, found: Findings, can: list[str]
-) -> Opening | None:
-    """The first prompt; None where no episode could be played, which is reported elsewhere. An environment that can be
-    restarted is added to ``can``."""
+) -> Script | None:
+    """The script of an episode that was played; None where none could be, which is reported elsewhere. An environment
+    that can be restarted is added to ``can``."""
     host = EnvironmentHost(name, section)
     try:
         if can_restart(host) and section.max_turns > 1:
@@ -104,9 +123,9 @@ async def _check(
         script = await _play(host, tasks, found)
         if script is None:
             return None
-        turns = "1 turn" if script.turns == 1 else f"{script.turns} turns"
+        turns = "1 turn" if len(script.turns) == 1 else f"{len(script.turns)} turns"
         found.notes.append(f"environments.{name}: {turns} of a scripted episode of {section.name} played")
-        return script.opening
+        return script
     finally:
         end_environment(host)
 
@@ -117,11 +136,12 @@ async def _play(host: EnvironmentHost, tasks: Sequence[Task], found: Findings) -
     turns_max = min(host.config.max_turns, TURNS_MAX)
     for task in tasks[:TRIES]:
         loop = build_loop(host, cast(Renderer, Typed()), ActorMetrics(CollectorRegistry()))
-        script = Script()
+        script = Script(task)
         try:
-            await episode(host, task, turns_max, script, lambda who, text: None, loop)
+            script.score = await episode(host, task, turns_max, script, lambda who, text: None, loop)
             return script
         except OwnCompletions:
+            _find_program(host.section, loop)
             found.notes.append(f"environments.{host.section}: not played, its agent requests completions itself")
             return None
         except PlugInError as error:
@@ -135,6 +155,35 @@ async def _play(host: EnvironmentHost, tasks: Sequence[Task], found: Findings) -
     raise PlugInError(
         f"environments.{host.section}: {first.boundary}", first.kind, f"{first.message}; {again}", line=first.line
     ) from first
+
+
+def _find_program(environment: str, loop: object) -> None:
+    """Raises :class:`ConfigurationError` where the command of an agent loop names a program that is not there."""
+    command, variables = getattr(loop, "command", None), getattr(loop, "env", {})
+    if command and "/" not in command[0] and shutil.which(command[0], path=variables.get("PATH")) is None:
+        raise ConfigurationError(
+            f"environments.{environment}: expected the program {command[0]} on the PATH, found none: install it, or "
+            "give its path in loop.options.command"
+        )
+
+
+async def _score(environment: str, script: Script, scorer: ScorerConfig, found: Findings) -> None:
+    """Call the user's own score functions with the episode. A value that is no finite number is a problem; an exception
+    is a note, since the script is no real reply."""
+    for section in scorer.functions:
+        if ":" not in section.path or not section.applies_to(environment):
+            continue
+        where = f"scorer.functions: {section.known_as}"
+        try:
+            with found.collecting(), anyio.move_on_after(SCORE_SECONDS_MAX):
+                call = Call(section, anyio.CapacityLimiter(1), Workers(1))
+                outcome = await anyio.to_thread.run_sync(call.tried, script.trajectory(), abandon_on_cancel=True)
+                if isinstance(outcome, ScoreFailure) and outcome.reason in ("type", "nonfinite"):
+                    found.problems.append(f"{where}: expected a finite number or None: {outcome.details}")
+        except SystemExit:
+            found.notes.append(f"{where} called sys.exit on the scripted episode of {environment}")
+        except Exception as error:
+            found.notes.append(f"{where} failed on the scripted episode of {environment} with {described(error)}")
 
 
 def _parser_needs_tokenizer(section: EnvironmentConfig) -> bool:

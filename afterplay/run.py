@@ -43,7 +43,7 @@ STOP_MARGIN_SECONDS = 5.0
 ROLLOUTS_MAX = 1000
 OUTPUT_CHARACTERS_MAX = 1000
 MODEL = "policy"
-"""Name under which engines serve the policy."""
+"""Name under which engines serve the policy, unless only adapters are published."""
 
 
 class Run:
@@ -167,7 +167,8 @@ class Run:
         return InlinePage(page, self.curves() if self.steps() else None)
 
     def policy(self) -> Any:
-        """``openai.OpenAI`` client of an engine of the run, which serves the newest weights as the model ``policy``.
+        """``openai.OpenAI`` client of an engine of the run, which serves the newest weights as the model ``policy``, or
+        as ``publish.adapter_name`` with ``publish.lora: adapter``.
 
         Needs the package ``openai``; :meth:`endpoint` has what any other client needs."""
         try:
@@ -187,7 +188,8 @@ class Run:
                 url = config.engine.addresses()[0]
                 if check_health(f"{url}/health").healthy:
                     key = find_key(config.engine, "actor_key")
-                    return {"base_url": f"{url}/v1", "api_key": key or "none", "model": MODEL}
+                    model = config.publish.adapter_name if config.publish.lora == "adapter" else MODEL
+                    return {"base_url": f"{url}/v1", "api_key": key or "none", "model": model}
             self._pause()
         self._raise_failure()
         raise AfterplayError(

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import resource
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -238,7 +239,7 @@ def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or em
 
     for path in load_main("actors.env_commands.scaffold:write_project")(folder):
         typer.echo(str(path))
-    typer.echo(f"\nNext: cd {folder} && afterplay run run.yaml")
+    typer.echo(f"\nNext: cd {shlex.quote(str(folder))} && afterplay run run.yaml")
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from enum import StrEnum
@@ -359,7 +360,7 @@ def new(
     folder = folder or Path(f"afterplay-{name.replace('_', '-')}")
     for path in load_main(f"{_COMMANDS}.scaffold:write_package")(name, folder):
         typer.echo(str(path))
-    typer.echo(f"\nNext: cd {folder} && pip install -e '.[test]' && pytest")
+    typer.echo(f"\nNext: cd {shlex.quote(str(folder))} && pip install -e '.[test]' && pytest")
 
 
 def _talk(who: str, text: str) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
+
+NUMBERS = (int, float, int | None, float | None)
 
 
 class Section(BaseModel):
@@ -14,6 +16,20 @@ class Section(BaseModel):
     show`` prints."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_true_as_number(cls, values: Any) -> Any:
+        """``values`` with ``true`` as text where a number is expected: Python takes it for 1."""
+        if not isinstance(values, dict):
+            return values
+        fields = cls.model_fields
+        return {
+            key: str(value).lower()
+            if isinstance(value, bool) and key in fields and fields[key].annotation in NUMBERS
+            else value
+            for key, value in values.items()
+        }
 
 
 Options = TypeVar("Options", bound=Section)

@@ -137,16 +137,23 @@ def parse_yaml(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         problem = error.problem or str(error)
+        if error.context and problem.startswith("but "):
+            problem = f"{error.context}, {problem}"
         raise ConfigurationError(f"{where}{line}: {problem}") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigurationError(f"{where}: expected YAML, got {error}") from error
+        raise ConfigurationError(f"{where}: expected YAML, got {' '.join(str(error).split())}") from error
 
 
 def yaml_lines(text: str) -> Lines:
-    """Line at which each value of a document begins. The document must parse."""
+    """Line at which each value of a document begins. The document must parse. What is inside a value that has several
+    aliases is found under the first of them."""
     found: Lines = {}
+    walked: set[int] = set()
 
     def walk(node: yaml.Node | None, path: tuple[str | int, ...]) -> None:
+        if id(node) in walked:
+            return
+        walked.add(id(node))
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
                 found[(*path, key.value)] = key.start_mark.line + 1
@@ -189,7 +196,10 @@ class _Sources:
     overrides: dict[Path_, str] = field(default_factory=dict)
 
     def name(self, path: Path_) -> str:
-        """Source of the value at ``path``."""
+        """Source of the value at ``path``, or of one within it that an override has put there."""
+        within = [came for at, came in self.overrides.items() if len(path) > 1 and at[: len(path)] == path]
+        if within:
+            return within[-1]
         for length in range(len(path), 0, -1):
             part = path[:length]
             if part in self.overrides:
@@ -211,10 +221,11 @@ def load(file: Path | str, overrides: Sequence[str] = (), environment: Mapping[s
         return loads(text, str(file), overrides, os.environ if environment is None else environment)
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"expected a run file in UTF-8 at {path}, got: {error}: save it as UTF-8") from error
+    except OSError as error:
         raise ConfigurationError(
-            f"expected a run file at {path}, got: {reason}. Give the path of a YAML file, for example "
+            f"expected a run file at {path}, got: {error.strerror or error}. Give the path of a YAML file, for example "
             "configs/tiny.yaml, or an example that ships with Afterplay: @tiny"
         ) from error
     return loads(text, str(path), overrides, os.environ if environment is None else environment)
@@ -454,6 +465,7 @@ def _describe(problem: Any, sources: _Sources) -> str:
     key, place, kind = _dotted(path), sources.name(path), problem["type"]
     if kind == "extra_forbidden":
         known = list(model.model_fields) if model else []
+        place = next((came for at, came in sources.overrides.items() if at[: len(path)] == path), place)
         return f"{place}: unknown key {key}{_suggestion(str(path[-1]), known, path[:-1])}"
     came = "" if isinstance(problem["input"], dict | BaseModel) else f", got {_short(problem['input'])}"
     if kind == "value_error":

@@ -118,6 +118,9 @@ class EngineConfig(Section):
             raise ValueError(
                 "engine.kind is external: give engine.urls, for example ['http://127.0.0.1:8000'], or engine.discovery"
             )
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"engine.urls: expected addresses such as http://127.0.0.1:8000, got {url!r}")
         twice = [url for url, n in Counter(url.rstrip("/") for url in self.urls).items() if n > 1]
         if twice:
             raise ValueError(f"engine.urls: expected each engine once, got {', '.join(twice)} several times")

@@ -29,7 +29,7 @@ from pipeline.config.trackers import TrackerName, TrackersConfig
 class RunSection(Section):
     """Name, place and length of the run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", max_length=100)
+    name: str = Field("run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=100)
     """Name of the run and of its directory."""
     id: str | None = Field(None, pattern=r"^[A-Za-z0-9._-]+$", max_length=64)
     """Identity that the learner stamps on published weights. Actors sample only from weights of their own run. None:

@@ -129,6 +129,7 @@ class Call:
         self.name = section.known_as
         self._timeout_seconds = section.timeout_seconds
         self._options = dict(section.options)
+        self._per = section.per
         grader = BUILT_IN.get(section.path)
         if grader is None and ":" not in section.path:
             raise ConfigurationError(
@@ -154,6 +155,13 @@ class Call:
         return (
             value if isinstance(value, ScoreFailure) else self._logged(self._checked(value), trajectory.trajectory_id)
         )
+
+    def tried(self, trajectory: Trajectory) -> Outcome | None:
+        """The outcome of a call here and now, which nobody logs. None for a function that is called otherwise: with
+        several trajectories, in a worker, or awaited. Raises what it raises."""
+        if self._per != "trajectory" or self._worker or self._async:
+            return None
+        return self._checked(self._function(_copy(trajectory), **self._options))
 
     async def many(self, trajectories: Sequence[Trajectory]) -> list[Outcome]:
         """A function of several trajectories: a number for each, or why there is none."""

@@ -79,6 +79,7 @@ def smollm_config(directory: Path, **engine: Any) -> RunConfig:
         "block_size": 32,
         "max_sequences": 32,
         "weight_transfer": "delta",
+        "args": ["--enable-auto-tool-choice", "--tool-call-parser=hermes"],
         "start_seconds_max": 300,
     }
     config = RunConfig.model_validate(

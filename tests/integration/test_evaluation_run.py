@@ -1,15 +1,15 @@
-"""Evaluation beside training through real processes, with kills, and ``afterplay eval`` of what is left."""
+"""Evaluation beside training through real processes, with kills, and ``afterplay.evaluate`` of what is left."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sqlite3
-from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+import afterplay
 from pipeline.store.evaluation_results import read_results
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
@@ -23,7 +23,7 @@ SECTIONS = [
 
 
 def test_evaluations_survive_kills_and_the_best_checkpoint_can_be_evaluated_again(
-    tmp_path: Path, forked_run: partial, afterplay: Callable[..., str]
+    tmp_path: Path, forked_run: partial
 ) -> None:
     with forked_run(TINY, tmp_path, "evaluated", SECTIONS) as run:
         run.until_step(3, SECONDS_MAX)
@@ -52,8 +52,8 @@ def test_evaluations_survive_kills_and_the_best_checkpoint_can_be_evaluated_agai
         folder = (run.directory.checkpoints / "best").resolve()
         assert folder.name == f"best-u{best['updates']:06d}"
         run_folder = run.directory.path
-    printed = afterplay("eval", str(run_folder), "--checkpoint", "best", "--tasks", "8")
-    assert "guess" in printed and "pass@2" in printed
-    (result,) = read_results(next((run_folder / "evaluations").iterdir()) / "evaluations.jsonl")
+    result = afterplay.evaluate(run_folder, checkpoint="best", tasks=8, engine__threads=1)
+    assert result["environments"]["guess"]["rollouts"] == 16 and set(result["pass_at"]) == {"1", "2"}
+    assert [result] == read_results(next((run_folder / "evaluations").iterdir()) / "evaluations.jsonl")
     assert (result["updates"], result["reason"]) == (best["updates"], "command")
     assert result["policy_version"] == best["policy_version"]

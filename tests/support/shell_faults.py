@@ -106,7 +106,8 @@ def impossible_claim(sim: ShellSimulation) -> None:
         (
             (Kind.VERSION, {"policy_version": 10**6, "updates": 0}),
             (Kind.CHECKPOINTED, {"updates": made + 3}),
-            (Kind.CONSUMED, {"update": made, "group_ids": [f"g{core.records.next_group + 1000:06d}"]}),
+            # not below the ids of any store, one that went back included
+            (Kind.CONSUMED, {"update": made, "group_ids": [f"g{core.records.next_group + 10**9:06d}"]}),
         )
     )
     sim.lies += 1

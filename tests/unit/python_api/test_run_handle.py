@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -13,6 +14,8 @@ import afterplay
 from afterplay.commands import load
 from afterplay.run import Run, reason_in
 from pipeline.errors import AfterplayError, ConfigurationError, RunFailed
+from pipeline.runtime.rundir import RunDirectory
+from pipeline.supervisor.run import run_lock
 from tests.unit.show.making import make_run
 from tests.unit.show.test_reading import ROLLOUTS
 
@@ -92,6 +95,21 @@ def test_a_run_without_steps_has_no_curves(tmp_path: Path) -> None:
 def test_the_policy_of_a_run_that_has_ended_is_in_its_checkpoints(run: Run) -> None:
     with pytest.raises(AfterplayError, match="has ended, and its engines with it"):
         run.endpoint()
+
+
+@pytest.mark.parametrize(("lora", "model"), [("merged", "policy"), ("adapter", "mine")])
+def test_the_endpoint_names_the_model_with_the_newest_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: str, model: str
+) -> None:
+    sections = {
+        "engine": {"kind": "vllm", "port": 8000},
+        "learner": {"lora": {"rank": 4}},
+        "publish": {"lora": lora, "adapter_name": "mine"},
+    }
+    run = load(make_run(tmp_path / "some", (), **sections))
+    monkeypatch.setattr("afterplay.run.check_health", lambda url: SimpleNamespace(healthy=True))
+    with run_lock(RunDirectory(run.directory)):
+        assert run.endpoint()["model"] == model
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

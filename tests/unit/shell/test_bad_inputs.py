@@ -138,6 +138,10 @@ class Place:
         self.write("some.gguf", "")
         return self.check(model={"source": "package:some-model"})
 
+    def with_variable(self, name: str) -> list[str]:
+        self.patch.setenv(name, "1")
+        return self.check()
+
     def without_wandb(self) -> list[str]:
         self.patch.setitem(sys.modules, "wandb", None)
         return self.check(report_to=["wandb"])
@@ -160,6 +164,8 @@ class Place:
             self.lock.__exit__(None, None, None)
 
 
+NAMED = "environments: {guess: {name: number_guess}}\n"
+ALIASES = NAMED + "extra:\n- &a0 [x]\n" + "".join(f"- &a{i} [*a{i - 1}, *a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
 LONG = "guess " * 200
 SCHEMA = """
     def tools(self):
@@ -178,8 +184,17 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     ),
     "folder": (lambda p: ["run", "."], "expected a run file at ., got: Is a directory"),
     "unknown example": (lambda p: ["run", "@tinny"], "got @tinny; there are"),
-    "not text": (lambda p: p.text(b"\xff\xfe\x00run"), "expected a run file at run.yaml, got:"),
+    "not text": (lambda p: p.text(b"\xff\xfe\x00run"), "expected a run file in UTF-8 at run.yaml, got:"),
     "syntax": (lambda p: p.text("run: {seed: 1"), "run.yaml, line 1: expected ',' or '}'"),
+    "latin-1": (lambda p: p.text(b"run: {}  # caf\xe9\n"), "expected a run file in UTF-8 at run.yaml"),
+    "tab": (lambda p: p.text("run:\n\tseed: 1\n"), "run.yaml, line 2: found character '\\t'"),
+    "control character": (lambda p: p.text(b"run: \x00"), "run.yaml: expected YAML, got unacceptable character"),
+    "two documents": (lambda p: p.text("run: {}\n---\nrun: {}\n"), "expected a single document in the stream, but"),
+    "a section within itself": (
+        lambda p: p.text(NAMED + "run: &a\n  seed: *a\n"),
+        "run.seed: expected a valid integer",
+    ),
+    "aliases of aliases": (lambda p: p.text(ALIASES), "unknown key extra"),
     "list": (lambda p: p.text("- run"), "expected sections like 'run:' and 'engine:', got a list"),
     "empty": (lambda p: p.text("# nothing yet\n"), "got an empty file; @tiny is a whole run file"),
     "key twice": (lambda p: p.text("run: {}\nrun: {}\n"), "expected each key once, got 'run' on line 1 and again"),
@@ -205,7 +220,20 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         lambda p: [*p.check(), "--set", "run.seed", "=", "1"],
         "as in --set run.seed=VALUE",
     ),
+    "key within a number": (lambda p: [*p.check(), "--set", "run.seed.x=3"], "--set run.seed.x=3: run.seed: expected"),
+    "section in the environment": (
+        lambda p: p.with_variable("AFTERPLAY__RUNN__SEED"),
+        "environment variable AFTERPLAY__RUNN__SEED: unknown key runn; did you mean run?",
+    ),
     # numbers and names
+    "true for a number": (
+        lambda p: [*p.check(), "--set", "run.total_steps=true"],
+        "run.total_steps: expected a valid integer, unable to parse string as an integer, got 'true'",
+    ),
+    "name of another folder": (
+        lambda p: [*p.check(), "--set", "run.name=.."],
+        "run.name: expected string should match",
+    ),
     "negative size": (
         lambda p: p.check(actor={"concurrency": -4}),
         "actor.concurrency: expected greater than or equal",
@@ -222,6 +250,14 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     "own reward with an error": (
         lambda p: p.scored(path=p.write("pay.py", "\nraise ValueError('no rate')") + ":pay"),
         "importing pay.py failed with ValueError: no rate (pay.py, line 2",
+    ),
+    "own reward is a text": (
+        lambda p: p.scored(path=p.write("pay.py", "def pay(trajectory): return 'good'") + ":pay"),
+        "scorer.functions: pay.py:pay: expected a finite number or None: expected a number or None, got str: good",
+    ),
+    "own reward is NaN": (
+        lambda p: p.scored(path=p.write("nan.py", "def pay(trajectory): return float('nan')") + ":pay"),
+        "scorer.functions: nan.py:pay: expected a finite number or None: it returned nan",
     ),
     "question without a grader": (
         lambda p: p.check(environments={"asked": {"name": "question"}}),
@@ -257,7 +293,22 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         "(bank.py, line 14, in start)",
     ),
     "step raises": (lambda p: p.plays(bank(step="1 / 0")), "(bank.py, line 9, in step)"),
+    "program is missing": (
+        lambda p: p.check(
+            environments={"agent": {"name": "program", "loop": {"name": "program", "options": {"command": ["agnet"]}}}}
+        ),
+        "environments.agent: expected the program agnet on the PATH, found none",
+    ),
     "step returns something else": (lambda p: p.plays(bank(step="7")), "expected step() to return a Step, got 7"),
+    "reward of a step is NaN": (
+        lambda p: p.plays(bank(step="Step(reward=float('nan'), done=True)")),
+        "expected Step.reward to be finite, got nan",
+    ),
+    "reward of a step is a text": (
+        lambda p: p.plays(bank(step="Step(reward='one', done=True)")),
+        "expected Step.reward to be a number, got 'one'",
+    ),
+    "step exits": (lambda p: p.plays(bank(step="exit(3)")), "failed with SystemExit: it called sys.exit(3)"),
     "no messages": (
         lambda p: p.plays(bank(start="a = Account(); a.messages = (); return a")),
         "expected Episode.messages to hold at least one message",
@@ -275,6 +326,8 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     # data
     "data is missing": (lambda p: p.asks(None), "got rows.jsonl, which does not exist"),
     "bad line": (lambda p: p.asks('{"prompt": "a", "answer": 1}\n{"prompt"\n'), "rows.jsonl, line 2: expected a JSON"),
+    "data is empty": (lambda p: p.asks(""), "expected at least one row for split train of rows.jsonl"),
+    "prompt is null": (lambda p: p.asks('{"prompt": null}\n'), "rows.jsonl, line 1: expected prompt as text"),
     "column is missing": (
         lambda p: p.asks('{"q": 1}\n', columns={"prompt": "question"}),
         "expected the column 'question'",
@@ -314,6 +367,10 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     "same engine twice": (
         lambda p: p.check(engine={"kind": "external", "urls": ["http://a:1", "http://a:1/"]}),
         "engine.urls: expected each engine once, got http://a:1 several times",
+    ),
+    "engine without http": (
+        lambda p: p.check(engine={"kind": "external", "urls": ["localhost:8000"]}),
+        "engine.urls: expected addresses such as http://127.0.0.1:8000, got 'localhost:8000'",
     ),
     "no engine": (lambda p: p.check(engine={"kind": "external"}), "give engine.urls"),
     "key is missing": (
