@@ -345,7 +345,7 @@ async def test_an_engine_that_serves_other_weights_is_withdrawn_until_it_serves_
         assert good.version == "1"
         bad.score = -1.5
         await until(lambda: probes(registry, "proven") == 2)
-        assert set(publisher.live(1)) == {good.url, bad.url}
+        await until(lambda: set(publisher.live(1)) == {good.url, bad.url})
     assert bad.loaded[0] == bad.loaded[-1] and len(bad.loaded) > 1
     assert good.calls.count("/inference/v1/generate") == 1
     assert registry.get_sample_value("afterplay_learner_weight_probe_diff_nats") == pytest.approx(0.1)

@@ -37,9 +37,9 @@ def made_run(tmp_path):
         kinds = [(i, "trained", i + 1.0, reward) for i, reward in enumerate(rewards)]
         for group, state, at, reward in (*kinds, (-1, "held", 0.5, 1.0), (90, "evaluated", 1.2, 1.0)):
             connection.execute(
-                f"INSERT INTO trajectories VALUES ({', '.join('?' * 25)})",
+                f"INSERT INTO trajectories VALUES ({', '.join('?' * 26)})",
                 (group + 5, f"t{group}", group, 0, 0, state, "", reward, b"{}", 0, at, "complete", 1, 9, 5, 0, 0, 0.1,
-                 "actor-0", 9, None, 0.5, 1, 0, None),
+                 "actor-0", 9, None, 0.5, 1, 0, None, 0),
             )  # fmt: skip
         connection.close()
         same = {"seconds": {"step": 3.0}, "reward_mean": 0.25, "n_trajectories": 2, "n_replayed": 0}
