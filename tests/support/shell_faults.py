@@ -111,7 +111,8 @@ def impossible_claim(sim: ShellSimulation) -> None:
         )
     )
     sim.lies += 1
-    sim.start(session._tell, kind, header)
+    # beside its log: a checkpoint would keep what the log has, and tell it again for ever
+    sim.start(session._send, WireMessage(kind, {**header, "number": session._log._last + 1}))
 
 
 def replace(sim: ShellSimulation) -> None:
