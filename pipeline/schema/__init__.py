@@ -4,7 +4,6 @@ Nothing in this package imports anything of Afterplay but ``pipeline.errors``.
 """
 
 from pipeline.schema.orders import GroupPlan, Order
-from pipeline.schema.task import Task
 from pipeline.schema.tokens import FlatTokens, SpanSource, TokenSpan, VersionSpan
 from pipeline.schema.trajectory import (
     SCHEMA_VERSION,
@@ -13,6 +12,7 @@ from pipeline.schema.trajectory import (
     FinishReason,
     Guidance,
     Message,
+    Task,
     Timings,
     Trajectory,
     TrajectoryStatus,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.schema.task import Task
 from pipeline.schema.tokens import require, require_finite, require_id
-from pipeline.schema.trajectory import Turn
+from pipeline.schema.trajectory import Task, Turn
 
 
 @dataclass(frozen=True, slots=True)

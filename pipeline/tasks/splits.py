@@ -12,7 +12,7 @@ from pipeline.config.rollouts import HELD_OUT_MAX, HELD_OUT_SEED, EnvironmentCon
 from pipeline.config.tasks import TRAIN
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Task
-from pipeline.schema.task import SEED_MAX
+from pipeline.schema.trajectory import SEED_MAX
 
 RUNS_MAX = 50_000
 """Arithmetic runs of one split on the wire: some 30 bytes each."""

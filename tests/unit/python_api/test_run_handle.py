@@ -144,7 +144,7 @@ def test_a_package_of_the_user_with_a_name_of_ours_is_named(tmp_path: Path) -> N
     (tmp_path / "pipeline").mkdir()
     (tmp_path / "pipeline" / "__init__.py").touch()
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
-    assert python(program + "import afterplay; print(afterplay.Task.__module__)") == "pipeline.schema.task"
+    assert python(program + "import afterplay; print(afterplay.Task.__module__)") == "pipeline.schema.trajectory"
     wrong = "import pipeline\ntry:\n    import afterplay\nexcept ImportError as error:\n    print(error)"
     assert f"another one was imported from {tmp_path / 'pipeline'}: import" in python(program + "\n" + wrong)
 
