@@ -7,18 +7,20 @@ task can be solved.
 
 from __future__ import annotations
 
+import logging
 import shutil
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import cast
 
 import anyio
-import anyio.to_thread
 
 from actors.env_commands.describe import end_environment
 from actors.env_commands.play import NewMessages, OwnCompletions, Typed, episode
-from actors.environments.base import Reply
-from actors.environments.host import EnvironmentHost
+from actors.environments.base import Episode, Reply, Step
+from actors.environments.host import START, STEP, BlockingCalls, EnvironmentHost
 from actors.environments.plugins import make_source
 from actors.rendering.renderer import Renderer, load_tokenizer
 from actors.rollout.agent_loop import Opening
@@ -27,22 +29,64 @@ from pipeline.config import RunConfig
 from pipeline.config.rewards import ScorerConfig
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.config.tasks import TRAIN
-from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout, described
+from pipeline.errors import AfterplayError, ConfigurationError, PlugInError, PlugInTimeout, described
 from pipeline.experience.memory import close_source
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.runtime.findings import Findings
-from pipeline.runtime.plugin_guard import TaskOwner, bounded_prints, interrupting_blocks, watch_tasks
+from pipeline.runtime.plugin_guard import (
+    BLOCKED_SECONDS_MAX,
+    TaskOwner,
+    bounded_prints,
+    interrupting_blocks,
+    watch_tasks,
+)
 from pipeline.schema import FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.scorer.functions import Call, Workers
 from pipeline.scorer.verdict import ENVIRONMENT, ScoreFailure
 
+log = logging.getLogger("afterplay.preflight")
+
+TELL_SECONDS = 3.0
+"""Plug-in code that has not returned after so long is named on the log."""
 REPLY = "1"
 TURNS_MAX = 8
 SCORE_SECONDS_MAX = 2.0
-"""For one call of a score function; a slower one is not checked."""
+"""For the calls of a score function; a slower one is not checked."""
+WORKER_SECONDS_MAX = 10.0
+"""For those of a function with ``worker: true``, whose process must start first."""
 TRIES = 3
 """Tasks that are tried where an environment raises: a run takes rollouts that fail now and then."""
+
+
+@contextmanager
+def telling(what: str, seconds_max: float = BLOCKED_SECONDS_MAX) -> Iterator[None]:
+    """While the code inside does not return, one line on the log says what the check waits for, and how long. From a
+    thread, because the code may hold the event loop."""
+    line = f"{what} has not returned for {TELL_SECONDS:g} s; the check waits up to {seconds_max:g} s"
+    timer = threading.Timer(TELL_SECONDS, log.warning, (line,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+class TellingHost(EnvironmentHost):
+    """A host that tells which call the check waits for."""
+
+    def _telling(self, call: str) -> AbstractContextManager[None]:
+        # What holds the event loop is interrupted after BLOCKED_SECONDS_MAX, other calls after step_seconds_max.
+        return telling(f"environments.{self.section}: {call}", max(BLOCKED_SECONDS_MAX, self.config.step_seconds_max))
+
+    async def start(self, task: Task) -> Episode:
+        with self._telling(START):
+            return await super().start(task)
+
+    async def step(self, episode: Episode, reply: Reply) -> Step:
+        with self._telling(STEP):
+            return await super().step(episode, reply)
 
 
 class Script:
@@ -80,7 +124,7 @@ async def _check_all(config: RunConfig, tasks: Mapping[str, Sequence[Task]], fou
     can: list[str] = []
     watch_tasks()
     started = TaskOwner()
-    with interrupting_blocks(), bounded_prints(), started.owning():
+    with interrupting_blocks(BLOCKED_SECONDS_MAX, stacks=False), bounded_prints(), started.owning():
         if config.lessons.enabled and config.lessons.source != "stage":
             with found.collecting():
                 await close_source(make_source(config.lessons))
@@ -89,7 +133,7 @@ async def _check_all(config: RunConfig, tasks: Mapping[str, Sequence[Task]], fou
                 script = await _check(name, section, tasks.get(name), found, can)
                 if script is not None and script.opening is not None:
                     openings[name] = script.opening
-                    await _score(name, script, config.scorer, found)
+                await _score(name, script, tasks.get(name, (Task(f"{name}/0", name, 0),)), config.scorer, found)
     if config.replay.enabled and config.replay.mode == "restart" and not can:
         found.problems.append(
             "replay.mode: restart plays stored turns again, but no environment of the run file can: expected one with "
@@ -105,7 +149,8 @@ async def _check(
 ) -> Script | None:
     """The script of an episode that was played; None where none could be, which is reported elsewhere. An environment
     that can be restarted is added to ``can``."""
-    host = EnvironmentHost(name, section)
+    with telling(f"environments.{name}: {section.name}"):
+        host = TellingHost(name, section)
     try:
         if can_restart(host) and section.max_turns > 1:
             can.append(name)
@@ -167,23 +212,54 @@ def _find_program(environment: str, loop: object) -> None:
         )
 
 
-async def _score(environment: str, script: Script, scorer: ScorerConfig, found: Findings) -> None:
-    """Call the user's own score functions with the episode. A value that is no finite number is a problem; an exception
-    is a note, since the script is no real reply."""
+async def _score(
+    environment: str, script: Script | None, tasks: Sequence[Task], scorer: ScorerConfig, found: Findings
+) -> None:
+    """Call the user's own score functions with the episode, if there is one, and built-in graders with ``tasks``. A
+    value that is no finite number is a problem; an exception of the user's code is a note, since the script is no real
+    reply."""
     for section in scorer.functions:
-        if ":" not in section.path or not section.applies_to(environment):
-            continue
         where = f"scorer.functions: {section.known_as}"
+        own = ":" in section.path
+        if not section.applies_to(environment) or (own and script is None):
+            continue
+        worker = own and bool(section.worker)
+        seconds_max = WORKER_SECONDS_MAX if worker else SCORE_SECONDS_MAX
+        waits = WORKER_SECONDS_MAX if worker else BLOCKED_SECONDS_MAX  # what holds the event loop is not cancelled
         try:
-            with found.collecting(), anyio.move_on_after(SCORE_SECONDS_MAX):
+            with found.collecting(), anyio.move_on_after(seconds_max) as limit, telling(where, waits):
                 call = Call(section, anyio.CapacityLimiter(1), Workers(1))
-                outcome = await anyio.to_thread.run_sync(call.tried, script.trajectory(), abandon_on_cancel=True)
-                if isinstance(outcome, ScoreFailure) and outcome.reason in ("type", "nonfinite"):
-                    found.problems.append(f"{where}: expected a finite number or None: {outcome.details}")
+                if own and script is not None:
+                    outcome = await call.tried(script.trajectory(), BlockingCalls(1).run, worker=worker)
+                    if isinstance(outcome, ScoreFailure) and outcome.reason in ("type", "nonfinite"):
+                        found.problems.append(f"{where}: expected a finite number or None: {outcome.details}")
+                    elif isinstance(outcome, ScoreFailure) and outcome.reason == "raised":
+                        why = outcome.details.strip().rpartition("\n")[2]
+                        found.notes.append(f"{where} failed on the scripted episode of {environment} with {why}")
+                else:
+                    await _grade(call, tasks)
+            if limit.cancelled_caught:
+                found.notes.append(f"{where}: not checked, it gave no value within {seconds_max:g} s")
         except SystemExit:
             found.notes.append(f"{where} called sys.exit on the scripted episode of {environment}")
         except Exception as error:
             found.notes.append(f"{where} failed on the scripted episode of {environment} with {described(error)}")
+
+
+async def _grade(call: Call, tasks: Sequence[Task]) -> None:
+    """Raises :class:`ConfigurationError` where a built-in grader can grade none of the tasks."""
+    first: Exception | None = None
+    for task in tasks:
+        script = Script(task)
+        await script(NewMessages((), Opening(())))
+        try:
+            await call.tried(script.trajectory(), BlockingCalls(1).run)
+            return
+        except Exception as error:
+            first = first or error
+    if first is not None:
+        why = str(first) if isinstance(first, AfterplayError) else described(first)
+        raise ConfigurationError(f"scorer.functions: {call.name}: {why}") from first
 
 
 def _parser_needs_tokenizer(section: EnvironmentConfig) -> bool:

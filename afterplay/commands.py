@@ -53,13 +53,14 @@ def train(
             )
         directory.outcome_file.unlink(missing_ok=True)
         file = run_file.write()
-    return Run(directory, Supervised(directory, file, run_file.config.supervisor.drain_seconds_max))
+    grace = run_file.config.supervisor.drain_seconds_max
+    return Run(directory, Supervised(directory, file, grace, run_file.variables))
 
 
 def load(directory: str | Path) -> Run:
     """The handle of a run that is finished, was stopped, or is alive in other processes. Raises
     :class:`ConfigurationError` where there is none."""
-    found = RunDirectory(Path(directory).absolute())
+    found = RunDirectory(Path(directory).expanduser().absolute())
     if not found.config_file.exists():
         raise ConfigurationError(f"expected a run directory, got {directory}, which has no config.yaml")
     return Run(found)
@@ -85,7 +86,7 @@ def evaluate(
     """
     if isinstance(target, Run):
         target = target.directory
-    command = module_command("pipeline.cli.app", "eval")
+    command, variables = module_command("pipeline.cli.app", "eval"), None
     if isinstance(target, str | Path) and Path(target).is_dir():
         if environment is not None or reward is not None:
             raise ConfigurationError(f"{target} is a run, which has its own environments and rewards: omit them")
@@ -96,6 +97,7 @@ def evaluate(
         run_file = read_run_file(target, environment, reward, overrides)
         with run_lock(run_file.directory, mark=False):
             command.append(str(run_file.write()))
+        variables = run_file.variables
     options = {"--checkpoint": checkpoint, "--split": split, "--tasks": tasks, "--samples": samples}
     for option, value in options.items():
         command += [] if value is None else [option, str(value)]
@@ -103,7 +105,7 @@ def evaluate(
     for k in pass_at:
         command += ["--pass-at", str(k)]
     with OrphanReaper() as reaper:
-        child = ChildGroup(command, reaper, output_bytes_max=OUTPUT_BYTES_MAX)
+        child = ChildGroup(command, reaper, environment=variables, output_bytes_max=OUTPUT_BYTES_MAX)
         code = child.end.result()
     written = _RESULTS.findall(child.stdout)
     results = read_results(Path(written[-1])) if written else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
@@ -229,7 +229,9 @@ class Run:
 class Supervised:
     """``afterplay run FILE`` as a child process, which ends when this process does. It prints into ``logs/run.log``."""
 
-    def __init__(self, directory: RunDirectory, file: Path, drain_seconds_max: float) -> None:
+    def __init__(
+        self, directory: RunDirectory, file: Path, drain_seconds_max: float, variables: Mapping[str, str]
+    ) -> None:
         self._grace = drain_seconds_max + STOP_MARGIN_SECONDS
         self._log = directory.log_file("run")
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -239,7 +241,8 @@ class Supervised:
         self._reaper = OrphanReaper(self._grace)
         with self._log.open("ab") as output:
             self._begin = output.tell()
-            self.child = ChildGroup(module_command("pipeline.cli.app", "run", str(file)), self._reaper, output=output)
+            command = module_command("pipeline.cli.app", "run", str(file))
+            self.child = ChildGroup(command, self._reaper, environment=variables, output=output)
         self.child.end.add_done_callback(lambda _: self._reaper.close())
 
     def output(self) -> str:

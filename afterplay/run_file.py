@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import yaml
 from actors.environments.base import Environment
 from afterplay.source import PlugIn, plug_in
 from pipeline.config import RunConfig
-from pipeline.config.load import dump_yaml, example, loads, parse_yaml
+from pipeline.config.load import ENVIRONMENT_PREFIX, dump_yaml, example, loads, parse_yaml
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
 
@@ -33,6 +33,8 @@ class RunFile:
     sections: Mapping[str, Any]
     plug_ins: Mapping[str, PlugIn]
     """By the stem of the file."""
+    variables: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    """Environment variables for the processes of the run."""
 
     @property
     def directory(self) -> RunDirectory:
@@ -65,26 +67,23 @@ def read_run_file(
         found = _plug(environment, _ENVIRONMENT)
         plug_ins[_ENVIRONMENT] = found
         section = _snake(found.name)
-        before = sections.get("environments") or {}
-        sections["environments"] = {section: dict(before.get(section) or {})}
+        sections["environments"] = {section: _section(_section(sections, "environments"), section)}
     if reward is not None:
         plug_ins[_REWARD] = _plug(reward, _REWARD)
-        sections["scorer"] = {"environment_weight": 0.0, **(sections.get("scorer") or {})}
+        sections["scorer"] = {"environment_weight": 0.0, **_section(sections, "scorer")}
     for key, value in (overrides or {}).items():
         _put(sections, key.replace("__", ".").split("."), value)
+    variables = _variables(overrides or {})
     try:
-        checked = loads(_text(_named(sections, plug_ins, Path())), name, environment=os.environ)
+        checked = loads(_text(_named(sections, plug_ins, Path())), name, environment=variables)
     except ConfigurationError as error:  # the lines are those of a text that nobody has seen
         raise ConfigurationError(re.sub(rf"^{re.escape(name)}, line \d+", name, str(error), flags=re.M)) from None
-    return RunFile(checked, sections, plug_ins)
+    return RunFile(checked, sections, plug_ins, variables)
 
 
 def assignments(overrides: Mapping[str, Any]) -> list[str]:
     """The same overrides as arguments of ``--set``."""
-    found = []
-    for key, value in overrides.items():
-        found += _flat(key.replace("__", "."), value)
-    return found
+    return [f"{key}={json.dumps(value)}" for key, value in _flat(overrides)]  # JSON is YAML
 
 
 def _sections(config: Config) -> tuple[dict[str, Any], str]:
@@ -123,11 +122,16 @@ def _named(sections: Mapping[str, Any], plug_ins: Mapping[str, PlugIn], folder: 
     """The sections with the plug-ins where they are named; their source is in ``folder``."""
     named: dict[str, Any] = _copied(sections)
     if found := plug_ins.get(_ENVIRONMENT):
-        own = named["environments"][_snake(found.name)]
+        named["environments"] = _section(named, "environments")
+        own = named["environments"][_snake(found.name)] = _section(named["environments"], _snake(found.name))
         own["name"] = _path(found, folder, _ENVIRONMENT)
     if found := plug_ins.get(_REWARD):
         entry = {"path": _path(found, folder, _REWARD), "name": found.name}
-        named["scorer"]["functions"] = [*(named["scorer"].get("functions") or ()), entry]
+        named["scorer"] = _section(named, "scorer")
+        functions = named["scorer"].get("functions") or []
+        if not isinstance(functions, list):
+            raise ConfigurationError(f"expected scorer.functions to be a list, got {functions!r}")
+        named["scorer"]["functions"] = [*functions, entry]
     return named
 
 
@@ -154,10 +158,39 @@ def _put(at: dict[str, Any], keys: list[str], value: Any) -> None:
         at[last] = _copied(value)
 
 
-def _flat(key: str, value: Any) -> list[str]:
+def _flat(overrides: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Each value with its dotted key."""
+    for key, value in overrides.items():
+        yield from _leaves(key.replace("__", "."), value)
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping) and value:
-        return [line for inner, one in value.items() for line in _flat(f"{key}.{inner}", one)]
-    return [f"{key}={json.dumps(value)}"]  # JSON is YAML
+        for inner, one in value.items():
+            yield from _leaves(f"{key}.{inner}", one)
+    else:
+        yield key, value
+
+
+def _variables(overrides: Mapping[str, Any]) -> dict[str, str]:
+    """Environment variables without those that set what ``overrides`` set: an argument goes before a variable."""
+    given = [f"{key.lower()}." for key, _ in _flat(overrides)]
+
+    def is_free(variable: str) -> bool:
+        key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".") + "."
+        return not any(key.startswith(own) or own.startswith(key) for own in given)
+
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX) or is_free(name)
+    }
+
+
+def _section(sections: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """A copy of a section, empty where there is none."""
+    value = sections.get(key) or {}
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"expected a section {key} with keys and values, got {value!r}")
+    return dict(value)
 
 
 def _copied(value: Any) -> Any:

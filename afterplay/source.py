@@ -12,6 +12,7 @@ import builtins
 import importlib.machinery
 import inspect
 import os
+import re
 import symtable
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from pipeline.errors import ConfigurationError
 
 _DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _IMPORTS = ast.Import | ast.ImportFrom
+_ASSIGNMENTS = ast.Assign | ast.AnnAssign | ast.AugAssign
 _MAIN = "__main__"
 
 
@@ -69,7 +71,13 @@ def source_of(name: str, texts: Sequence[str], namespace: Mapping[str, Any], wha
     ``namespace``: the names now. Raises :class:`ConfigurationError` for an object that lives in this process alone.
     """
     statements = list(_statements(texts))
-    at = {bound: index for index, statement in enumerate(statements) for bound in statement.binds}
+    last = {bound: index for index, statement in enumerate(statements) for bound in statement.binds}
+    at = {bound: index for bound, index in last.items() if statements[index].text}
+    if name in last and name not in at:
+        raise ConfigurationError(
+            f"{what}: {name} was assigned after its definition, and a copy of the definition would be another object: "
+            "write what changes it as a decorator, or put it into a file and import it"
+        )
     if name not in at:
         raise ConfigurationError(
             f"{what}: expected class {name} or def {name} in a cell, or at the top level of the script, found none (a "
@@ -97,9 +105,10 @@ def source_of(name: str, texts: Sequence[str], namespace: Mapping[str, Any], wha
 
 @dataclass(frozen=True, slots=True)
 class _Statement:
-    """An import or a definition at the top level."""
+    """An import, a definition or an assignment at the top level."""
 
     text: str
+    """Empty for an assignment: what it made is copied as a value."""
     binds: tuple[str, ...]
     uses: frozenset[str]
     imports: bool
@@ -113,7 +122,7 @@ def _statements(texts: Sequence[str]) -> Iterator[_Statement]:
             nodes = ast.parse(text).body
         except SyntaxError:  # a cell that failed
             continue
-        lines = text.splitlines()
+        lines = re.split(r"\r\n|\r|\n", text)  # as Python counts them
         for node in nodes:
             if isinstance(node, _IMPORTS):
                 bound = tuple((alias.asname or alias.name).partition(".")[0] for alias in node.names)
@@ -124,6 +133,11 @@ def _statements(texts: Sequence[str]) -> Iterator[_Statement]:
                 own = "\n".join(lines[first - 1 : node.end_lineno])
                 uses = _names(symtable.symtable(own, node.name, "exec")) | set(_quoted(node))
                 yield _Statement(own, (node.name,), frozenset(uses), False, False)
+            elif isinstance(node, _ASSIGNMENTS) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = (part for target in targets for part in ast.walk(target) if isinstance(part, ast.Name))
+                bound = tuple(part.id for part in names if isinstance(part.ctx, ast.Store))
+                yield _Statement("", bound, frozenset(), False, False)
 
 
 def _names(table: symtable.SymbolTable) -> set[str]:
@@ -148,15 +162,18 @@ def _quoted(node: ast.AST) -> Iterator[str]:
 
 def _is_given(name: str, namespace: Mapping[str, Any]) -> bool:
     """Every module has it."""
-    return name.startswith("__") or (hasattr(builtins, name) and namespace[name] is getattr(builtins, name))
+    return re.fullmatch("__.*__", name) is not None or (
+        hasattr(builtins, name) and namespace[name] is getattr(builtins, name)
+    )
 
 
 def _value(name: str, value: Any, user: str, what: str) -> str:
     """A statement that binds ``name``: plain data as they are now, or a module."""
     if isinstance(value, ModuleType):
         return f"import {value.__name__} as {name}"
-    text = repr(value)
+    text = ""
     try:
+        text = repr(value)
         plain = type(ast.literal_eval(text)) is type(value) and ast.literal_eval(text) == value
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         plain = False

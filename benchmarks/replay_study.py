@@ -123,9 +123,10 @@ def success_at(points: Sequence[Point], tokens: int) -> float:
 class Runs:
     """Runs of one family: what is there, and what is still to be made."""
 
-    def __init__(self, plan: Plan, name: str, directory: Path, stop: threading.Event) -> None:
+    def __init__(self, plan: Plan, name: str, directory: Path, stop: threading.Event, first: int | None = None) -> None:
+        """``first``: so many arms, in the order of the protocol; None: all."""
         self.family = plan.families[name]
-        self.arms = plan.arms_of(self.family)
+        self.arms = dict(list(plan.arms_of(self.family).items())[:first])
         # a goal above 1 is never reached: the run has all its updates
         self.protocol = Protocol(min(self.family.goal, 2.0), plan.every, plan.plays, self.family.steps)
         self.bench = Bench(directory / name, self.protocol, plan.seconds_max, False, stop)
@@ -196,7 +197,7 @@ class Runs:
             base = by_arm.get(BASE, {})
             shared = sorted(runs.keys() & base.keys())
             if self.family.tokens is not None and runs:
-                values = {seed: success_at(r.points, self.family.tokens) for seed, r in runs.items()}
+                values = {str(seed): success_at(r.points, self.family.tokens) for seed, r in runs.items()}
                 middle = _finite(t_interval([*values.values()]))
                 found["arms"][arm]["success"] = {"by_seed": values, "mean_and_half_width": middle}
             elif arm != BASE and len(shared) > 1:
@@ -261,6 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--directory", type=Path, required=True, help="results and runs; a later call continues there")
     parser.add_argument("--families", nargs="+", metavar="NAME", help="only these")
+    parser.add_argument("--first", type=int, metavar="N", help="only the first N arms of each family")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; wall times then disturb each other")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after that")
     parser.add_argument("--report", action="store_true", help="run nothing")
@@ -279,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not given.report and time.monotonic() < until and not stop.is_set():
                 compare_family(plan, name, directory, given.jobs)
             continue
-        runs = Runs(plan, name, directory, stop)
+        runs = Runs(plan, name, directory, stop, given.first)
         if not given.report:
             faults += run_family(runs, given.jobs, until)
         report = runs.report()

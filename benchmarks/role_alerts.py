@@ -26,7 +26,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -38,6 +37,7 @@ from pathlib import Path
 from grafana.generate import alerts_yaml
 from grafana.prometheus_process import Api, PrometheusProcess, Target
 from grafana.targets import targets_of_run
+from pipeline.config.explain import free_ports
 from pipeline.config.run import SupervisorConfig
 from pipeline.runtime.rundir import read_json
 from pipeline.stage.metrics import RUN_PATIENCE
@@ -204,7 +204,7 @@ def watched_run(folder: Path, server: ForkServer, overrides: Sequence[str] = ())
     """A run that has begun to train, and about which no alert fires."""
     hangs = folder / "hangs"
     hangs.mkdir(parents=True, exist_ok=True)
-    port = free_ports(3)
+    port = free_ports("127.0.0.1", 3)
     settings = [
         "run.total_steps=100000",
         f"metrics.port={port}",
@@ -234,17 +234,6 @@ def watched_run(folder: Path, server: ForkServer, overrides: Sequence[str] = ())
 
 def _scraped(api: Api, targets: Sequence[Target]) -> bool:
     return len(api.get("/api/v1/query", query="up == 1")["result"]) == len(targets)
-
-
-def free_ports(count: int) -> int:
-    """The first of ``count`` ports in a row that are free."""
-    while True:
-        with ExitStack() as stack:
-            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                for port in range(first + 1, first + count):
-                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
-                return int(first)
 
 
 def ended(folder: Path, server: ForkServer, how: str) -> Outcome:

@@ -121,6 +121,7 @@ def with_pool(seed: int, steps: int = STEPS, *, guard: bool, **replay: Any) -> d
 def _pool(**replay: Any) -> dict[str, Any]:
     return {
         "enabled": True,
+        "mode": "mix",
         "success_threshold": 1.5,
         "max_trajectories_per_task": 1000,
         "select": "random",

@@ -28,6 +28,8 @@ COLUMNS = 24
 UNIT_INCHES = (0.6, 0.36)
 """Width and height of one cell of the dashboard's grid."""
 POINTS = 200
+BUCKETS_NAMED_MAX = 10
+"""Labels beside a heat map: more of them would overlap."""
 COLOURS = {"red": "#e0575b", "orange": "#ee9a3a", "yellow": "#e3c53b", "green": "#57a65f"}
 Series = list[tuple[dict[str, str], list[float], list[float]]]
 
@@ -73,7 +75,8 @@ def draw_heatmap(axis: Any, panel: Mapping[str, Any], found: Sequence[Series]) -
     rows = [[dict(zip(s, v, strict=True)).get(at, 0.0) for at in times] for _, s, v in series]
     own = [[high - low for high, low in zip(row, below, strict=True)] for below, row in itertools.pairwise(rows)]
     axis.pcolormesh(times, range(len(rows)), [rows[0], *own], cmap="Oranges", shading="nearest")
-    axis.set_yticks(range(len(rows)), [labels["le"] for labels, _, _ in series], fontsize=6)
+    named = range(0, len(rows), math.ceil(len(rows) / BUCKETS_NAMED_MAX))
+    axis.set_yticks(named, [series[i][0]["le"] for i in named], fontsize=6)
 
 
 def draw_lines(axis: Any, panel: Mapping[str, Any], found: Sequence[Series]) -> None:

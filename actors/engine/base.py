@@ -89,6 +89,18 @@ class EngineReport:
     """Prompt tokens found there."""
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model of an engine, as it lists it."""
+
+    name: str
+    """Name that requests ask for."""
+    root: str
+    """Folder or hub id that it was loaded from."""
+    max_length: int | None
+    """Tokens of prompt and completion together; None where the engine does not say."""
+
+
 class Engine(Protocol):
     """One replica. Methods raise :class:`EngineUnavailable` (does not answer; :class:`EngineGone`: and will not before
     it is healthy again; :class:`EngineBusy`: now), :class:`EngineRefused` (the request is wrong) or

@@ -14,8 +14,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from actors.engine.base import AnswerMemory, EngineReport, Generation, PausableTimeout, Sampling
-from actors.engine.responses import read_completion, read_generate, read_report, read_version
+from actors.engine.base import AnswerMemory, EngineReport, Generation, PausableTimeout, Sampling, ServedModel
+from actors.engine.responses import read_completion, read_generate, read_report, read_served, read_version
 from pipeline.errors import EngineBusy, EngineGone, EngineProtocolError, EngineRefused, EngineUnavailable
 from pipeline.runtime.engine_keys import authorization
 
@@ -145,6 +145,11 @@ class EngineClient:
         if not isinstance(state, dict) or not isinstance(state.get("is_sleeping"), bool):
             raise EngineProtocolError(f"engine {self._url}: expected is_sleeping, got {str(state)[:160]}")
         return bool(state["is_sleeping"])
+
+    async def served(self) -> ServedModel | None:
+        """The model that it serves; None where it lists none."""
+        status, answer = await self._request("GET", "/v1/models", None, self._probe_timeout)
+        return None if status == 404 else read_served(self._accepted(status, answer))
 
     async def report(self) -> EngineReport | None:
         status, answer = await self._request("GET", "/metrics", None, self._probe_timeout)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from actors.engine.base import EngineReport, Generation
+from actors.engine.base import EngineReport, Generation, ServedModel
 from pipeline.errors import EngineGone, EngineProtocolError, EngineUnavailable, SchemaError
 from pipeline.schema import FinishReason, VersionSpan
 from pipeline.schema.tokens import LOGPROB_MAX, LOGPROB_MIN
@@ -94,6 +94,15 @@ def read_report(text: str) -> EngineReport | None:
         ours = _REPORT[name]
         sums[ours] = max(sums.get(ours, 0.0), value) if ours == "kv_used" else sums.get(ours, 0.0) + value
     return EngineReport(**sums) if sums else None
+
+
+def read_served(answer: Any) -> ServedModel | None:
+    """The first model of ``/v1/models``: vLLM lists the base model before its adapters."""
+    match answer:
+        case {"data": [{"id": str(name), **card}, *_]}:
+            root, length = card.get("root"), card.get("max_model_len")
+            return ServedModel(name, root if isinstance(root, str) else name, length if type(length) is int else None)
+    return None
 
 
 def _choice(engine: str, answer: Any) -> dict[str, Any]:

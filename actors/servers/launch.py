@@ -14,7 +14,7 @@ import anyio
 from actors.servers.join import JoiningEngine, announced_url
 from actors.servers.lock import DIGESTS, MIDDLEWARE, locked_environment
 from actors.servers.progress import limits_environment
-from actors.servers.vllm import SERVED_NAME, vllm_available, vllm_command
+from actors.servers.vllm import SERVED_NAME, engine_dtype, has_gpu, vllm_available, vllm_command
 from pipeline.config import RunConfig
 from pipeline.config.explain import free_ports, is_free
 from pipeline.config.rollouts import EngineConfig
@@ -182,7 +182,7 @@ def _embedded_command(config: RunConfig, model: Path, host: str, port: int) -> l
         "host": host,
         "port": port,
         "served-name": SERVED_NAME,
-        "dtype": engine.dtype,
+        "dtype": engine_dtype(engine, on_cpu=engine.device == "cpu" or not has_gpu()),
         "device": engine.device,
         "threads": engine.threads or 0,
         "max-length": config.model.max_length,

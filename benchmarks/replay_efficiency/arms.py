@@ -17,10 +17,10 @@ OFF = "off"
 """The arm that the others are compared with."""
 ARMS: dict[str, tuple[str, ...]] = {
     OFF: ("replay.enabled=false",),
-    "on": (),
-    "priority": ("replay.task_sampling=priority",),
-    "guard": ("replay.ess_guard.enabled=true",),
-    "both": ("replay.task_sampling=priority", "replay.ess_guard.enabled=true"),
+    "on": ("replay.mode=mix",),
+    "priority": ("replay.mode=mix", "replay.task_sampling=priority"),
+    "guard": ("replay.mode=mix", "replay.ess_guard.enabled=true"),
+    "both": ("replay.mode=mix", "replay.task_sampling=priority", "replay.ess_guard.enabled=true"),
 }
 """Overrides of each arm, in the form of ``--set``."""
 _NAME = re.compile(r"[A-Za-z0-9_.]{1,40}")

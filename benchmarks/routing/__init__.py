@@ -13,6 +13,7 @@ may be slower than the others. The rule was developed on seeds below 200, the ta
 
 Workloads: ``gpu``: long-tailed synthetic agents on engines with costs that were assumed, not measured (a step of 10 ms
 and 0.05 ms a request, 0.04 ms a prompt token, 400,000 tokens of KV cache). ``cpu``: the same with a quarter of the
-tokens, on costs measured with SmolLM2-135M on vLLM for CPUs. ``recorded``: games of 2 to 320 turns with actions of 2
-tokens (:mod:`benchmarks.routing.recording`) on the costs of ``gpu``.
+tokens, on costs measured with SmolLM2-135M on vLLM for CPUs. ``games``: games of 2 to 320 turns with actions of 2
+tokens, played by a planner (:mod:`benchmarks.routing.recording`), on the costs of ``gpu``. ``recorded``: rollouts of a
+real run of that model on vLLM (:mod:`benchmarks.recorded`), on the costs of ``cpu``.
 """

@@ -12,8 +12,9 @@ from typing import Any
 from unittest import mock
 
 from actors.engine import load, router
+from benchmarks.recorded import QUICKSTART
 from benchmarks.routing import __doc__ as description
-from benchmarks.routing.conversations import recorded, synthetic
+from benchmarks.routing.conversations import games, recorded, synthetic
 from benchmarks.routing.simulation import Conversation, Costs, Fixed, Routed, Rule, Simulation
 from pipeline.runtime.rundir import write_json_atomically
 
@@ -21,7 +22,7 @@ ACTORS, ENGINES, UPDATE_SECONDS = 4, 4, 300.0
 SEEDS = range(300, 310)
 SLOW = (1.0, 2.0, 4.0)
 RULES = ("hashing", "sticky", "least", "router")
-RECORDED = Path(__file__).parent / "recorded.json"
+GAMES = Path(__file__).parent / "games.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ CPU = Costs(first=0.0404, each=0.00183, prompt=0.00103, batch_max=64, kv_tokens=
 WORKLOADS = (
     Workload("gpu", GPU, synthetic, 64, 256),
     Workload("cpu", CPU, lambda groups, seed: synthetic(groups, seed, 0.25), 24, 64),
-    Workload("recorded", GPU, lambda groups, seed: recorded(RECORDED, groups, seed), 12, 64),
+    Workload("games", GPU, lambda groups, seed: games(GAMES, groups, seed), 12, 64),
+    Workload("recorded", CPU, lambda groups, seed: recorded(QUICKSTART, groups, seed), 32, 128),
 )
 
 
@@ -174,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument(
-        "--workloads", nargs="+", choices=[w.name for w in WORKLOADS], default=["gpu", "cpu", "recorded"]
+        "--workloads", nargs="+", choices=[w.name for w in WORKLOADS], default=["gpu", "cpu", "games", "recorded"]
     )
     parser.add_argument("--json", type=Path, help="every run")
     options = parser.parse_args(argv)

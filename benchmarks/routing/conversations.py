@@ -1,12 +1,14 @@
-"""Sizes of conversations: synthetic ones with long tails, and recorded ones."""
+"""Sizes of conversations: synthetic ones with long tails, games of a planner, and those of a real run."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.recorded import read
 from benchmarks.routing.simulation import Conversation, Turn
 
 ROLLOUTS = 8
@@ -37,9 +39,24 @@ def synthetic(groups: int, seed: int, scale: float = 1.0, tail: float = 1.2) -> 
     return made
 
 
-def recorded(path: Path, groups: int, seed: int) -> list[list[Conversation]]:
+def games(path: Path, groups: int, seed: int) -> list[list[Conversation]]:
     """Groups drawn from those of a file with ``conversations``: groups of rollouts of turns of (new prompt tokens,
     sampled tokens, seconds of the environment)."""
     found = json.loads(path.read_text())["conversations"]
+    return drawn([[[Turn(*turn) for turn in rollout] for rollout in group] for group in found], groups, seed)
+
+
+def recorded(path: Path, groups: int, seed: int) -> list[list[Conversation]]:
+    """Groups drawn from those of a real run (:mod:`benchmarks.recorded`), whose rollouts have one branch each. The
+    environment's seconds of a rollout are divided evenly among its turns."""
+    found: dict[int, list[Conversation]] = {}
+    for row in read(path):
+        seconds = row.environment_seconds / len(row.turns)
+        found.setdefault(row.group, []).append([Turn(context, reply, seconds) for context, reply in row.turns])
+    return drawn(list(found.values()), groups, seed)
+
+
+def drawn(found: Sequence[list[Conversation]], groups: int, seed: int) -> list[list[Conversation]]:
+    """So many of the groups, some of them several times."""
     draw = random.Random(seed)
-    return [[[Turn(*turn) for turn in rollout] for rollout in draw.choice(found)] for _ in range(groups)]
+    return [draw.choice(found) for _ in range(groups)]

@@ -3,7 +3,7 @@ group play different levels, which take from a few turns to more than a hundred.
 
 ::
 
-    python -m benchmarks.routing.recording benchmarks/routing/recorded.json
+    python -m benchmarks.routing.recording benchmarks/routing/games.json
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from learner.data.division import divide
 from learner.data.packing import Form
 from learner.data.rows import Row, TokenScores
+from learner.distributed.interface import choose_interface
 from learner.distributed.messages import pack, pack_command, unpack
 from learner.distributed.ranks import resolve_device
 from learner.observability.statistics import TokenValues, Weights
@@ -227,6 +228,8 @@ def join(process: ProcessRank, config: LearnerConfig, store: Store | None = None
         device, backend = torch.device("cuda", process.local_rank), "cpu:gloo,cuda:nccl"
     elif config.threads is None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // process.world_size))
+    if store is None:
+        choose_interface()
     try:
         dist.init_process_group(
             backend,

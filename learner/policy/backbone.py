@@ -5,11 +5,12 @@ Dimensions: B rows, T padded length, S sampled tokens of a micro-batch, H hidden
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,8 +22,11 @@ from learner.policy.attention import choose_form, packed_inputs, packs_by_varlen
 from learner.policy.flops import pass_cost, peak_flops
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import Interrupted
+from pipeline.runtime.processor import fast_dtype
 
-DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+logger = logging.getLogger(__name__)
+DtypeName = Literal["bfloat16", "float32", "float16"]
+DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Backbone:
@@ -52,7 +56,7 @@ class Backbone:
         """The ranks that the weights are divided among."""
         self._run: Callable[[Callable[[], Any]], Any] = lambda work: work()
         self._config = config
-        self._compute = DTYPES[config.compute_dtype]
+        self._compute = compute_dtype(config, device)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
         for layer in self.layers:
@@ -126,6 +130,16 @@ class Backbone:
         self.on_layer()
         if self.ranks.size == 1 and self.interrupt.is_set():
             raise Interrupted
+
+
+def compute_dtype(config: LearnerConfig, device: torch.device) -> torch.dtype:
+    """Type of the passes on ``device``: ``learner.compute_dtype``."""
+    name: Literal["auto"] | DtypeName = config.compute_dtype
+    if name == "auto":
+        frozen = config.lora.frozen_dtype if config.lora.rank else "float32"
+        name = fast_dtype() if device.type == "cpu" and frozen == "float32" else "bfloat16"
+        logger.info("learner.compute_dtype: auto is %s on this machine", name)
+    return DTYPES[name]
 
 
 def _without_dropout(model: torch.nn.Module) -> None:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from learner.data.microbatch import MicroBatch
 from learner.distributed.ranks import resolve_device
 from learner.models.model_folder import ModelFolder
-from learner.policy.backbone import DTYPES, Backbone
+from learner.policy.backbone import DTYPES, Backbone, DtypeName
 from learner.policy.logprobs import Head, sampled_logprobs
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError
@@ -94,7 +94,7 @@ class Policy(Backbone):
             compute_dtype=self._compute,
         )
 
-    def snapshot(self, dtype: Literal["bfloat16", "float32", "float16"]) -> dict[str, Tensor]:
+    def snapshot(self, dtype: DtypeName) -> dict[str, Tensor]:
         """Copies of all weights on the CPU in ``dtype``; tied weights once, under the name that the model loads them
         by. Adapters are added to the weights they belong to, under the names of a model without them.
 
@@ -103,7 +103,7 @@ class Policy(Backbone):
         with self.ranks.together("snapshot", facts={"dtype": dtype}):
             return self._snapshot(dtype)
 
-    def _snapshot(self, dtype: Literal["bfloat16", "float32", "float16"]) -> dict[str, Tensor]:
+    def _snapshot(self, dtype: DtypeName) -> dict[str, Tensor]:
         tied = set(
             getattr(self.model, "all_tied_weights_keys", None) or getattr(self.model, "_tied_weights_keys", None) or ()
         )

@@ -178,6 +178,7 @@ class EngineKeeper:
         """Loads in a row that began and were not whole, or whose result the probe refuted."""
         self._target: Target | None = None
         self._seen = False
+        """True while the engine's label is of this process: one that only answers late is not loaded again."""
         self._served = False
         """True once it has served a version to this process."""
         self._left = False
@@ -276,7 +277,7 @@ class EngineKeeper:
 
     async def _load(self, target: Target, served: str) -> None:
         """Pause, load, stamp, resume. After a failure the engine resumes only if its weights are whole."""
-        self.state.live = None
+        self.state.live, self._seen = None, False
         start = time.perf_counter()
         self.loading = target
         try:
@@ -364,6 +365,7 @@ class EngineKeeper:
             group.cancel_scope.cancel()
         if problem:
             self._on_failure()
+            self._seen = False
             await self._withdraw()
             self._failed(target, problem)
 
@@ -398,7 +400,6 @@ class EngineKeeper:
             log.warning("engine %s does not serve version %d: %s", self.control.url, target.version, why)
         self.state.live, self.state.trouble = None, why
         self.state.failures += 1
-        self._seen = False
         if target.version > self.state.attempted:
             self._on_failure()
         self._attempted(target)

@@ -23,11 +23,12 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 import orjson
+import torch
 from torch import Tensor
 
 from learner.data.rows import TokenArray
 from learner.distributed.ranks import Ranks
-from learner.policy.backbone import DTYPES
+from learner.policy.backbone import DTYPES, DtypeName
 from learner.policy.policy import Policy
 from learner.weights.colocated import ColocatedKeeper, SharedDevice
 from learner.weights.delta_loader import DeltaLoader
@@ -36,7 +37,7 @@ from learner.weights.engine_keeper import EngineKeeper, Publication, Target, Wei
 from learner.weights.probe import WeightProbe, make_probe
 from pipeline.config import RunConfig
 from pipeline.config.learner import PublishConfig
-from pipeline.errors import EngineRefused
+from pipeline.errors import ConfigurationError, EngineRefused
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.atomic_folder import atomic_folder, remove_leftovers
 from pipeline.runtime.contents import CONTENTS, find_damage, write_contents
@@ -141,7 +142,7 @@ class Publisher:
         self._discovery = discovery
         self._directory = directory
         self._config = config
-        self._write = write or (lambda folder, tensors: write_weights(folder, model, tensors, config.dtype))
+        self._write = write or (lambda folder, tensors: write_weights(folder, model, tensors))
         self._loader = CheckedLoader(loader or FolderLoader(), self._write)
         self._on_failure = on_failure
         self._session: aiohttp.ClientSession | None = None
@@ -309,7 +310,8 @@ class Publisher:
 
     def _delete_old(self) -> None:
         """Keep the newest ``publish.keep`` folders, and any that an engine is reading."""
-        used = {keeper.loading.folder for keeper in self.keepers.values() if keeper.loading is not None}
+        keepers = list(self.keepers.values())  # engines come and go meanwhile
+        used = {loading.folder for keeper in keepers if (loading := keeper.loading) is not None}
         for version in _versions(self._directory, _WHOLE)[: -self._config.keep]:
             folder = self._directory.weights(version)
             if folder not in used:
@@ -342,7 +344,7 @@ def _write_contents(folder: Path) -> None:
         log.warning("no digests of the weights in %s: %s", folder, error)
 
 
-def write_weights(folder: Path, model: Any, tensors: Mapping[str, Tensor], dtype: str) -> int:
+def write_weights(folder: Path, model: Any, tensors: Mapping[str, Tensor]) -> int:
     """A Hugging Face folder with ``config.json`` and ``tensors`` as safetensors; bytes written.
 
     ``model`` gives configuration and names only: its weights, which training changes meanwhile, are not read.
@@ -350,7 +352,8 @@ def write_weights(folder: Path, model: Any, tensors: Mapping[str, Tensor], dtype
     with atomic_folder(folder) as scratch:
         model.save_pretrained(scratch, state_dict=dict(tensors))
         config = orjson.loads((scratch / "config.json").read_bytes())
-        config["dtype"] = dtype
+        found = {str(t.dtype).removeprefix("torch.") for t in tensors.values() if t.is_floating_point()}
+        config["dtype"] = "float32" if len(found) != 1 else found.pop()
         (scratch / "config.json").write_bytes(orjson.dumps(config, option=orjson.OPT_INDENT_2))
         return sum(path.stat().st_size for path in scratch.iterdir())
 
@@ -367,6 +370,7 @@ def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, m
 
     Raises :class:`pipeline.errors.ConfigurationError` when the transfer needs something that is not there.
     """
+    _check_dtype(config, policy)
     write = _writer(config, policy)
     loader = _loader(config, directory, write, policy.ranks)
     addresses = engine_addresses(config.engine, directory)
@@ -390,15 +394,38 @@ def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, m
 def weights_to_publish(policy: Policy, config: PublishConfig) -> dict[str, Tensor]:
     """Copies of the whole weights, or of the adapters alone, as ``publish.lora`` says."""
     if config.lora == "adapter" and policy.adapters is not None:
-        return policy.adapter_snapshot(DTYPES[config.dtype]) or {}
-    return policy.snapshot(config.dtype)
+        return policy.adapter_snapshot(DTYPES[published_dtype(policy, config)]) or {}
+    return policy.snapshot(published_dtype(policy, config))
+
+
+def published_dtype(policy: Policy, config: PublishConfig) -> DtypeName:
+    """``publish.dtype``."""
+    if config.dtype != "auto":
+        return config.dtype
+    return next(name for name, dtype in DTYPES.items() if dtype is policy.compute_dtype)
+
+
+def _check_dtype(config: RunConfig, policy: Policy) -> None:
+    """Raises :class:`pipeline.errors.ConfigurationError` where deltas cannot have the type that ``auto`` is."""
+    dtype = published_dtype(policy, config.publish)
+    if config.engine.weight_transfer == "delta" and dtype == "float32":
+        raise ConfigurationError(
+            "engine.weight_transfer is delta, which expects bfloat16, but learner.compute_dtype is float32 here, and "
+            "publish.dtype: auto follows it: set weight_transfer: files, or learner.compute_dtype: bfloat16"
+        )
+    if dtype != "float32" and policy.compute_dtype is torch.float32:
+        log.warning(
+            "the learner computes in float32 and publishes %s: engines follow late, because most updates are smaller "
+            "than it can show; set publish.dtype: auto",
+            dtype,
+        )
 
 
 def _writer(config: RunConfig, policy: Policy) -> Callable[[Path, Mapping[str, Tensor]], int]:
     if config.engine.gpu_transfer and config.publish.at_end == "remove" and config.checkpoint.at_end:
         return _record_version
     if config.publish.lora == "merged" or policy.adapters is None:
-        return lambda folder, tensors: write_weights(folder, policy.model, tensors, config.publish.dtype)
+        return lambda folder, tensors: write_weights(folder, policy.model, tensors)
     return partial(write_adapters, policy.adapters)
 
 

@@ -10,7 +10,7 @@ import resource
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -22,7 +22,7 @@ from pipeline.cli.plan import show_plan
 from pipeline.cli.push import push
 from pipeline.cli.show import show
 from pipeline.errors import AfterplayError, ConfigurationError, PlugInError
-from pipeline.runtime.children import append_working_folder, module_command
+from pipeline.runtime.children import append_working_folder, end_with_parent, module_command
 
 if TYPE_CHECKING:
     from pipeline.config import RunConfig
@@ -365,6 +365,8 @@ def learner(file: File, index: Index = 0, sets: Sets = None) -> None:
       afterplay learner configs/tiny.yaml
       torchrun --nproc-per-node 2 -m pipeline.cli.app learner configs/tiny.yaml
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()  # torchrun gives each rank a session of its own
     if os.environ.get("RANK", "0") != "0":
         _follow(file, sets)
     _role("learner", index, "learner.role:main", _load(file, sets))
@@ -508,8 +510,8 @@ def config_check(
     """Check FILE on this machine and report all that is wrong, each with what was expected, what came and what to do.
 
     Environments are built, and one scripted episode of each is played; prompts and tool schemas are measured with the
-    model's tokenizer if that is here. Model, functions, devices, disk, ports and keys are looked at. Nothing is
-    downloaded or started. The exit code is 0 if a run could start, else 2.
+    model's tokenizer if that is here. Model, functions, devices, disk, ports, keys and external engines are looked at.
+    Nothing is downloaded or started. The exit code is 0 if a run could start, else 2.
 
       afterplay config check configs/tiny.yaml --set groups.n_rollout=16
       afterplay config check configs/questions.yaml --data
@@ -593,8 +595,25 @@ def _refuse(message: str) -> NoReturn:
     raise ConfigurationError(message)
 
 
-NO_WRITES = (errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS)
-"""Errors of a folder that may not be written, or of a disk that is full."""
+NO_WRITES = (
+    *(errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS),
+    *(errno.EEXIST, errno.EISDIR, errno.ENOTDIR),
+)
+"""Errors of a folder that may not be written, of a disk that is full, and of a path that is something else."""
+
+
+USAGE_ERROR: type[Exception] = typer.BadParameter.mro()[1]
+"""Class of typer's errors for wrong options and arguments, which has no public name."""
+
+
+def _explain_usage(error: Any) -> int:
+    """Print one sentence about wrong options or arguments; returns the exit code. A command without its arguments has
+    printed its help already."""
+    if type(error).__name__ != "NoArgsIsHelpError":
+        message = " ".join(error.format_message().split()).rstrip(".")
+        command = "afterplay" if error.ctx is None else error.ctx.command_path
+        print(f"afterplay: {message[:1].lower()}{message[1:]}; see {command} --help", file=sys.stderr)
+    return int(error.exit_code)
 
 
 def allow_descriptors() -> None:
@@ -610,7 +629,11 @@ def entry() -> None:
     append_working_folder()
     allow_descriptors()
     try:
-        app(prog_name="afterplay")
+        sys.exit(app(prog_name="afterplay", standalone_mode=False))
+    except USAGE_ERROR as error:
+        sys.exit(_explain_usage(error))
+    except typer.Abort:
+        sys.exit(1)
     except AfterplayError as error:
         from pipeline.runtime.process import ExitCode
 

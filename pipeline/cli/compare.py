@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -62,6 +63,8 @@ def compare(
     """
     from pipeline.cli.study import Study
 
+    if not math.isfinite(reach):
+        raise ConfigurationError(f"--reach: expected a number, got {reach}")
     sources = read_arms(arms)
     own = read_arm_sets(arm_sets or [], sources)
     study = Study(sources, out, metric, reach, window or WINDOWS[metric], until_reached)

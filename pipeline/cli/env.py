@@ -320,7 +320,7 @@ def _print_evaluation(name: str, result: Any) -> None:
 @app.command()
 def demonstrate(
     name: Name,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The JSONL file to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", dir_okay=False, help="The JSONL file to write.")],
     sets: Sets = None,
     first: Annotated[int, typer.Option("--first", min=0, help="Seed of the first task.")] = 0,
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="Number of tasks.")] = 100,

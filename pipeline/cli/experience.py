@@ -21,7 +21,7 @@ TASKS_SHOWN = 10
 
 def show(found: ExperienceReport, config: RunConfig, run: Path, console: Console | None = None) -> None:
     """Print the report of ``afterplay replay inspect``."""
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, markup=False)
     value = found.json(config)
     console.print(
         f"{run}: policy version {found.policy_version}, {found.updates} updates, replay "
@@ -169,7 +169,9 @@ def inspect_command(
 @app.command("export")
 def export_command(
     run: Run,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write, for example pool.afterplay.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", dir_okay=False, help="The file to write, for example pool.afterplay.")
+    ],
     compress: Annotated[bool, typer.Option("--compress/--plain", help="Compress every trajectory with zlib.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
 ) -> None:

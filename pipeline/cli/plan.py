@@ -78,7 +78,7 @@ def _print(plan: Plan, inventory: Inventory) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = COLUMNS
     many = len(inventory.nodes) > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 LIST_LIMIT = 50
 PAGE_LIMIT = 200
 PIPE_WIDTH = 240
+NUMBER_MAX = 10**15
+"""A bound on what is asked for: SQLite has 64 bits."""
 
 
 class SortBy(StrEnum):
@@ -83,7 +86,9 @@ def show(
     reverse: Annotated[bool, typer.Option("--reverse", help="Reverse the order.")] = False,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Most trajectories. Default: {LIST_LIMIT}, with --html {PAGE_LIMIT}."),
+        typer.Option(
+            min=1, max=NUMBER_MAX, help=f"Most trajectories. Default: {LIST_LIMIT}, with --html {PAGE_LIMIT}."
+        ),
     ] = None,
     whole: Annotated[bool, typer.Option("--print", "-p", help="Print transcripts instead of a list.")] = False,
     colour: Annotated[
@@ -92,7 +97,9 @@ def show(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object per line; with tokens for TRAJECTORY and --print.")
     ] = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one self-contained HTML page.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write one self-contained HTML page.")
+    ] = None,
 ) -> None:
     """List the rollouts of a run, print them, or write them to an HTML page.
 
@@ -117,9 +124,12 @@ def show(
     from pipeline.cli.viewer.terminal import json_line, print_found, print_list
     from pipeline.cli.viewer.views import found_json, listed_json
     from pipeline.cli.viewer.vocabulary import Vocabulary
+    from pipeline.schema import TrajectoryStatus
     from pipeline.store.queries import Filters
+    from pipeline.store.records import TrajectoryState
 
     config, directory = open_run(run)
+    require_known("--status", status, [*TrajectoryStatus, *TrajectoryState])
     reader = RunReader(config, directory)
     only_kept = html is not None if kept is None else kept
     filters = Filters(
@@ -138,10 +148,14 @@ def show(
         replayed=replayed,
     )
     listing = reader.listing(filters, sort.value, reverse, limit or (PAGE_LIMIT if html else LIST_LIMIT))
+    if not listing.count:
+        require_known("--environment", environment, config.environments)
     if trajectory is not None and not listing.rows:
         raise ConfigurationError(f"expected a trajectory of {run}, got {trajectory}: afterplay show {run} lists them")
     # A pipe has no width: use a wide console so that nothing is truncated.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH)
+    console = Console(
+        highlight=False, markup=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
+    )
     if html is not None:
         page = write_page(html, reader, listing, filters.step, Vocabulary.read(reader.model))
         typer.echo(
@@ -163,6 +177,13 @@ def show(
         print_list(listing, reader, console)
 
 
+def require_known(option: str, value: str | None, known: Iterable[str]) -> None:
+    """Raise :class:`ConfigurationError` for a ``value`` that is not ``known``."""
+    names = [str(name) for name in known]
+    if value is not None and value not in names:
+        raise ConfigurationError(f"{option}: expected one of {', '.join(names)}, got {value!r}")
+
+
 def span(option: str, text: str | None) -> Span | None:
     """``7``, ``7-9``, ``7-`` or ``-9``. Raises :class:`ConfigurationError` for anything else.
 
@@ -175,9 +196,10 @@ def span(option: str, text: str | None) -> Span | None:
         return None
     low, dash, high = (part.strip() for part in text.partition("-"))
     numbers = [part for part in (low, high) if part]
-    if not numbers or not all(part.isdecimal() for part in numbers):
+    if not numbers or not all(part.isdecimal() and int(part) <= NUMBER_MAX for part in numbers):
         raise ConfigurationError(
-            f"{option}: expected a whole number or a range such as 10-20, 10- or -20, got {text!r}"
+            f"{option}: expected a whole number or a range such as 10-20, 10- or -20, up to {NUMBER_MAX:,}, "
+            f"got {text!r}"
         )
     first = int(low) if low else None
     last = int(high) if high else None

@@ -26,7 +26,7 @@ def show_status(directory: RunDirectory, console: Console | None = None) -> Exit
 
     Raises :class:`ConfigurationError` when there is no run directory.
     """
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, markup=False)
     if not directory.config_file.exists():
         raise ConfigurationError(f"expected a run directory, got {directory.path}, which has no config.yaml")
     console.print(f"{directory.path}: {'alive' if is_alive(directory) else 'not running'}", style="bold")

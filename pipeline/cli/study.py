@@ -272,7 +272,7 @@ def _print(
 
     from pipeline.cli.plan import COLUMNS
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = COLUMNS
     table = Table("arm", "reached", box=None, header_style="dim")

@@ -28,7 +28,7 @@ class AdvantageConfig(Section):
     environment's reward for each turn, placed at the last token of that turn. ``both``: the turn rewards, plus the
     remainder of the outcome at the last token, so that they sum to the outcome. A trajectory without turn rewards
     always has its outcome at the last token."""
-    turn_weight: float = 1.0
+    turn_weight: float = Field(1.0, allow_inf_nan=False)
     """Factor on turn rewards. If the scorer has functions of its own, set it to ``scorer.environment_weight``."""
     turn_gamma: float = Field(1.0, gt=0, le=1)
     """Discount per turn. Used by estimators that compare the trajectories of a group, unless ``rewards`` is

@@ -38,7 +38,7 @@ class EvaluationConfig(Section):
     pass_at: tuple[int, ...] = (1,)
     """Values of k for pass@k, the probability that at least one of k rollouts succeeds. It is an unbiased estimate from
     ``samples`` rollouts."""
-    success_threshold: float | None = None
+    success_threshold: float | None = Field(None, allow_inf_nan=False)
     """A reward of at least this counts as a success. None: ``replay.success_threshold``."""
     slots: float = Field(0.25, gt=0, le=1)
     """Share of the actors' slots that an evaluation may use during training; at least one slot."""

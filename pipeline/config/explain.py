@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 import socket
 import textwrap
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
 from pipeline.config import load
 from pipeline.config.algorithm import SupervisedConfig
 from pipeline.config.load import dump
-from pipeline.config.rollouts import LEARNER_KEY, EnvironmentConfig
+from pipeline.config.rollouts import LEARNER_KEY, EngineConfig, EnvironmentConfig
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigurationError
 
+SERVER_PORTS = 20_000, 65_536
+"""Ports that a server may be given where none was asked for; the end is exclusive."""
 ACTOR_KEY_FILE = "engine_actor.secret"
 """In the run directory: the key with which actors of the run may generate."""
 
@@ -29,6 +33,8 @@ def resolve(config: RunConfig) -> RunConfig:
     that the resolved file is valid in any folder. Raises :class:`ConfigurationError` that names a port in use.
     """
     engine, replay = config.engine, config.replay
+    if engine.kind != "external":
+        _require_own_urls(engine)
     if engine.kind != "external" and not engine.urls:
         port = free_ports(engine.host, engine.replicas) if engine.port == 0 else engine.port
         if engine.port:
@@ -56,6 +62,22 @@ def resolve(config: RunConfig) -> RunConfig:
         cache = config.model.cache.expanduser().absolute()
         changed["model"] = config.model.model_copy(update={"cache": cache})
     return config.model_copy(update=changed)
+
+
+def _require_own_urls(engine: EngineConfig) -> None:
+    """``engine.urls`` of engines that the run starts are where those will listen. Raises
+    :class:`ConfigurationError`."""
+    if engine.urls and len(engine.urls) != engine.replicas:
+        raise ConfigurationError(
+            f"engine.urls: expected one for each engine that the run starts (engine.replicas: {engine.replicas}), got "
+            f"{len(engine.urls)}: omit engine.urls, or set engine.kind: external for engines that run already"
+        )
+    for i, url in enumerate(engine.urls if engine.port else ()):
+        if urlsplit(url).port != engine.port + i:
+            raise ConfigurationError(
+                f"engine.urls: expected the port {engine.port + i} in the URL of engine {i} (engine.port + {i}), got "
+                f"{url}: change one of them, or set engine.port: 0, so that each engine listens at its URL's port"
+            )
 
 
 def _fixed(address: str) -> str:
@@ -101,16 +123,31 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def free_ports(host: str, count: int) -> int:
-    """First of ``count`` ports in a row that are free now. Raises :class:`ConfigurationError` after 50 tries."""
+    """First of ``count`` ports in a row that are free now, drawn at random. They are none of those that the system
+    gives to outgoing connections: one of these would be taken before a server that starts slowly listens there. Raises
+    :class:`ConfigurationError` after 50 tries."""
+    first, end = SERVER_PORTS[0], min(SERVER_PORTS[1], _outgoing_ports()) - count
     for _ in range(50):
-        with _socket(host) as first:
-            first.bind((host, 0))
-            port = int(first.getsockname()[1])
+        port = random.SystemRandom().randrange(first, end) if first < end else _any_port(host)
         if port + count <= 65536 and all(is_free(host, port + i) for i in range(count)):
             return port
     raise ConfigurationError(
         f"expected {count} consecutive free ports on {host}, found none: set engine.port and replay.address"
     )
+
+
+def _outgoing_ports() -> int:
+    """First of the ports that the system gives to outgoing connections."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 49152  # macOS, and RFC 6335
+
+
+def _any_port(host: str) -> int:
+    with _socket(host) as first:
+        first.bind((host, 0))
+        return int(first.getsockname()[1])
 
 
 def is_free(host: str, port: int) -> bool:

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from pipeline.config.base import Section
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LoraConfig(Section):
@@ -73,7 +75,7 @@ class CriticConfig(Section):
     backbone: Literal["own", "none"] = "own"
     """``own``: a second copy of the initial model, fully trained. ``none``: only a value head on the policy's hidden
     states; its gradient does not reach the policy."""
-    learning_rate: float = Field(1e-5, gt=0)
+    learning_rate: float = Field(1e-5, gt=0, allow_inf_nan=False)
     """Peak learning rate. It follows the warm-up and the schedule of ``learner.learning_rate``."""
     warmup_updates: int = Field(0, ge=0)
     """Initial updates in which only the critic is trained."""
@@ -91,15 +93,16 @@ class LearnerConfig(Section):
     """Device of the learner. ``auto``: CUDA if available, else the CPU."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of PyTorch. None: PyTorch's default."""
-    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Autocast type of the forward and backward passes. Master weights are float32."""
-    learning_rate: float = Field(1e-6, gt=0)
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Autocast type of the forward and backward passes. Master weights are float32. ``auto``: bfloat16 on a GPU, on a
+    CPU with instructions for it, and with ``lora.frozen_dtype: bfloat16``; else float32."""
+    learning_rate: float = Field(1e-6, gt=0, allow_inf_nan=False)
     """Peak learning rate. 1e-6 suits full fine-tuning of pretrained models; small or random models need more."""
     warmup_steps: int = Field(0, ge=0)
     """Updates over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after warm-up. ``linear`` and ``cosine`` decay to 0 at ``run.total_steps``."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay rates of AdamW's first and second moments."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's weight decay."""
@@ -150,10 +153,10 @@ class LearnerConfig(Section):
     def _parts_agree(self) -> LearnerConfig:
         if self.optimizer == "adamw_8bit" and self.optimizer_dtype != "float32":
             raise ValueError("learner.optimizer_dtype is for adamw: adamw_8bit has 8-bit moments, omit it")
-        if self.lora.rank and self.lora.frozen_dtype != "float32" and self.compute_dtype != self.lora.frozen_dtype:
+        frozen = self.lora.frozen_dtype if self.lora.rank else "float32"
+        if frozen != "float32" and self.compute_dtype not in (frozen, "auto"):
             raise ValueError(
-                f"learner.lora.frozen_dtype {self.lora.frozen_dtype} needs learner.compute_dtype "
-                f"{self.lora.frozen_dtype}, got {self.compute_dtype}"
+                f"learner.lora.frozen_dtype {frozen} needs learner.compute_dtype {frozen}, got {self.compute_dtype}"
             )
         if self.reference.source == "lora_off" and not self.lora.rank:
             raise ValueError("learner.reference.source is lora_off, but learner.lora.rank is 0: set source: initial")
@@ -211,8 +214,10 @@ class PublishConfig(Section):
     whole_every: int = Field(20, ge=1)
     """With ``engine.weight_transfer: delta``: versions between two that are written whole. An engine that starts, or
     that missed more versions than this, loads the newest whole one and the deltas after it."""
-    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
-    """Type of the published weights. Engines convert them to their own type."""
+    dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
+    """Type of the published weights. Engines convert them to their own type. ``auto``: the type that the learner
+    computes in. With bfloat16 here and ``compute_dtype: float32`` engines follow late: most updates change a weight by
+    less than half of the distance between two bfloat16 numbers, so what is published stays as it was."""
     lora: Literal["merged", "adapter"] = "merged"
     """With adapters (``learner.lora.rank`` above 0). ``merged``: whole weights with the adapters merged in, for every
     engine. ``adapter``: only the adapters, for vLLM servers, which serve them under ``adapter_name``."""

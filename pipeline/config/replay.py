@@ -144,16 +144,17 @@ class ReplayConfig(Section):
     cancelled or evaluated, and covered by a checkpoint, become totals of the ledger."""
 
     enabled: bool = False
-    """Mix stored trajectories into updates. False: only trajectories in flight are stored."""
-    mode: Literal["mix", "groups", "both", "restart"] = "mix"
-    """Form in which experience comes back. ``mix``: stored successes replace some rollouts of new groups of their task.
-    ``groups``: recent groups come back whole, failures included, beside fresh groups. ``both``: in turn. ``restart``:
-    the first turns of a stored success are played again, and the policy continues from there."""
+    """Train replayed trajectories beside fresh ones. False: only trajectories in flight are stored."""
+    mode: Literal["groups", "mix", "both", "restart"] = "groups"
+    """Form in which experience comes back. ``groups``: recent groups come back whole, failures included, beside fresh
+    groups. ``mix``: stored successes replace some rollouts of new groups of their task (ExGRPO). ``both``: in turn.
+    ``restart``: the first turns of a stored success are played again, and the policy continues from there. The keys of
+    the pool of successes, and of the choice of tasks and successes, are for the last three."""
     groups: StoredGroupsConfig = StoredGroupsConfig()
     restart: RestartConfig = RestartConfig()
-    start_ratio: float = Field(0.35, ge=0, le=1)
-    """Replay begins after this share of ``run.total_steps``. Trajectories are collected from the start, so that the
-    pool is filled by then."""
+    start_ratio: float = Field(0.0, ge=0, le=1)
+    """Replay begins after this share of ``run.total_steps`` (ExGRPO: 0.35). Trajectories are collected from the
+    start."""
     start_solve_rate: float | None = Field(None, ge=0, lt=1)
     """Alternative to ``start_ratio``: replay begins once the solve rate of an update exceeds this, and never stops
     again (ExGRPO). None: ``start_ratio`` decides."""
@@ -167,8 +168,9 @@ class ReplayConfig(Section):
     capacity: int = Field(50_000, ge=1)
     """Stored trajectories of all tasks. Above this, the oldest are evicted."""
     capacity_bytes: int = Field(16 * 1024**3, ge=1)
-    """Payload bytes of all stored trajectories, on disk. Above this, the oldest are evicted."""
-    success_threshold: float = 1.0
+    """Payload bytes of all stored trajectories, on disk, and as many again of all stored groups (``mode: groups``,
+    ``both``). Above this, the oldest are evicted."""
+    success_threshold: float = Field(1.0, allow_inf_nan=False)
     """A reward of at least this is a success. Decides about difficulty, retirement and storing."""
     success_lower: int = Field(0, ge=0)
     """A group's successes are stored if their number s satisfies ``success_lower < s < success_upper``. s is of
@@ -219,8 +221,9 @@ class ReplayConfig(Section):
     fresh rollouts: one with half of ``groups.n_rollout`` is half a group. Retired tasks are only drawn
     for retests. None: tasks never retire. Retirement saves rollouts if there are many tasks. With few tasks, the
     unsolvable ones soon dominate the updates and the solved ones are forgotten."""
-    retest_ratio: float = Field(0.02, ge=0, le=1)
-    """Share of groups spent on retired tasks, which detects forgetting."""
+    retest_ratio: float = Field(0.1, ge=0, le=1)
+    """Share of groups spent on retired tasks, which detects forgetting. With few tasks less is too little
+    (docs/REPLAY.md)."""
     inject: Literal["ratio", "rescue"] = "ratio"
     """Use of stored trajectories. ``ratio``: in planned replay groups (``task_ratio``). ``rescue``: only in groups
     whose fresh rollouts all failed; one of them is replaced by a stored success of the task (ARPO,
@@ -244,21 +247,32 @@ class ReplayConfig(Section):
                 f"replay.trajectories_per_task ({self.trajectories_per_task}) is more than "
                 f"max_trajectories_per_task ({self.max_trajectories_per_task}), so there are never enough"
             )
-        if self.mode != "mix":
+        if self.enabled and self.mode != "mix":
             self._groups_can_come_back()
         return self
+
+    @property
+    def whole_groups(self) -> bool:
+        """True if groups come back whole."""
+        return self.mode in ("groups", "both")
 
     def _groups_can_come_back(self) -> None:
         """Raises ValueError for what whole groups cannot do."""
         if self.inject == "rescue":
-            raise ValueError(f"replay.inject: rescue plans no replay groups, so replay.mode: {self.mode} does nothing")
+            raise ValueError(
+                f"replay.inject: rescue plans no replay groups, so replay.mode: {self.mode} does nothing: set "
+                "replay.mode: mix, or replay.inject: ratio"
+            )
         if self.unit == "turn":
             how = "rollouts are restarted" if self.mode == "restart" else "groups come back whole"
-            raise ValueError(f"replay.unit: turn is for replay.mode: mix, got {self.mode}: {how}")
+            raise ValueError(
+                f"replay.unit: turn is for replay.mode: mix, got {self.mode}, where {how}: set replay.mode: mix, or "
+                "replay.unit: trajectory"
+            )
         if self.task_ratio >= 1:
             raise ValueError(
                 f"replay.mode: {self.mode} needs groups from the start in each update, but replay.task_ratio is "
-                f"{self.task_ratio:g}: set it below 1"
+                f"{self.task_ratio:g}: set it below 1, or replay.mode: mix"
             )
 
     @model_validator(mode="after")

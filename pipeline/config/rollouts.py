@@ -66,8 +66,9 @@ class EngineConfig(Section):
     learner_key: str | None = Field(None, pattern=_KEY_PLACE)
     """Place of the key with which the learner may also load weights, pause and sleep. As ``actor_key``; for
     ``external`` engines with one key, name the same place in both."""
-    dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
-    """Type of the weights and activations in the engine. ``auto``: that of the model folder."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type of the weights and activations in the engine. ``auto``: bfloat16 on a GPU and on a CPU with instructions for
+    it, else float32, which is several times faster there."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the engine. ``auto``: CUDA if available, else the CPU."""
     threads: int | None = Field(None, ge=1)
@@ -212,7 +213,7 @@ class EnvironmentConfig(Section):
     name: str = "arithmetic"
     """A built-in name (``afterplay env list``), an entry point of ``afterplay.environments``, ``module:Class`` or
     ``path/file.py:Class``."""
-    weight: float = Field(1.0, ge=0)
+    weight: float = Field(1.0, ge=0, allow_inf_nan=False)
     """Share of tasks, relative to the other environments. 0: it is only evaluated (``evaluation.split``), like a
     benchmark."""
     options: dict[str, Any] = Field(default_factory=dict)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from pipeline.config.algorithm import AdvantageConfig, ImportanceConfig, LossConfig
 from pipeline.config.base import Section
@@ -34,11 +34,11 @@ class RunSection(Section):
     id: str | None = Field(None, pattern=r"^[A-Za-z0-9._-]+$", max_length=64)
     """Identity that the learner stamps on published weights. Actors sample only from weights of their own run. None:
     ``afterplay run`` makes a new one at each start; roles that you start yourself stamp versions without a run."""
-    directory: Path = Path("runs")
-    """Parent of the run directory, which is ``directory/name``."""
+    directory: Annotated[Path, AfterValidator(Path.expanduser)] = Path("runs")
+    """Parent of the run directory, which is ``directory/name``. ``~`` is your home folder."""
     total_steps: int = Field(100, ge=1)
     """Length of the run, in updates of the learner."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=2**62)
     """Seed of everything that the run draws at random, except the engine's sampling."""
     resume: Literal["auto", "never"] = "auto"
     """``auto``: resume from the contents of the run directory. ``never``: refuse to start if it is not empty."""
@@ -291,9 +291,11 @@ class RunConfig(Section):
                 f"{what}, but publish.dtype is float32, of which nearly every element changes with each update: set "
                 "publish.dtype: bfloat16, or weight_transfer: files"
             )
-        if engine.dtype not in (publish.dtype, "float32", "auto"):
+        published = "bfloat16" if publish.dtype == "auto" else publish.dtype
+        widest = "bfloat16" if engine.dtype == "auto" else engine.dtype
+        if widest not in (published, "float32"):
             raise ValueError(
-                f"{what}, but engine.dtype {engine.dtype} cannot hold every value of publish.dtype {publish.dtype}: "
+                f"{what}, but engine.dtype {engine.dtype} cannot hold every value of publish.dtype {published}: "
                 "set both to one, or weight_transfer: files"
             )
         if publish.at_end == "keep" or not self.checkpoint.at_end:

@@ -50,6 +50,11 @@ class Importer:
                 "expected a run with replay.enabled: true, got false: nothing would ever be replayed. Set it in the "
                 "run file (or with --set replay.enabled=true)"
             )
+        if config.replay.mode == "groups":
+            raise ConfigurationError(
+                "expected a run with replay.mode: mix, both or restart, which replay single trajectories, got groups: "
+                "set replay.mode: mix in the run file"
+            )
         self._config, self._directory, self._render = config, directory, render
         self._path = store_path(config, directory)
         self._limits = Limits(tokens_max=config.transport.tokens_max)
@@ -134,7 +139,7 @@ class PoolWriter:
             config, entries=snapshot.entries, tasks=snapshot.tasks, state=snapshot.meta.get("experience")
         )
         self._holds = PayloadRefCounts(self._journal)
-        self._holds.restore(snapshot.groups.values(), snapshot.entries)
+        self._holds.restore(snapshot.groups.values(), snapshot.entries, snapshot.stored_groups)
         self._n_bytes = {entry.row_id: entry.n_bytes for entry in snapshot.entries}
         self._stored_ids = {entry.trajectory_id for entry in snapshot.entries}
         self._next_row_id = snapshot.next_row_id

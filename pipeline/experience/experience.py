@@ -85,7 +85,7 @@ class UpdateHistory:
 
 
 class Experience:
-    """Pool, difficulty, selection and mixing of one stage (docs/REPLAY.md, "What happens").
+    """Pool, difficulty, selection and mixing of one stage (docs/REPLAY.md).
 
     ``entries``, ``groups`` and ``tasks`` are the rows as last written, ``state`` and ``updates`` the last ones taken.
     With ``replay.enabled`` false what is given is held and nothing else happens: groups come straight from the sampler.
@@ -268,7 +268,7 @@ class Experience:
 
     def trained(self, group_number: int, task: Task, fresh: Sequence[Fresh]) -> StoredGroup | None:
         """A group without replays was trained. Returns it where it was stored, to come back whole."""
-        if not self._enabled or self._replay.mode == "mix" or not all(f.replayable for f in fresh):
+        if not (self._enabled and self._replay.whole_groups and all(f.replayable for f in fresh)):
             return None
         if self._difficulty.is_retired(task.task_id):
             return None

@@ -1,4 +1,4 @@
-"""Selection of tasks and of stored trajectories to replay (docs/REPLAY.md, "What happens").
+"""Selection of tasks and of stored trajectories to replay (docs/REPLAY.md).
 
 Random numbers come from :class:`Draws`, whose whole state is a few counters: a resumed stage draws the same.
 """

@@ -17,10 +17,11 @@ from pipeline.store.experience_records import Leave, StoredGroup
 
 
 class StoredGroups:
-    """Groups under four bounds: number (the oldest go), uses, age, retirement of their task.
+    """Groups under five bounds: number and bytes (the oldest go), uses, age, retirement of their task.
 
-    ``n_rollout``: members of a group of this run; stored groups of another size leave. ``staleness_max`` is added to a
-    group's age: so much older it may be when it is trained.
+    ``n_rollout``: members of a group of this run; stored groups of another size leave, and all of them where the run
+    does not replay whole groups. ``staleness_max`` is added to a group's age: so much older it may be when it is
+    trained. With ``replay.enabled`` false all stay.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class StoredGroups:
         next_saved: int = 0,
     ) -> None:
         self._rule = replay.groups
+        self._bytes_max = replay.capacity_bytes
         self._environments = environments
         self._age_max = None if replay.max_age is None else replay.max_age - staleness_max
         self._groups: dict[int, StoredGroup] = {}
@@ -47,10 +49,11 @@ class StoredGroups:
             self._insert(group)
         self.next_saved = max([next_saved, *(group.saved + 1 for group in self)])
         """Number of the next save."""
-        for group in list(self):
-            if len(group.members) != n_rollout:
-                self._remove(group, Leave.RECONFIGURED)
-        self._trim()
+        if replay.enabled:
+            for group in list(self):
+                if len(group.members) != n_rollout or not replay.whole_groups:
+                    self._remove(group, Leave.RECONFIGURED)
+            self._trim()
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -68,10 +71,12 @@ class StoredGroups:
         return min(self._versions, default=None)
 
     def save(self, group: StoredGroup) -> bool:
-        """Store a group whose rewards differ, and set its ``saved``; returns whether it was. The oldest one leaves if
-        there are too many."""
+        """Store a group whose rewards differ, and set its ``saved``; returns whether it was. The oldest ones leave if
+        there are too many. One that has more bytes than all may have is not stored."""
         number = group.group_number
         if number in self._groups or number in self._removed or not group.informative:
+            return False
+        if _size(group) > self._bytes_max:
             return False
         group.saved = self.next_saved
         self.next_saved += 1
@@ -127,15 +132,15 @@ class StoredGroups:
         self._groups[group.group_number] = group
         self._of_task.setdefault(group.task.task_id, {})[number] = group
         self._versions.setdefault(born, {})[number] = group
-        self.bytes += sum(entry.n_bytes for entry in group.members)
+        self.bytes += _size(group)
         if self._playable(group) and self._rule.select == "priority":
             self._priorities.put(number, math.log(group.spread) + born / self._rule.tau, decays=True)
         elif self._playable(group):
             self._priorities.put(number, 0.0)
 
     def _trim(self) -> None:
-        while len(self._groups) > self._rule.capacity:
-            self._remove(next(iter(self)), Leave.CAPACITY)
+        while (over := len(self._groups) > self._rule.capacity) or self.bytes > self._bytes_max:
+            self._remove(next(iter(self)), Leave.CAPACITY if over else Leave.BYTES)
 
     def _remove(self, group: StoredGroup, reason: Leave) -> None:
         number = str(group.group_number)
@@ -143,9 +148,14 @@ class StoredGroups:
         _forget(self._of_task, group.task.task_id, number)
         _forget(self._versions, group.version_min, number)
         self._priorities.discard(number)
-        self.bytes -= sum(entry.n_bytes for entry in group.members)
+        self.bytes -= _size(group)
         self._changed.pop(group.group_number, None)
         self._removed[group.group_number] = reason
+
+
+def _size(group: StoredGroup) -> int:
+    """Bytes of the payloads of its members."""
+    return sum(entry.n_bytes for entry in group.members)
 
 
 def _forget(groups: dict[Any, dict[str, StoredGroup]], key: object, number: str) -> None:

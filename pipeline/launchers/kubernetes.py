@@ -12,6 +12,7 @@ import base64
 import math
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,6 +29,7 @@ from pipeline.launchers.launcher import Launch, require_program
 from pipeline.runtime.engine_keys import LEARNER_KEY_FILE, make_key_files
 from pipeline.runtime.process import ExitCode, metrics_port
 from pipeline.runtime.rundir import PREPARE_SECONDS_MAX, write_bytes_atomically
+from pipeline.supervisor.cluster import require_own_addresses
 from pipeline.supervisor.inventory import Inventory, Node, given_inventory
 from pipeline.supervisor.plan import RENDEZVOUS_PORT, Place, Plan, plan
 from pipeline.transport.curve import make_keys
@@ -39,6 +41,8 @@ LIBRARIES_BYTES = 2 * 2**30
 """Memory of a process besides the buffers that its place counts. A guess, which ``--set ROLE.memory=…`` replaces."""
 SCALE_MAX = 4
 """Times ``actor.replicas``: most actors of the autoscaler, each with keys from the start."""
+KEYS_MIN = 64
+"""Actors that get keys from the start, so that a run can be given more of them."""
 START_SECONDS = 300
 COMMAND_SECONDS_MAX = 600.0
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
@@ -48,24 +52,46 @@ def launch(request: Launch) -> int:
     """Install or update the run. A dry run shows run file and values, and the manifests where helm is. Raises
     :class:`ConfigurationError`."""
     config, values = values_of(request)
+    if config.report_to:
+        print(
+            f"afterplay: report_to: the chart starts no reporters. Where {config.run.path} can be read, report with "
+            + " and ".join(f"`afterplay report {config.run.path} --to {tracker}`" for tracker in config.report_to),
+            file=sys.stderr,
+        )
     if request.dry_run:
         return _show(config, values, request)
     helm = require_program("helm", "install Helm 3 or newer, or see the values with --dry-run")
     kubectl = require_program("kubectl", "install it and choose a cluster with `kubectl config use-context`")
     name = values["name"]
     place = cluster_options(request.arguments)
-    secrets = secrets_of(name, values["actor"]["podsMax"])
-    last = secrets[-1]["metadata"]["name"]
-    if _run([kubectl, *place, "get", "secret", last], check=False).returncode:
-        listed = {"apiVersion": "v1", "kind": "List", "items": secrets}
-        _run([kubectl, *place, "create", "-f", "-"], stdin=orjson.dumps(listed).decode())
-    # A job cannot be changed. The learner drains, and the new one resumes.
-    _run([kubectl, *place, "delete", "job", f"{name}-learner", "--ignore-not-found", "--wait"])
     with tempfile.TemporaryDirectory() as folder:
         files = write_files(config, values, Path(folder))
-        print(_run([helm, "upgrade", "--install", name, str(CHART), *files, *request.arguments]).stdout, end="")
+        install = [helm, "upgrade", "--install", name, str(CHART), *files, *request.arguments]
+        _run([*install, "--dry-run"])  # what is refused is refused before anything is changed
+        _make_secrets([kubectl, *place], name, values["actor"]["podsMax"])
+        # A job cannot be changed. The learner drains, and the new one resumes.
+        _run([kubectl, *place, "delete", "job", f"{name}-learner", "--ignore-not-found", "--wait"])
+        print(_run(install).stdout, end="")
     print(f"kubectl get pods -l app.kubernetes.io/instance={name} shows the pods; helm uninstall {name} ends the run")
     return ExitCode.FINISHED
+
+
+def _make_secrets(kubectl: list[str], name: str, actors: int) -> None:
+    """Make the keys of a run that has none. Raises :class:`ConfigurationError` where it has too few."""
+    secrets = secrets_of(name, max(actors, KEYS_MIN))
+    owners = [secret["metadata"]["name"] for secret in secrets]
+    if _run([*kubectl, "get", "secret", owners[-1]], check=False).returncode:
+        listed = {"apiVersion": "v1", "kind": "List", "items": secrets}
+        _run([*kubectl, "create", "-f", "-"], stdin=orjson.dumps(listed).decode())
+        return
+    found = orjson.loads(_run([*kubectl, "get", "secret", f"{name}-actor-keys", "-o", "json"]).stdout)
+    keys = sum(file.endswith(".key_secret") for file in found.get("data") or ())
+    if keys < actors:
+        raise ConfigurationError(
+            f"expected keys for {actors} actors ({SCALE_MAX} times actor.replicas), got {keys} in the secret "
+            f"{name}-actor-keys: set actor.replicas to at most {keys // SCALE_MAX}, or end the run with `helm "
+            f"uninstall {name}`, remove its keys with `kubectl delete secret {' '.join(owners)}`, and repeat this"
+        )
 
 
 def write_files(config: RunConfig, values: dict[str, Any], folder: Path) -> list[str]:
@@ -122,8 +148,10 @@ def config_in_pods(config: RunConfig, name: str) -> RunConfig:
     """A copy with the addresses, folders and keys of pods."""
     engine = config.engine
     if engine.kind != "external":
+        require_own_addresses(engine)
         engine = engine.model_copy(
             update={
+                "discovery": None,
                 "host": "0.0.0.0",
                 "port": 0,  # each has that of its URL
                 "urls": tuple(f"http://{name}-engine-{i}.{name}-engine:{ENGINE_PORT}" for i in range(engine.replicas)),
@@ -245,10 +273,16 @@ def cluster_options(arguments: Iterable[str]) -> list[str]:
 
 def _run(command: list[str], stdin: str = "", check: bool = True) -> subprocess.CompletedProcess[str]:
     """A finished program. Raises :class:`ConfigurationError` with what it said if it fails."""
-    done = subprocess.run(
-        command, input=stdin, capture_output=True, text=True, timeout=COMMAND_SECONDS_MAX, check=False
-    )
+    shown = " ".join([Path(command[0]).name, *command[1:3]])
+    try:
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, text=True, timeout=COMMAND_SECONDS_MAX, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigurationError(
+            f"{shown} did not end within {COMMAND_SECONDS_MAX:g} s: look at the cluster, and repeat the command"
+        ) from error
     if check and done.returncode:
         said = (done.stderr or done.stdout).strip()
-        raise ConfigurationError(f"{' '.join([Path(command[0]).name, *command[1:3]])} failed: {said}")
+        raise ConfigurationError(f"{shown} failed: {said}")
     return done

@@ -340,7 +340,9 @@ class RayHost:
         """``place`` with the address at which the ranks of its gang meet: that of the first bundle's node."""
         if place.gang is None:
             return place
-        first = self._nodes()[self._table(group.name)["bundles_to_node_id"][0]]
+        first = self._nodes().get(self._table(group.name)["bundles_to_node_id"][0])
+        if first is None:
+            raise ProcessLost(f"the node of the first ranks of {place.name} is lost")
         return replace(place, gang=replace(place.gang, address=first.address))
 
     def _make_keeper(self, name: str) -> Any:

@@ -109,7 +109,7 @@ def job_script(chosen: Plan, arguments: Sequence[str], folder: Path) -> str:
         "--requeue",
         "--no-kill",
         "--open-mode=append",
-        f"--output={folder / LOG}",
+        f"--output={str(folder / LOG).replace('%', '%%')}",
         f"--chdir={Path.cwd()}",
         *arguments,
     ]

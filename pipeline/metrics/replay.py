@@ -31,7 +31,7 @@ DIFFICULTIES = ("unseen", "hard", "medium", "easy", "solved")
 POPULATIONS = ("sampled", "stored", "trained", "replayed", "uninformative")
 SAVED_FROM = ("rollout", "import")
 LEFT = ("full", "capacity", "bytes", "retired", "age")
-GROUPS_LEFT = ("capacity", "uses", "age", "retired", "reconfigured")
+GROUPS_LEFT = ("capacity", "bytes", "uses", "age", "retired", "reconfigured")
 GUARD = ("shrink", "recover")
 RESTARTED = ("success", "failure")
 SCORE_FAILURES = ("raised", "timeout", "crashed", "missing", "type", "nonfinite", "unavailable", "refused", "protocol")
@@ -145,9 +145,11 @@ class ReplayMetrics(MetricSet):
     )
     retired_tasks = gauge("Solved tasks, sampled for retests only.")
     experience_pool_entries = gauge("Trajectories in the experience pool.")
-    experience_pool_bytes = gauge("Payload bytes of the experience pool.")
+    experience_pool_bytes = gauge("Payload bytes of the experience pool and of stored groups.")
     experience_pool_capacity = gauge("Trajectories that the experience pool may hold; 0 where none enters it.")
-    experience_pool_capacity_bytes = gauge("Payload bytes that the experience pool may hold; 0 where none enters it.")
+    experience_pool_capacity_bytes = gauge(
+        "Payload bytes that the experience pool and stored groups may hold; 0 without replay."
+    )
     experience_oldest_version = gauge("Oldest policy version in the experience pool.")
     experience_saved_total = counter(
         "Trajectories that entered the experience pool; origin = rollout or import.", origin=SAVED_FROM
@@ -160,7 +162,8 @@ class ReplayMetrics(MetricSet):
     stored_groups = gauge("Groups that may come back whole (replay.mode groups or both).")
     stored_groups_saved_total = counter("Trained groups that were stored to come back whole.")
     stored_groups_left_total = counter(
-        "Stored groups that left; reason = capacity, uses (replayed as often as it may), age, retired or reconfigured.",
+        "Stored groups that left; reason = capacity or bytes (too many), uses (replayed as often as it may), age, "
+        "retired or reconfigured.",
         reason=GROUPS_LEFT,
     )
 

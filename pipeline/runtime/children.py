@@ -29,6 +29,8 @@ KILL_SECONDS_MAX = 5.0
 """Longest time between SIGKILL and the noticed end of a group."""
 RESTART_SECONDS = 0.1
 """Before a reaper process that has ended is started again."""
+PARENT_SECONDS = 0.5
+"""Between two looks at whether the parent lives."""
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -42,6 +44,19 @@ def append_working_folder() -> None:
     there as ``module:Name``."""
     if (folder := os.getcwd()) not in sys.path:
         sys.path.append(folder)
+
+
+def end_with_parent() -> None:
+    """End this process soon after its parent, however that ends. For a process whose parent gave it a session of its
+    own: the end of the parent's group does not reach it."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 class OrphanReaper:

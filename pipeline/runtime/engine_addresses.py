@@ -131,7 +131,7 @@ class EngineAddresses:
             for i, look in enumerate(looks):
                 try:
                     found[i] = () if look is None else await anyio.to_thread.run_sync(look, abandon_on_cancel=True)
-                except (OSError, ConfigurationError) as error:
+                except (OSError, ValueError, ConfigurationError) as error:
                     if str(error) != trouble:
                         log.warning("engines are not looked up, those that are known stay: %s", error)
                     trouble = str(error)
@@ -180,7 +180,10 @@ def _addresses(host: str, port: int) -> list[Any]:
 
 def check_url(url: str) -> str:
     """``url`` without a trailing slash. Raises :class:`ConfigurationError` where it is no base URL."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigurationError(f"expected the base URL of an engine, got {url[:URL_MAX]!r}: {error}") from error
     if len(url) > URL_MAX or parts.scheme not in ("http", "https") or not parts.netloc or parts.query:
         raise ConfigurationError(f"expected the base URL of an engine, like http://host:8100, got {url[:URL_MAX]!r}")
     return url.rstrip("/")

@@ -113,13 +113,14 @@ BLOCKED_SECONDS_MAX = 30.0
 
 
 @contextmanager
-def interrupting_blocks(seconds_max: float = BLOCKED_SECONDS_MAX) -> Iterator[None]:
+def interrupting_blocks(seconds_max: float = BLOCKED_SECONDS_MAX, stacks: bool = True) -> Iterator[None]:
     """Interrupt plug-in code inside that holds the running event loop for more than ``seconds_max``, repeatedly if it
-    continues. Only the main thread's loop can be watched; in other threads this does nothing."""
+    continues. ``stacks``: the log gets the stack of each. Only the main thread's loop can be watched; in other threads
+    this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    watch = LoopWatchdog(seconds_max)
+    watch = LoopWatchdog(seconds_max, stacks)
     previous = signal.signal(SIGNAL, watch.interrupt)
     watch.start()
     try:
@@ -132,8 +133,9 @@ def interrupting_blocks(seconds_max: float = BLOCKED_SECONDS_MAX) -> Iterator[No
 class LoopWatchdog:
     """Watches the event loop of the main thread. Created in that thread."""
 
-    def __init__(self, seconds_max: float) -> None:
+    def __init__(self, seconds_max: float, stacks: bool = True) -> None:
         self._seconds_max = seconds_max
+        self._stacks = stacks
         self._loop = asyncio.get_running_loop()
         self._ticked_at = self._reported_at = time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
@@ -169,8 +171,9 @@ class LoopWatchdog:
                 continue
             self._reported_at = time.monotonic()
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
-            stack = "".join(traceback.format_stack(frame, STACK_FRAMES_MAX)) if frame is not None else ""
-            logger.error("the event loop has been blocked for %.1f s, here:\n%s", blocked_for, stack)
+            if self._stacks and frame is not None:
+                stack = "".join(traceback.format_stack(frame, STACK_FRAMES_MAX))
+                logger.error("the event loop has been blocked for %.1f s, here:\n%s", blocked_for, stack)
             signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
 
 

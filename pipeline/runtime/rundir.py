@@ -182,6 +182,11 @@ class RunDirectory:
         return self.path / "curves.png"
 
     @property
+    def job_file(self) -> Path:
+        """The run file of a SLURM job, there before the job runs."""
+        return self.path / "slurm.yaml"
+
+    @property
     def lock_file(self) -> Path:
         return self.path / "run.lock"
 

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -115,6 +115,8 @@ DETAILS_CHARACTERS_MAX = 8_000
 """Length of a traceback that is kept with its trajectory and logged."""
 
 Outcome = float | ScoreFailure
+InThread = Callable[[Callable[[], object]], Awaitable[object]]
+"""Calls a function in a thread and waits for it."""
 
 
 class _TookTooLong(Exception):
@@ -145,6 +147,7 @@ class Call:
         _check_options(self.name, self._function, self._options)
         self._async = inspect.iscoroutinefunction(self._function)
         self._threads = threads
+        self._in_thread = partial(anyio.to_thread.run_sync, abandon_on_cancel=True, limiter=threads)
         self._workers = workers
         self._abandoned = 0
         self._warned_held = False
@@ -156,12 +159,24 @@ class Call:
             value if isinstance(value, ScoreFailure) else self._logged(self._checked(value), trajectory.trajectory_id)
         )
 
-    def tried(self, trajectory: Trajectory) -> Outcome | None:
-        """The outcome of a call here and now, which nobody logs. None for a function that is called otherwise: with
-        several trajectories, in a worker, or awaited. Raises what it raises."""
-        if self._per != "trajectory" or self._worker or self._async:
-            return None
-        return self._checked(self._function(_copy(trajectory), **self._options))
+    async def tried(self, trajectory: Trajectory, in_thread: InThread, *, worker: bool = False) -> Outcome:
+        """The outcome of a call that nobody logs and that has no limit on its time, in this process or in a worker. A
+        function of several trajectories gets this one twice. Raises what it raises in this process, and
+        :class:`anyio.BrokenWorkerProcess`."""
+        what = trajectory if self._per == "trajectory" else [trajectory] * 2
+        if worker:
+            async with self._workers.slot(self._path, self._needs):
+                value = await self._in_worker(what)
+        else:
+            value = await self._here(what, in_thread)
+        if isinstance(value, ScoreFailure):
+            return value
+        if self._per == "trajectory":
+            return self._checked(value)
+        outcomes = self._listed(value, 2)
+        if isinstance(outcomes, ScoreFailure):
+            return outcomes
+        return next((outcome for outcome in outcomes if isinstance(outcome, ScoreFailure)), outcomes[0])
 
     async def many(self, trajectories: Sequence[Trajectory]) -> list[Outcome]:
         """A function of several trajectories: a number for each, or why there is none."""
@@ -169,14 +184,19 @@ class Call:
         values = await self._limited(list(trajectories), f"{first} and {n - 1} more")
         if isinstance(values, ScoreFailure):
             return [values] * n
+        outcomes = self._listed(values, n)
+        if isinstance(outcomes, ScoreFailure):
+            return [self._logged(outcomes, first)] * n
+        return [self._logged(o, t.trajectory_id) for o, t in zip(outcomes, trajectories, strict=True)]
+
+    def _listed(self, values: object, n: int) -> list[Outcome] | ScoreFailure:
+        """An outcome for each of ``n`` trajectories, or why the values are none."""
         if isinstance(values, str | bytes) or not (isinstance(values, Sequence) or hasattr(values, "tolist")):
-            return [self._logged(self._wrong(f"a list of {n} numbers", values), first)] * n
+            return self._wrong(f"a list of {n} numbers", values)
         listed: list[object] = list(values)  # type: ignore[call-overload]
         if len(listed) != n:
-            return [self._logged(self._wrong(f"a list of {n} numbers", f"{len(listed)} of them"), first)] * n
-        return [
-            self._logged(self._checked(v), t.trajectory_id) for v, t in zip(listed, trajectories, strict=True)
-        ]  # fmt: skip
+            return self._wrong(f"a list of {n} numbers", f"{len(listed)} of them")
+        return [self._checked(value) for value in listed]
 
     async def _limited(self, what: Trajectory | list[Trajectory], which: str) -> object:
         try:
@@ -205,19 +225,21 @@ class Call:
         raise _TookTooLong
 
     async def _run(self, what: Trajectory | list[Trajectory]) -> object:
-        if self._worker:
-            many = isinstance(what, list)
-            every = [
-                tuple(bytes(f) for f in encode_trajectory(t)) for t in (what if isinstance(what, list) else [what])
-            ]
-            outcome, value = await self._workers.run(call_in_worker, self._path, every, many, self._options)
-            return ScoreFailure(self.name, "raised", str(value)) if outcome == "raised" else value
+        return await (self._in_worker(what) if self._worker else self._here(what, self._in_thread))
+
+    async def _in_worker(self, what: Trajectory | list[Trajectory]) -> object:
+        """Call the function in the process whose slot is held."""
+        many = isinstance(what, list)
+        every = [tuple(bytes(f) for f in encode_trajectory(t)) for t in (what if isinstance(what, list) else [what])]
+        outcome, value = await self._workers.run(call_in_worker, self._path, every, many, self._options)
+        return ScoreFailure(self.name, "raised", str(value)) if outcome == "raised" else value
+
+    async def _here(self, what: Trajectory | list[Trajectory], in_thread: InThread) -> object:
+        """Call the function in this process."""
         what = [_copy(t) for t in what] if isinstance(what, list) else _copy(what)
         if self._async:
             return await self._awaited(what)
-        return await anyio.to_thread.run_sync(
-            lambda: self._function(what, **self._options), abandon_on_cancel=True, limiter=self._threads
-        )
+        return await in_thread(partial(self._function, what, **self._options))
 
     async def _awaited(self, what: Trajectory | list[Trajectory]) -> object:
         """Tasks that it leaves running are cancelled."""

@@ -64,7 +64,8 @@ def payload_value(trajectory: Trajectory, name: str) -> Any:
     if value is None:
         raise SchemaError(
             f"expected {name!r} in the payload of task {trajectory.task.task_id}, which has "
-            f"{', '.join(trajectory.task.payload) or 'nothing'}: map a column to it in tasks_from.columns"
+            f"{', '.join(trajectory.task.payload) or 'nothing'}: map a column to it in tasks_from.columns, or name the "
+            "environments that have it in the function's key environments"
         )
     return value
 

@@ -90,7 +90,9 @@ class StageCore:
             updates=meta.get("experience_updates"),
             sizes=self.sampler.sizes,
         )
-        self.replays = ReplayGroups(config, records, batches, payloads, journal, self.experience, self.sampler)
+        self.replays = ReplayGroups(
+            config, records, batches, payloads, journal, self.experience, self.sampler, snapshot.stored_groups
+        )
         rollouts = EvaluationRollouts(config, records, payloads, journal, clock)
         self.evaluations = Evaluations(config, rollouts, batches, journal, clock, meta, held_out or {})
         self.groups = Groups(

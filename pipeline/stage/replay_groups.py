@@ -16,7 +16,7 @@ from pipeline.errors import WireError
 from pipeline.experience.experience import Experience
 from pipeline.stage.group_records import GroupRecords
 from pipeline.stage.staleness import StalenessLedger
-from pipeline.store.experience_records import Candidate, Fresh, Leave, Outcome, Planned, PoolEntry
+from pipeline.store.experience_records import Candidate, Fresh, Leave, Outcome, Planned, PoolEntry, StoredGroup
 from pipeline.store.journal import Journal
 from pipeline.store.ledger import Count
 from pipeline.store.payload_refs import PayloadRefCounts
@@ -74,7 +74,9 @@ class ReplayGroups:
         journal: Journal,
         experience: Experience,
         sampler: TaskSampler,
+        stored: Iterable[StoredGroup] = (),
     ) -> None:
+        """``stored``: the groups that the store has, also those that left when ``experience`` read them."""
         self._config = config
         self._records = records
         self._batches = batches
@@ -85,7 +87,7 @@ class ReplayGroups:
         self.last_share = 0.0
         """Replayed tokens among the sampled tokens that the last update trained."""
         self._pooled = {entry.row_id: entry.n_bytes for entry in experience.entries}
-        self._stored = {group.group_number: group.members for group in experience.groups}
+        self._stored = {group.group_number: group.members for group in stored}
         self._dropped_counts = [0, 0]
         """Successes and fresh rollouts of groups that were dropped since the last update; a restart forgets them."""
 

@@ -14,12 +14,24 @@ from typing import Any
 from pipeline.config import RunConfig
 from pipeline.config.explain import split_address
 from pipeline.config.load import ENVIRONMENT_PREFIX
+from pipeline.config.rollouts import EngineConfig
+from pipeline.errors import ConfigurationError
 from pipeline.runtime.engine_keys import is_loopback
 from pipeline.runtime.process import ADDRESS
 from pipeline.supervisor.inventory import Inventory
 from pipeline.supervisor.plan import Place
 
 ANY_HOST = "0.0.0.0"
+
+
+def require_own_addresses(engine: EngineConfig) -> None:
+    """Raise :class:`ConfigurationError` where engines that a launcher places would be looked up elsewhere. One that
+    joins is found in the run directory in any case (``engine.discovery: registry``)."""
+    if engine.discovery is not None and engine.discovery != "registry":
+        raise ConfigurationError(
+            f"engine.discovery is {engine.discovery}, but this launcher places the engines and knows their addresses: "
+            "omit engine.discovery, or set engine.kind: external for engines that are started elsewhere"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +65,14 @@ class Cluster:
         engine = config.engine
         if engine.kind == "external" or engine.urls:
             return config
+        require_own_addresses(engine)
         address = {node.name: node.address for node in self.inventory.nodes}
         urls = tuple(
             f"http://{_bracketed(address[place.node])}:{engine.port + place.index}"
             for place in places
             if place.role == "engine"
         )
-        return config.model_copy(update={"engine": engine.model_copy(update={"urls": urls})})
+        return config.model_copy(update={"engine": engine.model_copy(update={"urls": urls, "discovery": None})})
 
     def environment(self, place: Place, config: RunConfig) -> dict[str, str]:
         """Variables of a place on its node: its address, and the interface that the replay stage binds."""

@@ -125,7 +125,7 @@ class Display:
         self._total_steps = total_steps
         self._processes = processes
         self._answers = answers
-        self.console = console or Console(highlight=False)
+        self.console = console or Console(highlight=False, markup=False)
         self._line = line
         self._phases = Phases(engine, total_steps)
         self._failures = FailureNews()

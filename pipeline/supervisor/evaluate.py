@@ -58,7 +58,7 @@ def evaluate_checkpoint(
     target: Path, request: EvaluationRequest, overrides: Sequence[str] = (), console: Console | None = None
 ) -> ExitCode:
     """Evaluate and print. Raises :class:`ConfigurationError`; FAILED where an environment has no score."""
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, markup=False)
     file = target / "config.yaml" if target.is_dir() else target
     if target.is_dir() and not file.exists():
         raise ConfigurationError(f"expected a run directory or a run file, got {target}, which has no config.yaml")

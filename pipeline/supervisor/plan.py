@@ -99,6 +99,11 @@ class Place:
     def name(self) -> str:
         return self.rule.name
 
+    @property
+    def serves_health(self) -> bool:
+        """False for the ranks of a gang without rank 0, which answer to rank 0 alone."""
+        return self.gang is None or self.gang.node == 0
+
     def command(self, file: str, python: str = sys.executable) -> list[str]:
         """Its command for the run file ``file``. ``-P``: see :func:`pipeline.runtime.children.module_command`."""
         launcher = ["-P"] if self.gang is None else self.gang.launcher

@@ -1,8 +1,8 @@
 """Preflight: what a run file names is there, fits and works, with one sentence for each thing that does not.
 
-``afterplay config check`` makes all checks. ``afterplay run`` makes those of the run directory and of the model before
-it starts anything, and those of plug-ins in a process beside the preparation of the model, which ends the run if
-something is wrong.
+``afterplay config check`` makes all checks. ``afterplay run`` makes those of the run directory, of the model and of
+external engines before it starts anything, and those of plug-ins in a process beside the preparation of the model,
+which ends the run if something is wrong.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def check_all(config: RunConfig) -> Findings:
     with found.collecting():
         check_directory(RunDirectory(config.run.path.absolute()))
     _check_keys(config, found)
+    _check_engines(config, found)
     before = len(found.problems)
     load_main("learner.models.preflight:check_model")(config, found)
     has_model = len(found.problems) == before
@@ -89,12 +90,15 @@ def check_beside_run(config: RunConfig) -> None:
         log.info("%s", note)
 
 
-def check_model(config: RunConfig) -> None:
-    """Raises :class:`ConfigurationError` where ``model.source`` leads nowhere or does not fit the run file. Nothing is
-    downloaded, and no heavy library imported."""
-    found = Findings()
-    load_main("learner.models.preflight:check_model")(config, found)
-    found.require_none()
+def check_before_run(config: RunConfig) -> list[str]:
+    """Notes on external engines. Raises :class:`ConfigurationError` where ``model.source`` leads nowhere or does not
+    fit the run file, and where an external engine does not answer. Nothing is downloaded, and no heavy library
+    imported."""
+    model, engines = Findings(), Findings()
+    load_main("learner.models.preflight:check_model")(config, model)
+    _check_engines(config, engines)
+    Findings(model.problems + engines.problems).require_none()
+    return engines.notes
 
 
 def check_directory(directory: RunDirectory) -> None:
@@ -125,6 +129,11 @@ def _check_keys(config: RunConfig, found: Findings) -> None:
 
         with found.collecting():
             server_keys(config.transport.curve)
+
+
+def _check_engines(config: RunConfig, found: Findings) -> None:
+    if config.engine.kind == "external" and config.engine.urls:
+        load_main("actors.engine.preflight:check_engines")(config, found)
 
 
 def _check_functions(config: RunConfig, found: Findings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import urllib.error
 import urllib.request
@@ -61,7 +62,7 @@ def specs_of(
                 place.rule,
                 command,
                 url,
-                probed=not place.rule.once and place.role != REPORTER,
+                probed=not place.rule.once and place.role != REPORTER and place.serves_health,
                 environment=environment,
                 here=cluster is None,
             )
@@ -107,7 +108,7 @@ def check_health(url: str) -> HealthAnswer:
     except urllib.error.HTTPError as error:
         with error:
             return _read(False, error.read(65536))
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return HealthAnswer(False)
 
 

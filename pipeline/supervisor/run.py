@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import anyio
 import orjson
@@ -42,7 +44,7 @@ from pipeline.supervisor.history import compare, record
 from pipeline.supervisor.host import ProcessHost
 from pipeline.supervisor.inventory import local_inventory
 from pipeline.supervisor.plan import Place, plan, preflight_place
-from pipeline.supervisor.preflight import check_directory, check_model
+from pipeline.supervisor.preflight import check_before_run, check_directory
 from pipeline.supervisor.processes import ProcessSpec, specs_of
 from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shell import Supervisor
@@ -50,6 +52,9 @@ from pipeline.trackers.reporter import describe_delivery
 from pipeline.trackers.tracker import require_package
 from pipeline.transport.curve import make_keys
 from pipeline.transport.socket_folder import remove_socket_folder
+
+BEFORE_A_RUN = re.compile(r"source|logs|evaluations|model|\.model\..*|outcome\.json|slurm\..*")
+"""Names of what other commands, and runs that were refused, leave in a directory without a run."""
 
 
 class RunIsAlive(AfterplayError):
@@ -92,20 +97,29 @@ def prepare_directory(directory: RunDirectory, resume: str, fresh: bool) -> None
 
     Raises :class:`ConfigurationError`.
     """
-    things = [p for p in directory.path.iterdir() if p != directory.lock_file]
+    require_directory(directory, resume, fresh)
+    for path in _things(directory) if fresh else ():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _things(directory: RunDirectory) -> list[Path]:
+    return [path for path in directory.path.iterdir() if path != directory.lock_file]
+
+
+def require_directory(directory: RunDirectory, resume: str, fresh: bool) -> None:
+    """Raise :class:`ConfigurationError` for a directory that :func:`prepare_directory` refuses."""
     has_run = any(p.exists() for p in (directory.config_file, directory.metrics_file, directory.store_file))
-    if fresh:
-        if things and not has_run:
+    if fresh and not has_run:
+        foreign = [path.name for path in _things(directory) if not BEFORE_A_RUN.fullmatch(path.name)]
+        if foreign:
             raise ConfigurationError(
                 f"--fresh: expected a run directory of Afterplay at {directory.path}, got a folder with "
-                f"{things[0].name} and no config.yaml. Nothing was removed; give the run another name or directory"
+                f"{foreign[0]} and no config.yaml. Nothing was removed; give the run another name or directory"
             )
-        for path in things:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-    elif resume == "never" and has_run:
+    elif not fresh and resume == "never" and has_run:
         raise ConfigurationError(
             f"run.resume is never: expected {directory.path} to hold no run, got one. "
             "Use --fresh to start over there, or give the run another name"
@@ -130,7 +144,7 @@ def run(
     """Run to the end, on this machine or on ``cluster``. ``host_of``: where the places of the plan are started; None:
     by their commands on this machine. Raises :class:`ConfigurationError`; other failures are printed and give the exit
     code."""
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, markup=False)
     directory = RunDirectory(config.run.path.absolute())
     for tracker in config.report_to:
         require_package(tracker)
@@ -142,8 +156,12 @@ def run(
     try:
         with run_lock(directory) as lock:
             remove_socket_folder(directory.path)
-            prepare_directory(directory, config.run.resume, fresh)
-            if (finished := read_json(directory.finished_file)) and finished["steps"] >= config.run.total_steps:
+            require_directory(directory, config.run.resume, fresh)
+            if (
+                not fresh
+                and (finished := read_json(directory.finished_file))
+                and finished["steps"] >= config.run.total_steps
+            ):
                 console.print(
                     f"{_short(directory)} is finished: {finished['steps']} steps. Continue it with "
                     f"--set run.total_steps={2 * finished['steps']}, or start over with --fresh",
@@ -151,11 +169,13 @@ def run(
                 )
                 return ExitCode(finished["exit_code"])
             config = resolve(chosen.config if cluster is None else cluster.addressed(chosen.config))
-            resumed = compare(directory, config)
-            for line in resumed.lines():
+            resumed = None if fresh else compare(directory, config)
+            # else other machines prepare the model and reach the engines
+            notes = check_before_run(config) if cluster is None else []
+            prepare_directory(directory, config.run.resume, fresh)  # after all that may refuse the run
+            resumed = resumed or compare(directory, config)
+            for line in (*resumed.lines(), *notes):
                 console.print(line, markup=False, soft_wrap=True)
-            if cluster is None:  # else the machine that prepares the model may be another one
-                check_model(config)
             directory.finished_file.unlink(missing_ok=True)
             wait_for_room(directory.create, directory.path, "the run directory")
             if cluster is not None:
@@ -175,7 +195,7 @@ def run(
             remove_socket_folder(directory.path)
             return code
     except RunIsAlive as error:
-        Console(stderr=True, highlight=False).print(f"afterplay: {error}", style="red", soft_wrap=True)
+        Console(stderr=True, highlight=False, markup=False).print(f"afterplay: {error}", style="red", soft_wrap=True)
         return ExitCode.BUSY
 
 

@@ -7,6 +7,7 @@ peer; a peer needs ``server.key`` and its own pair alone. A key is good for the 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from pipeline.schema.tokens import require_id
 _SERVER, _LEARNER = "server", "learner"
 _PUBLIC, _SECRET = ".key", ".key_secret"
 _DOMAIN = b"afterplay"
+log = logging.getLogger("afterplay.transport.curve")
 
 
 @dataclass(slots=True)
@@ -35,6 +37,7 @@ class ServerKeys:
     """Numbers of connections."""
     _names: dict[bytes, str] = field(default_factory=dict)
     _read_at: int = -1
+    _troubles: list[str] = field(default_factory=list)
 
     def apply(self, socket: zmq.Socket[bytes]) -> None:
         """Make a ROUTER accept only known clients."""
@@ -44,12 +47,34 @@ class ServerKeys:
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
 
     def name_of(self, public: bytes) -> str | None:
-        """The peer that owns a public key; None for a stranger. A key that was added meanwhile is found."""
-        changed = self.folder.stat().st_mtime_ns
-        if public not in self._names and changed != self._read_at:
-            self._read_at = changed
-            self._names = {_read(p)[0]: p.stem for p in self.folder.glob("*" + _PUBLIC) if p.stem != _SERVER}
+        """The peer that owns a public key; None for a stranger. A key that was added meanwhile is found. A file that
+        cannot be read is logged, and read again at the next stranger: it may be half written."""
+        if public not in self._names:
+            try:
+                self._read_names()
+            except OSError as error:
+                log.warning("the keys in %s cannot be read, those that are known stay: %s", self.folder, error)
         return self._names.get(public)
+
+    def _read_names(self) -> None:
+        changed = self.folder.stat().st_mtime_ns
+        if changed == self._read_at:
+            return
+        names: dict[bytes, str] = {}
+        troubles = []
+        for path in self.folder.glob("*" + _PUBLIC):
+            try:
+                if path.stem != _SERVER:
+                    names[_read(path)[0]] = path.stem
+            except ConfigurationError as error:
+                troubles.append(str(error))
+                names |= {key: name for key, name in self._names.items() if name == path.stem}
+        self._names = names
+        self._read_at = -1 if troubles else changed
+        if troubles != self._troubles:
+            for trouble in troubles:
+                log.warning("a key is passed over: %s", trouble)
+        self._troubles = troubles
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -460,9 +461,10 @@ def family(pid: int) -> set[int]:
     while frontier:
         parent = frontier.pop()
         for task in Path(f"/proc/{parent}/task").iterdir():
-            children = [int(child) for child in (task / "children").read_text().split()]
-            members.update(children)
-            frontier += children
+            with suppress(FileNotFoundError, ProcessLookupError):  # a thread may end meanwhile
+                children = [int(child) for child in (task / "children").read_text().split()]
+                members.update(children)
+                frontier += children
     return members
 
 

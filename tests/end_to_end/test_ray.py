@@ -6,16 +6,28 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ray_cluster import worker_lost
+from benchmarks.ray_cluster import disk_lost, worker_lost
 from tests.support.ray_cluster import missing
 
+pytestmark = pytest.mark.timeout(1800)
 
-@pytest.mark.timeout(1800)
-def test_a_lost_node_costs_restarts_and_no_trajectory(tmp_path: Path) -> None:
+
+@pytest.fixture(autouse=True)
+def _needs_a_cluster() -> None:
     if reason := missing():
         pytest.skip(f"no Ray cluster: {reason}")
+
+
+def test_a_lost_node_costs_restarts_and_no_trajectory(tmp_path: Path) -> None:
     found = worker_lost(tmp_path)
     assert (found["exit_code"], found["audit"], found["orders"]["in_flight"]) == (0, [], 0)
     assert found["steps"] == 30
     assert found["restarts"], "some process was on the lost node"
     assert not any("10.77.0.2" in nodes for nodes in found["nodes_after"].values())
+
+
+def test_the_replay_stage_waits_for_the_node_with_its_disk(tmp_path: Path) -> None:
+    found = disk_lost(tmp_path)
+    assert (found["exit_code"], found["audit"], found["orders"]["in_flight"]) == (0, [], 0)
+    assert (found["steps"], found["restarts"]) == (24, {"replay": 1})
+    assert found["nodes_before"]["replay"] == found["nodes_after"]["replay"] == ["10.77.0.2"]

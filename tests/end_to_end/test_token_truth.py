@@ -25,6 +25,7 @@ from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.config.load import load
 from pipeline.runtime.process import RoleContext
+from pipeline.runtime.processor import fast_dtype
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import FlatTokens, Trajectory
 from pipeline.stage.role import serve
@@ -72,10 +73,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", "two_engines"])
 def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Played:
-    """Recorded by one float32 engine, stopped while it played, and by two bfloat16 engines of a finished run."""
-    mean_max = MEAN_MAX[request.param]
+    """Recorded by one float32 engine, stopped while it played, and by two engines of a finished run, in bfloat16 where
+    this processor computes in it."""
+    dtype = "float32" if request.param == "float32" else fast_dtype()
     if request.param == "float32":
         run: RunHandle = request.getfixturevalue("float32_run").run
         updates = FLOAT32_UPDATES
@@ -83,8 +85,8 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         run = request.getfixturevalue("two_engines_run").run
         updates = TWO_ENGINES_STEPS
     config = load(run.directory.config_file, environment={})
-    assert config.engine.dtype == request.param
-    found = Played(request.param, mean_max, run.directory, config, run.steps(), stored(run.directory), [])
+    assert config.engine.dtype == (dtype if request.param == "float32" else "auto")
+    found = Played(dtype, MEAN_MAX[dtype], run.directory, config, run.steps(), stored(run.directory), [])
     copy = RunDirectory(tmp_path_factory.mktemp("again")).create()  # the stage writes into the store
     for file in run.directory.path.glob(f"{run.directory.store_file.name}*"):
         shutil.copy(file, copy.path)

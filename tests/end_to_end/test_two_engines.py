@@ -16,7 +16,7 @@ def test_turns_stay_on_their_engine_and_find_their_prefix(two_engines_run: TwoEn
     assert block is not None
     assert len(trajectories) > config.groups.groups_per_step * config.groups.n_rollout, "more than the first step"
     stayed = [t for t in trajectories if len(t.engine.engine_ids) == 1]
-    assert 2 * len(stayed) > len(trajectories), "few move, to an engine that came up or is less busy"
+    assert 4 * len(stayed) > len(trajectories), "others move to an engine that came up, answers again or is less busy"
     assert len({url for t in trajectories for url in t.engine.engine_ids}) == 2
     reusable = 0
     for trajectory in stayed:

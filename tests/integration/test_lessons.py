@@ -30,7 +30,7 @@ TINY = ROOT / "configs" / "tiny.yaml"
 SECONDS_MAX = 240
 LESSONS = ["lessons.enabled=true", "lessons.template='{lessons} {prompt}'", "lessons.top_k=1"]
 HYBRID = [
-    *LESSONS, "lessons.train_mode=hybrid", "replay.enabled=true", "replay.start_ratio=0",
+    *LESSONS, "lessons.train_mode=hybrid", "replay.enabled=true", "replay.mode=mix", "replay.start_ratio=0",
     "replay.ess_guard.enabled=true", "checkpoint.every=5",
 ]  # fmt: skip
 """Some rollouts with lessons are trained on the prompt with them, some on the prompt without."""

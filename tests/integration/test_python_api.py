@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import subprocess
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -39,9 +39,17 @@ OF_THE_MACHINE |= {"mfu", "peak_memory_bytes", "generation_started", "generation
 class ForkedChild:
     """A child group whose program is forked, so that it pays for no imports."""
 
-    def __init__(self, server: ForkServer, command: list[str], reaper: OrphanReaper, *, output: IO[bytes]) -> None:
+    def __init__(
+        self,
+        server: ForkServer,
+        command: list[str],
+        reaper: OrphanReaper,
+        *,
+        environment: Mapping[str, str],
+        output: IO[bytes],
+    ) -> None:
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-        self._process = server.start(command, env=dict(os.environ), forks=True, **streams)
+        self._process = server.start(command, env=environment, forks=True, **streams)
         self.end: Future[int] = Future()
         threading.Thread(target=lambda: self.end.set_result(self._process.wait()), daemon=True).start()
 

@@ -40,8 +40,10 @@ async def test_a_stage_killed_at_random_moments_keeps_every_account(tmp_path: Pa
         "environments": {"a": {"name": "arithmetic", "tasks": 100}},
         "replay": {
             "enabled": True,
+            "mode": "both",
             "start_ratio": 0.0,
             "capacity": 20,
+            "groups": {"capacity": 20},
             "max_trajectories_per_task": 3,
             "retest_ratio": 0.1,
         },
@@ -108,8 +110,10 @@ def check(path: Path, actor: InstantActor, learner: InstantLearner) -> None:
         assert max(column("SELECT count(*) FROM pool GROUP BY task_id")) <= 3  # type: ignore[type-var]
         assert column("SELECT task_id FROM pool WHERE task_id IN (SELECT task_id FROM tasks WHERE retired = 1)") == []
         assert column("SELECT task_id FROM pool WHERE task_id NOT IN (SELECT task_id FROM tasks)") == []
+        assert 0 < len(column("SELECT group_number FROM stored_groups")) <= 20
         needed = {
             *pool,
+            *column("SELECT m.value FROM stored_groups, json_each(members) m"),
             *column(
                 "SELECT row_id FROM trajectories JOIN groups USING (group_number) "
                 "WHERE kept = 1 AND trajectories.state IN ('held', 'trained')"

@@ -48,6 +48,7 @@ RECORDED = [
     f"groups.groups_per_step={GROUPS}",
     "environments.guess.tasks=10",
     "replay.enabled=true",
+    "replay.mode=mix",
     "replay.start_ratio=0",
     "replay.entropy=current",
     "replay.ess_guard.enabled=true",

@@ -21,11 +21,11 @@ PER_TEST = 10
 Found = TypeVar("Found")
 
 
-def blocks(schedules: int) -> list[Any]:
+def blocks(schedules: int, per_test: int = PER_TEST) -> list[Any]:
     """Numbers of the tests that play so many schedules, unless the environment asks for another number. Only the first
-    quarter runs in ``make test``."""
-    count = max(1, int(os.environ.get("AFTERPLAY_SCHEDULES", schedules)) // PER_TEST)
-    return [pytest.param(i, marks=pytest.mark.slow) if i >= count / 4 else i for i in range(count)]
+    eighth runs in ``make test``."""
+    count = max(1, int(os.environ.get("AFTERPLAY_SCHEDULES", schedules)) // per_test)
+    return [pytest.param(i, marks=pytest.mark.slow) if i >= count / 8 else i for i in range(count)]
 
 
 def play(

@@ -20,6 +20,7 @@ def config_of(rng: random.Random, _: int) -> RunConfig:
     k = rng.randint(1, n - 1)
     replay: dict[str, Any] = {
         "enabled": True,
+        "mode": "mix",
         "start_ratio": rng.choice((0.0, 0.0, 0.3)),
         "start_solve_rate": rng.choice((None, None, None, 0.2)),
         "task_ratio": rng.choice((0.25, 0.5, 1.0)),
@@ -36,6 +37,7 @@ def config_of(rng: random.Random, _: int) -> RunConfig:
         "inject": rng.choice(("ratio", "rescue")),
         "bias_correction": rng.random() < 0.5,
         "ess_guard": {"enabled": rng.random() < 0.5},
+        "capacity_bytes": rng.choice((4_000, 16 * 1024**3, 16 * 1024**3)),
     }
     if replay["max_age"] is not None:
         replay["max_age"] = max(1, replay["max_age"])

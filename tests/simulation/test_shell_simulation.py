@@ -3,7 +3,6 @@ when a mechanism that it relies on is taken away."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -25,15 +24,15 @@ from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import whole
 from pipeline.transport.hub import Peers
 from pipeline.transport.outbox import ControlLog
+from tests.simulation.schedules import blocks
 from tests.support.shell_auditor import Violation
 from tests.support.shell_faults import FAULTS
 from tests.support.shell_simulation import play
 
 PER_TEST = 5
-HISTORIES = int(os.environ.get("AFTERPLAY_SCHEDULES", "100"))
 
 
-@pytest.mark.parametrize("block", range(max(1, HISTORIES // PER_TEST)))
+@pytest.mark.parametrize("block", blocks(100, PER_TEST))
 def test_a_run_goes_on_after_every_fault(block: int, tmp_path: Path) -> None:
     for seed in range(block * PER_TEST, (block + 1) * PER_TEST):
         play(tmp_path, seed, joins=seed % 2 == 1)
@@ -133,6 +132,7 @@ DRAWN: dict[str, tuple[str, ...]] = {
 """Faults of the histories of a mutant that all faults together show more rarely."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_auditor_notices(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, replacement, first = MUTANTS[mutant]

@@ -47,13 +47,14 @@ def missing() -> str:
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """One node. ``disk``: a folder and the path at which only this node sees it."""
+    """One node. ``disk``: a folder and the path at which only this node sees it. ``gpus``: what Ray is told it has."""
 
     namespace: str
     address: str
     folder: Path
     cpus: int
     disk: tuple[Path, Path] | None = None
+    gpus: int = 0
 
     def command(self, command: Sequence[str]) -> list[str]:
         """``command`` in the namespaces of this node."""
@@ -64,6 +65,15 @@ class RayNode:
     def pids(self) -> list[int]:
         found = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True)
         return [int(pid) for pid in found.stdout.split()]
+
+    def pid_of_rank(self, rank: int) -> int:
+        """Process of the learner's rank of that number. Raises :class:`AfterplayError` if it is not here."""
+        for pid in self.pids():
+            with suppress(ProcessLookupError, FileNotFoundError):
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if f"RANK={rank}".encode() in variables:
+                    return pid
+        raise AfterplayError(f"expected rank {rank} of the learner in {self.namespace}, found none")
 
     def kill(self) -> None:
         """SIGKILL to everything in the namespace, as when the machine loses its power."""
@@ -80,10 +90,12 @@ class RayNode:
 class RayCluster:
     """``head`` and ``worker``; the driver of a run is on the head."""
 
-    def __init__(self, folder: Path, head_cpus: int, worker_cpus: int, worker_disk: tuple[Path, Path] | None) -> None:
+    def __init__(
+        self, folder: Path, head_cpus: int, worker_cpus: int, worker_disk: tuple[Path, Path] | None, gpus: int
+    ) -> None:
         tag = f"ap{os.getpid()}"
-        self.head = RayNode(f"{tag}a", "10.77.0.1", folder / "a", head_cpus)
-        self.worker = RayNode(f"{tag}b", "10.77.0.2", folder / "b", worker_cpus, worker_disk)
+        self.head = RayNode(f"{tag}a", "10.77.0.1", folder / "a", head_cpus, gpus=gpus)
+        self.worker = RayNode(f"{tag}b", "10.77.0.2", folder / "b", worker_cpus, worker_disk, gpus)
         self._folder = folder
 
     def start(self, node: RayNode) -> None:
@@ -94,7 +106,8 @@ class RayCluster:
             else ["--head", f"--port={PORT}", "--include-dashboard=false"]
         )
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *where]
-        command += [f"--node-ip-address={node.address}", f"--num-cpus={node.cpus}", "--disable-usage-stats"]
+        command += [f"--node-ip-address={node.address}", f"--num-cpus={node.cpus}", f"--num-gpus={node.gpus}"]
+        command.append("--disable-usage-stats")
         for _ in range(START_ATTEMPTS):
             log = self._folder / f"{node.namespace}.log"
             with log.open("ab") as output:
@@ -155,10 +168,14 @@ class RayCluster:
 
 @contextmanager
 def two_nodes(
-    folder: Path, head_cpus: int = 16, worker_cpus: int = 4, worker_disk: tuple[Path, Path] | None = None
+    folder: Path,
+    head_cpus: int = 16,
+    worker_cpus: int = 4,
+    worker_disk: tuple[Path, Path] | None = None,
+    gpus: int = 0,
 ) -> Iterator[RayCluster]:
-    """A cluster with Ray on both nodes; all its processes are killed at the end."""
-    cluster = RayCluster(folder, head_cpus, worker_cpus, worker_disk)
+    """A cluster with Ray on both nodes; all its processes are killed at the end. ``gpus``: of each node."""
+    cluster = RayCluster(folder, head_cpus, worker_cpus, worker_disk, gpus)
     nodes = (cluster.head, cluster.worker)
     Path("/tmp/ray").mkdir(exist_ok=True)
     try:

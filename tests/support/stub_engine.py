@@ -193,6 +193,8 @@ class StubServer:
         self.bodies: list[dict[str, Any]] = []
         self.keep_bodies = keep_bodies
         self.metrics_text = ""
+        self.models: dict[str, Any] | None = None
+        """Answer of ``/v1/models``; None: there is no such route."""
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> StubServer:
@@ -206,6 +208,7 @@ class StubServer:
         app.router.add_post("/wake_up", self._wake_up)
         app.router.add_get("/is_sleeping", self._is_sleeping)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/models", self._models)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         self._stack.push_async_callback(runner.cleanup)
@@ -263,6 +266,9 @@ class StubServer:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=self.metrics_text)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.Response(status=404) if self.models is None else web.json_response(self.models)
 
 
 def _halves(n: int, first: int, last: int) -> tuple[VersionSpan, ...]:

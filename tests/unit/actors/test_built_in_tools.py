@@ -295,6 +295,7 @@ async def test_mcp_server_over_stdio_is_called_and_its_errors_are_told(stdio: MC
         assert await ask(tool, "add", a=1, b=1) == "2" and tool.connections == 1
 
 
+@pytest.mark.slow
 async def test_mcp_server_that_died_is_started_again(stdio: MCP) -> None:
     async with served(stdio) as tool:
         first = int(await ask(tool, "who"))
@@ -306,6 +307,7 @@ async def test_mcp_server_that_died_is_started_again(stdio: MCP) -> None:
         os.kill(second, 0)
 
 
+@pytest.mark.slow
 async def test_mcp_server_that_gives_no_answers_is_started_again(stdio: MCP) -> None:
     async with served(stdio) as tool:
         await tool.tools()
@@ -316,6 +318,7 @@ async def test_mcp_server_that_gives_no_answers_is_started_again(stdio: MCP) -> 
         assert await ask(tool, "add", a=1, b=2) == "3" and tool.connections == 2
 
 
+@pytest.mark.slow
 async def test_mcp_takes_only_the_tools_that_are_allowed_and_puts_a_prefix_before_them() -> None:
     pytest.importorskip("mcp", reason="pip install mcp")
     command = (sys.executable, str(SERVER))
@@ -337,6 +340,7 @@ def http() -> Iterator[str]:
     process.wait(10)
 
 
+@pytest.mark.slow
 async def test_mcp_server_over_http_is_called(http: str) -> None:
     async with served(MCP(url=http, headers={"x-test": "1"}, backoff_seconds=0.1)) as tool:
         assert await ask(tool, "add", a=20, b=22) == "42"

@@ -464,6 +464,7 @@ async def test_a_program_that_dies_keeps_the_end_of_its_errors(
     assert trajectory.rewards == {} and len(trajectory.turns) == 1
 
 
+@pytest.mark.slow
 async def test_a_program_that_hangs_is_ended_with_its_children_and_is_a_failure(
     serve: Serve, long_order: Order, words: Any, tmp_path: Path
 ) -> None:
@@ -790,6 +791,7 @@ async def test_a_cancelled_order_ends_its_program_and_keeps_what_was_played(
     assert engine.in_flight == 0 and ended(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.slow
 async def test_time_that_ended_while_a_call_waited_for_an_engine_is_the_engines_failure(
     serve: Serve, long_order: Order, words: Any
 ) -> None:

@@ -41,6 +41,7 @@ async def answered(tool: MCP, a: int, b: int) -> str:
             return await add(tool, a, b)
 
 
+@pytest.mark.slow
 async def test_calls_fail_while_the_server_is_away_and_go_on_when_it_is_back() -> None:
     pytest.importorskip("mcp", reason="pip install mcp")
     pytest.importorskip("uvicorn", reason="pip install uvicorn")

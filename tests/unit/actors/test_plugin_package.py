@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "ENVIRONMENTS.md"
 ENTRY_POINTS = "[afterplay.environments]\ntreasure = treasure:Treasure\n"
@@ -71,6 +73,7 @@ def test_the_environment_with_a_tool_is_under_thirty_lines() -> None:
     assert len(lines) < 30
 
 
+@pytest.mark.slow
 def test_the_environment_with_a_tool_is_played_from_a_package_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "treasure.py").write_text(example())
     info = tmp_path / "afterplay_treasure-0.1.dist-info"

@@ -190,6 +190,7 @@ def test_template_that_raises_is_a_renderer_failure(words: Any) -> None:
         renderer.extend(conversation, [7], renderer.completed([7]), [Message("user", "y")])
 
 
+@pytest.mark.slow
 def test_actor_loads_a_plain_tokenizer_without_torch(tmp_path: Path, words: Any) -> None:
     words.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')

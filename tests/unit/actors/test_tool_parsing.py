@@ -154,6 +154,7 @@ def test_format_is_told_from_the_template(template: str, name: str) -> None:
     assert format_of_template(template) == name
 
 
+@pytest.mark.slow
 def test_transformers_own_response_templates_are_used_where_the_tokenizer_has_one(words: Any) -> None:
     trl = pytest.importorskip("trl.chat_template_utils", reason="pip install trl")
     import copy

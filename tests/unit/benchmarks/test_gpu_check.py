@@ -38,6 +38,7 @@ def part_of(function, **options):
     return part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
     [p for p in SMALL if p.function not in ("loop:turns", "layouts:equality", "ranks:one_rank")],
@@ -49,6 +50,7 @@ def test_every_part_finds_something_on_small_shapes(found_by, part):
     assert not [f for f in found if {"failed", "not_run", "skipped"} & f.keys()]
 
 
+@pytest.mark.slow
 def test_layouts_agree_and_rows_that_see_each_other_do_not(found_by):
     found = {f["case"]: f["tolerance"] for f in found_by(part_of("layouts:equality"))}
     control = found.pop("control: rows see each other")
@@ -56,6 +58,7 @@ def test_layouts_agree_and_rows_that_see_each_other_do_not(found_by):
     assert found == dict.fromkeys(("padded", "packed", "shared", "shared, checkpointed"), "within")
 
 
+@pytest.mark.slow
 def test_divided_weights_are_copied_whole_and_resume_where_they_were(found_by):
     divided, resumed = found_by(part_of("ranks:one_rank"))
     assert divided["snapshot_equals_weights"]
@@ -65,6 +68,7 @@ def test_divided_weights_are_copied_whole_and_resume_where_they_were(found_by):
 LIMITS = Part("chip", "chip:limits", seconds=10)
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_a_line_and_the_next_one_runs(found_by, monkeypatch):
     def failing(bench):
         yield "first", {"seconds": 1.0}

@@ -44,12 +44,13 @@ def train(policy, seed: int) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.slow
 async def test_an_engine_serves_after_each_delta_what_it_serves_after_a_whole_load(kit, engine, tmp_path, caplog):
     generator, url = engine
     config = kit.run_config(
         run={"directory": tmp_path, "name": "run", "id": "r"},
         engine={"kind": "embedded", "urls": [url], "weight_transfer": "delta"},
-        publish={"probe_nats_max": None, "whole_every": 4},
+        publish={"probe_nats_max": None, "whole_every": 4, "dtype": "bfloat16"},
     )
     directory, policy = (
         RunDirectory(config.run.path),

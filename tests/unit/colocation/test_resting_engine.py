@@ -57,6 +57,7 @@ async def sample(generator: Generator, request: EngineRequest) -> list[int]:
         return (await generator.generate(request)).token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2])
 async def test_a_request_under_way_sleeps_and_ends_as_if_nothing_had_been(generator, folder, level):
     undisturbed = await sample(generator, request("a"))

@@ -94,6 +94,24 @@ async def test_a_file_of_urls_is_read_again_and_a_damaged_one_changes_nothing(tm
         module.read_urls(file)
 
 
+@pytest.mark.parametrize("damage", [b"no url\n", b"http://[fe80::1:8100\n", b"http://\xff\xfe\n"])
+async def test_a_follower_of_a_file_survives_what_is_written_there(tmp_path: Path, damage: bytes) -> None:
+    file = tmp_path / "engines.txt"
+    file.write_bytes(damage)
+    config = EngineConfig(kind="external", discovery=f"file:{file}")
+    addresses = engine_addresses(config, RunDirectory(tmp_path))
+    assert await followed(addresses, partial(file.write_text, "http://a:1\n")) == [(), ("http://a:1",)]
+
+
+async def test_a_name_that_cannot_be_one_ends_no_follower(tmp_path: Path) -> None:
+    config = EngineConfig(kind="external", discovery="dns:engines..svc:8100")
+    registry = EngineRegistry(RunDirectory(tmp_path).engines)
+    seen = await followed(
+        engine_addresses(config, RunDirectory(tmp_path)), partial(registry.announce, "engine-1", "http://b:2")
+    )
+    assert seen == [(), ("http://b:2",)]
+
+
 async def test_each_address_of_a_name_is_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[list[tuple[int, str]]] = [[(socket.AF_INET, "10.0.0.2"), (socket.AF_INET, "10.0.0.1")], [], []]
     answers.append([(socket.AF_INET6, "fd00::1")])

@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from actors.servers import launch, vllm
 from actors.servers.lock import DIGESTS, MIDDLEWARE
+from learner.policy.backbone import compute_dtype
 from pipeline.config import RunConfig
+from pipeline.config.learner import LearnerConfig, LoraConfig
 from pipeline.errors import ConfigurationError
+from pipeline.runtime import processor
 from pipeline.runtime.children import signal_group
 from pipeline.runtime.engine_keys import ACTOR_KEY_FILE, LEARNER_KEY_FILE, make_key_files
 from pipeline.runtime.rundir import AWAIT_MODEL, RunDirectory, await_model
@@ -48,6 +52,36 @@ def cpu_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def flag(argv: list[str], name: str) -> str:
     return argv[argv.index(name) + 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "dtype"),
+    [
+        ("flags\t\t: fpu sse2 avx2", "float32"),
+        ("flags\t\t: fpu avx512f avx512_bf16", "bfloat16"),
+        ("Features\t: fp asimd bf16", "bfloat16"),
+        ("Features\t: fp asimd", "float32"),
+        (None, "float32"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["vllm", "embedded"])
+def test_auto_is_the_type_that_the_processor_computes_in(
+    tmp_path: Path, cpu_vllm: None, monkeypatch: pytest.MonkeyPatch, kind: str, line: str | None, dtype: str
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    if line is not None:
+        cpuinfo.write_text(f"processor\t: 0\n{line}\nprocessor\t: 1\n{line}\n")
+    monkeypatch.setattr(processor, "CPUINFO", cpuinfo)
+    processor.processor_flags.cache_clear()
+    try:
+        argv, _ = launch.command(config(tmp_path, kind=kind, device="cpu"), 0)
+        computed = compute_dtype(LearnerConfig(), torch.device("cpu"))
+        frozen = LearnerConfig(lora=LoraConfig(rank=2, frozen_dtype="bfloat16"))
+        assert compute_dtype(frozen, torch.device("cpu")) is torch.bfloat16
+    finally:
+        processor.processor_flags.cache_clear()
+    assert f"--dtype={dtype}" in argv or flag(argv, "--dtype") == dtype
+    assert computed is getattr(torch, dtype)
 
 
 def test_vllm_serves_the_prepared_folder_with_true_logprobs(tmp_path: Path, cpu_vllm: None) -> None:

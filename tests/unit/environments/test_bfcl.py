@@ -13,6 +13,7 @@ from actors.environments import Reply
 CATEGORIES = ["base", "miss_func", "miss_param", "long_context"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("category", CATEGORIES)
 def test_ground_truth_scores_one_on_every_task(kit, category):
     environment = kit.build("bfcl", category=category)

@@ -137,6 +137,7 @@ def test_demonstrations_can_be_imported(kit, tmp_path):
     assert [trajectory.task.task_id for trajectory in imported] == ["ball/5", "ball/6", "ball/7"]
 
 
+@pytest.mark.slow
 def test_a_new_package_passes_its_own_test(tmp_path):
     result = invoke("new", "paint_pots", "--folder", str(tmp_path / "new"))
     assert result.exit_code == 0, result.output
@@ -153,6 +154,7 @@ def test_a_new_package_passes_its_own_test(tmp_path):
     assert "2 passed" in run.stdout
 
 
+@pytest.mark.slow
 def test_a_new_package_is_found_by_its_name_once_installed(tmp_path):
     for tool in ("pip", "hatchling"):  # asked by metadata: an imported pip keeps setuptools from loading later on
         if not any(importlib.metadata.distributions(name=tool)):
@@ -177,6 +179,7 @@ def test_a_new_package_is_found_by_its_name_once_installed(tmp_path):
     assert "Mix " in run.stdout and "score 0" in run.stdout
 
 
+@pytest.mark.slow
 def test_a_new_project_has_a_test_that_passes_and_a_run_file_that_is_right(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert CliRunner().invoke(app, ["init", "mine"]).exit_code == 0

@@ -10,6 +10,7 @@ import pytest
 from actors.environments import Reply
 
 
+@pytest.mark.slow
 def test_a_java_process_that_hangs_is_ended_and_replaced(kit, monkeypatch):
     if shutil.which("java") is None:
         pytest.skip("textworld_express: install java and put it on the PATH")
@@ -43,6 +44,7 @@ def test_a_java_process_that_hangs_is_ended_and_replaced(kit, monkeypatch):
         environment.close()
 
 
+@pytest.mark.slow
 def test_a_closed_game_leaves_nothing_in_java_for_the_garbage_collector(kit):
     """py4j tells Java what Python's collector found, and waits for the answer on whatever thread the collector ran."""
     if shutil.which("java") is None:

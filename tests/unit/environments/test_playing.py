@@ -138,6 +138,7 @@ def test_a_demonstration_that_fails_leaves_the_file_that_was_there(monkeypatch, 
     assert out.read_text() == "precious" and list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_the_prompt_leaves_at_once():
     keyboard, terminal = pty.openpty()
     command = [sys.executable, "-m", "pipeline.cli.app", "env", "play", "number_guess"]

@@ -26,6 +26,7 @@ JUNK = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("costly", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_right_answer_pays_and_junk_does_not_raise(kit, tmp_path, costly):
     """Every dataset."""

@@ -31,6 +31,7 @@ def express(kit):
         environment.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("game", GAMES)
 def test_gold_path_scores_one_in_each_split(kit, express, game):
     environment = express(game=game, steps=300)
@@ -42,6 +43,7 @@ def test_gold_path_scores_one_in_each_split(kit, express, game):
         assert (last.done, last.signals) == (True, {"impossible_action": 0.0, "solved": 1.0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("game", GAMES)
 def test_plays_of_one_seed_at_once_do_not_disturb_each_other(kit, express, game):
     """Several episodes of the same task, at different points, as in a group."""
@@ -61,6 +63,7 @@ def test_plays_of_one_seed_at_once_do_not_disturb_each_other(kit, express, game)
     assert traces == [expected] * 4
 
 
+@pytest.mark.slow
 def test_one_process_serves_many_threads(kit, express):
     environment = express(game="coin", steps=100)
     totals = []
@@ -108,6 +111,7 @@ def test_compact_tells_the_room_its_exits_and_the_coin_and_nothing_more():
         describe("It is dark.")
 
 
+@pytest.mark.slow
 def test_compact_games_are_won_by_single_words_and_told_in_the_words_of_the_run_file(kit, express):
     environment = express(game="coin", params=OPEN, compact=True, steps=200)
     words = set(yaml.safe_load(RUN_FILE.read_text())["model"]["tiny"]["words"])
@@ -150,6 +154,7 @@ def test_java_ends_with_the_environment(kit, express):
     assert java.wait(10) is not None
 
 
+@pytest.mark.slow
 def test_a_java_process_that_died_is_replaced(kit, express):
     environment = express(game="coin")
     episode = environment.start(kit.task(1))

@@ -388,6 +388,7 @@ def test_a_reward_function_of_whole_groups_never_waits_for_a_rollout_that_was_gi
     assert stage.core.journal.counters["trajectories.dropped.cancelled"] == 1
 
 
+@pytest.mark.slow
 def test_the_curves_hold_the_evaluations(tmp_path: Any) -> None:
     pytest.importorskip("matplotlib", reason="install matplotlib to draw curves")
     from pipeline.cli.viewer.plots import draw

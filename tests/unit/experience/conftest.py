@@ -26,7 +26,8 @@ def make_config(*, n=4, batch=4, tasks=None, staleness=1, seed=0, environments=N
             "groups": {"n_rollout": n, "groups_per_step": batch},
             "staleness": {"max": staleness},
             "environments": environments or {"a": {"tasks": tasks}},
-            "replay": {"enabled": True, "start_ratio": 0.0, "entropy": "stored", "retest_ratio": 0.0} | replay,
+            "replay": {"enabled": True, "mode": "mix", "start_ratio": 0.0, "entropy": "stored", "retest_ratio": 0.0}
+            | replay,
         }
     )
 

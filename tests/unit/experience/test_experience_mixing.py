@@ -28,7 +28,7 @@ class Stage:
 
 @given(batch=st.integers(1, 40), ratio=st.floats(0, 1), factor=st.floats(0, 1))
 def test_a_full_pool_gives_exactly_the_target_and_gives_it_first(batch, ratio, factor):
-    mixing = Mixing(ReplayConfig(enabled=True, start_ratio=0, task_ratio=ratio, retest_ratio=0), batch)
+    mixing = Mixing(ReplayConfig(enabled=True, mode="mix", start_ratio=0, task_ratio=ratio, retest_ratio=0), batch)
     target = math.floor(batch * ratio * factor + 1e-9)
     for _ in range(2):
         due = []
@@ -41,7 +41,7 @@ def test_a_full_pool_gives_exactly_the_target_and_gives_it_first(batch, ratio, f
 
 @given(batch=st.integers(1, 12), ratio=st.floats(0, 1), factor=st.floats(0, 1))
 def test_restarts_change_nothing_of_a_batch(batch, ratio, factor):
-    replay = ReplayConfig(enabled=True, start_ratio=0, task_ratio=ratio, retest_ratio=0)
+    replay = ReplayConfig(enabled=True, mode="mix", start_ratio=0, task_ratio=ratio, retest_ratio=0)
     mixing, due = Mixing(replay, batch), []
     for i in range(2 * batch):
         mixing = Mixing(replay, batch, json.loads(json.dumps(mixing.state())))
@@ -53,13 +53,13 @@ def test_restarts_change_nothing_of_a_batch(batch, ratio, factor):
 
 
 def test_products_that_rounding_puts_below_a_whole_number_are_meant_as_it():
-    mixing = Mixing(ReplayConfig(enabled=True, start_ratio=0, task_ratio=0.29), 100)
+    mixing = Mixing(ReplayConfig(enabled=True, mode="mix", start_ratio=0, task_ratio=0.29), 100)
     mixing.begin(1.0, 1.0)
     assert mixing.state()["target"] == 29
 
 
 def test_a_deficit_is_caught_up_within_the_batch_and_not_carried_over():
-    mixing = Mixing(ReplayConfig(enabled=True, start_ratio=0, task_ratio=0.5, retest_ratio=0), 8)
+    mixing = Mixing(ReplayConfig(enabled=True, mode="mix", start_ratio=0, task_ratio=0.5, retest_ratio=0), 8)
     found = []
     for valid in [False] * 5 + [True] * 11:
         mixing.begin(1.0, 1.0)
@@ -169,7 +169,7 @@ def test_nothing_is_rescued_before_mixing_begins_or_without_the_mode(make):
 
 
 def test_the_guard_thins_out_rescues():
-    mixing = Mixing(ReplayConfig(enabled=True, inject="rescue"), 4)
+    mixing = Mixing(ReplayConfig(enabled=True, mode="mix", inject="rescue"), 4)
     assert sum(mixing.take_rescue(0.25) for _ in range(40)) == 10
     assert not any(mixing.take_rescue(0.0) for _ in range(40))
     assert all(mixing.take_rescue(1.0) for _ in range(40))

@@ -70,6 +70,18 @@ def test_the_newest_group_comes_back_first_as_often_as_it_may(make):
     assert held.take()[1] == dict.fromkeys(range(3), Leave.USES)
 
 
+def test_the_oldest_groups_leave_over_the_bound_on_bytes_and_a_larger_one_is_not_stored(make):
+    one = group_of(make, 0, (0, 1))
+    size = sum(entry.n_bytes for entry in one.members)
+    held = StoredGroups(rule().model_copy(update={"capacity_bytes": 2 * size}), 2, 0, {"a"})
+    for group in (one, *(group_of(make, number, (0, 1)) for number in (1, 2))):
+        assert held.save(group)
+    assert [group.group_number for group in held] == [1, 2] and held.bytes == 2 * size
+    assert held.take()[1] == {0: Leave.BYTES}
+    small = StoredGroups(rule().model_copy(update={"capacity_bytes": size - 1}), 2, 0, {"a"})
+    assert not small.save(group_of(make, 3, (0, 1))) and len(small) == 0
+
+
 def test_tasks_of_the_batch_and_of_environments_that_the_run_lacks_are_passed_over(make):
     held = stored(rule(select="uniform"))
     held.save(group_of(make, 0, (0, 1)))
@@ -170,6 +182,25 @@ def test_both_forms_of_replay_take_turns_and_stand_in_for_each_other(make):
         experience.trained(number, make.task(number), [make.fresh(10 * number + i, float(i)) for i in range(2)])
     plans = [experience.next_group(sampler, progress=0.0, version=1) for _ in range(8)]
     assert [plan.k for plan in plans] == [2, 1, 2, 1, 1, 1, 0, 0], "two stored groups, then the pool alone"
+
+
+def test_both_forms_take_turns_where_a_batch_has_one_replay_group(make):
+    config = make.config(n=2, batch=2, tasks=20, mode="both", task_ratio=0.5)
+    sampler = TaskSampler(config.environments, 0)
+    experience = Experience(config)
+    for number in range(6):
+        make.play(experience, number, 1, 2, 10 * number)
+    for number in range(10, 14):
+        experience.trained(number, make.task(number), [make.fresh(10 * number + i, float(i)) for i in range(2)])
+    plans = [experience.next_group(sampler, progress=0.0, version=1) for _ in range(8)]
+    assert [plan.k for plan in plans] == [2, 0, 1, 0, 2, 0, 1, 0]
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("mix", 0), ("groups", 1), ("both", 1), ("restart", 0)])
+def test_groups_are_stored_only_where_they_come_back_whole(make, mode, kept):
+    experience = Experience(make.config(n=2, batch=2, tasks=8, mode=mode))
+    experience.trained(0, make.task(0), [make.fresh(i, float(i)) for i in range(2)])
+    assert len(experience.groups) == kept
 
 
 @pytest.mark.parametrize(

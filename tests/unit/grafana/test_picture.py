@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from grafana.dashboard_lint import substitute
-from grafana.picture import picture
+from grafana.picture import draw_heatmap, picture
 from grafana.prove import load
 
 
@@ -37,6 +40,17 @@ def test_every_panel_above_the_last_row_is_drawn_from_its_queries(tmp_path: Path
     assert api.asked == [substitute(target["expr"]) for panel in above for target in panel["targets"]]
     drawn.savefig(tmp_path / "dashboard.png")
     assert (tmp_path / "dashboard.png").stat().st_size > 10_000
+
+
+def test_labels_of_a_heat_map_do_not_overlap() -> None:
+    figure = Figure(figsize=(4, 2))
+    axis = figure.add_axes((0.2, 0.2, 0.7, 0.7))
+    series = [({"le": str(2.0**i)}, [0.0, 1.0], [float(i), float(i)]) for i in range(40)]
+    draw_heatmap(axis, {}, [series])
+    figure.draw_without_rendering()
+    heights = [label.get_window_extent() for label in axis.get_yticklabels()]
+    assert len(heights) > 5
+    assert all(lower.y1 < upper.y0 for lower, upper in itertools.pairwise(heights))
 
 
 def test_panels_without_data_say_so() -> None:

@@ -22,7 +22,7 @@ needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no
 
 
 def promtool(*arguments: str) -> None:
-    done = subprocess.run(["promtool", *arguments], cwd=FOLDER, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["promtool", *arguments], cwd=FOLDER, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

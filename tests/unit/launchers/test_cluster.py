@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from pipeline.cli.app import app
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
-from pipeline.config.load import load
+from pipeline.config.load import dump, load, loads
 from pipeline.errors import ConfigurationError
 from pipeline.launchers.launcher import LAUNCHERS, Launch, launch, require_program
 from pipeline.runtime.process import ADDRESS, load_main
@@ -44,6 +44,14 @@ def specs_on(cluster: Cluster, config: RunConfig) -> tuple[RunConfig, dict[str, 
     config = cluster.located(config, chosen.places)
     specs = specs_of(plan(config, cluster.inventory).places, config, directory, cluster)
     return config, {spec.name: spec for spec in specs}
+
+
+def test_the_run_file_of_a_cluster_can_be_read_whatever_finds_the_engines(tmp_path: Path) -> None:
+    cluster = cluster_of("127.0.0.1", "127.0.0.2")
+    config, _ = specs_on(cluster, config_of(tmp_path, "engine.discovery=registry", "engine.replicas=2"))
+    assert len(loads(dump(config), "the processes").engine.urls) == 2
+    with pytest.raises(ConfigurationError, match="this launcher places the engines"):
+        specs_on(cluster, config_of(tmp_path, "engine.discovery='dns:engines:8100'"))
 
 
 def test_every_process_of_a_cluster_is_started_on_its_node_and_found_there(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from typer.testing import CliRunner
 
 from pipeline.cli.app import app
 from pipeline.config import RunConfig
-from pipeline.config.load import dump, load
+from pipeline.config.load import dump, load, loads
 from pipeline.errors import ConfigurationError
+from pipeline.launchers import kubernetes
 from pipeline.launchers.kubernetes import CHART, cluster_options, config_in_pods, secrets_of, values_of
 from pipeline.launchers.launcher import Launch
 from pipeline.transport.curve import peer_keys, server_keys
@@ -72,6 +74,67 @@ def test_the_run_file_of_the_pods_names_their_services_and_no_keys() -> None:
     assert config.engine.addresses()[5] == "http://gpu-engine-5.gpu-engine:8100"
     assert config.engine.actor_key == "env:AFTERPLAY_ENGINE_ACTOR_KEY"
     assert str(config.run.path) == "/runs/gpu" and config.run.id == "gpu"
+
+
+def test_the_run_file_of_the_pods_can_be_read_whatever_finds_the_engines() -> None:
+    config = load(ROOT / "configs" / "tiny.yaml", ["engine.discovery=registry"], environment={})
+    assert loads(dump(config_in_pods(config, "run")), "the pods").engine.discovery is None
+    elsewhere = load(ROOT / "configs" / "tiny.yaml", ["engine.discovery='dns:engines:8100'"], environment={})
+    with pytest.raises(ConfigurationError, match="this launcher places the engines"):
+        config_in_pods(elsewhere, "run")
+
+
+class Cluster:
+    """kubectl and helm, with the secrets that were made; ``refuses``: what helm says to the dry run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, refuses: str = "") -> None:
+        self.calls: list[list[str]] = []
+        self.refuses = refuses
+        self.secrets: dict[str, Any] = {}
+        monkeypatch.setattr(kubernetes, "require_program", lambda name, _: name)
+        monkeypatch.setattr(subprocess, "run", self._run)
+
+    def _run(self, command: list[str], input: str = "", **_: Any) -> subprocess.CompletedProcess[str]:
+        self.calls.append(command)
+        if "--dry-run" in command and self.refuses:
+            return subprocess.CompletedProcess(command, 1, "", self.refuses)
+        if "create" in command:
+            self.secrets |= {item["metadata"]["name"]: item for item in orjson.loads(input)["items"]}
+        if "get" in command:
+            found = self.secrets.get(command[command.index("secret") + 1])
+            return subprocess.CompletedProcess(command, found is None, orjson.dumps(found).decode(), "")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+
+def launch_tiny(*sets: str) -> int:
+    return kubernetes.launch(Launch(load(ROOT / "configs" / "tiny.yaml", list(sets), environment={})))
+
+
+def test_trackers_of_a_run_that_nothing_reports_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Cluster(monkeypatch)
+    launch_tiny("report_to=[tensorboard]")
+    assert "`afterplay report /runs/tiny --to tensorboard`" in capsys.readouterr().err
+
+
+def test_what_helm_refuses_is_refused_before_the_learner_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, refuses="values do not meet the schema")
+    with pytest.raises(ConfigurationError, match="do not meet the schema"):
+        launch_tiny()
+    assert len(cluster.calls) == 1 and not cluster.secrets
+
+
+def test_a_run_is_given_more_actors_as_long_as_there_are_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch)
+    launch_tiny()
+    made = dict(cluster.secrets)
+    launch_tiny("actor.replicas=16")
+    assert cluster.secrets == made
+    before = len(cluster.calls)
+    with pytest.raises(ConfigurationError, match=r"keys for 68 actors .*got 64 .*at most 16.*kubectl delete secret"):
+        launch_tiny("actor.replicas=17")
+    assert not any("delete" in call for call in cluster.calls[before:])
 
 
 def test_an_external_engine_keeps_its_address_and_key() -> None:

@@ -157,6 +157,7 @@ STAND_INS = {
 """Programs of SLURM, for one step that is a process here."""
 
 
+@pytest.mark.slow
 def test_sigterm_reaches_the_process_of_a_step_and_its_exit_code_comes_back(tmp_path: Path) -> None:
     for name, text in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")

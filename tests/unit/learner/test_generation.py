@@ -24,6 +24,7 @@ def generated(model, *, use_cache):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("packing", ["packed", "padded"])

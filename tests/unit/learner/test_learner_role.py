@@ -194,6 +194,7 @@ async def test_a_run_ends_with_every_step_recorded_published_and_saved(world):
     assert text("afterplay_learner_importance_ratio_count", {"level": "token", "source": "fresh"}) == 24
 
 
+@pytest.mark.slow
 async def test_the_folder_of_a_run_is_bounded_by_kind_however_many_steps_it_makes(world):
     async with world(total_steps=9, checkpoint={"every": 2}) as w:
         _, run = w.learner()
@@ -221,6 +222,7 @@ async def test_a_learner_that_is_stopped_while_another_prepares_the_model_ends(w
     assert not w.directory.model.exists()
 
 
+@pytest.mark.slow
 async def test_the_stages_of_every_update_add_up_to_the_time_since_the_line_before(world):
     clock = []
     async with world(total_steps=6, checkpoint={"every": 2}) as w:
@@ -245,7 +247,7 @@ async def test_the_stages_of_every_update_add_up_to_the_time_since_the_line_befo
 
 @pytest.mark.parametrize("entropy", ["current", "stored"])
 async def test_stored_successes_are_trained_in_place_of_fresh_rollouts(world, entropy):
-    replay = {"enabled": True, "start_ratio": 0.0, "task_ratio": 0.5, "entropy": entropy, "max_age": 50}
+    replay = {"enabled": True, "mode": "mix", "start_ratio": 0.0, "task_ratio": 0.5, "entropy": entropy, "max_age": 50}
     async with world(total_steps=8, replay=replay) as w:
         ctx, run = w.learner()
         await run()
@@ -297,6 +299,7 @@ async def test_the_best_checkpoint_is_in_place_when_a_run_ends_however_late_its_
     assert read_state(w.directory.checkpoints / "best").updates == best["updates"]
 
 
+@pytest.mark.slow
 async def test_a_learner_killed_before_its_first_checkpoint_starts_over(world):
     async with world(total_steps=3, checkpoint={"every": 100}) as w:
         await kill_after(w, 1)
@@ -357,6 +360,7 @@ async def test_a_learner_without_engines_says_what_it_waits_for(world, monkeypat
             ctx.stopping.set()
 
 
+@pytest.mark.slow
 async def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_says_so(world):
     """The replay stage has freed the groups of updates 3 and 4, which the damaged checkpoint had: others are played."""
     async with world(total_steps=8, checkpoint={"every": 2}) as w:
@@ -431,6 +435,7 @@ async def until_unwell(ctx, state):
             await anyio.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "name", "state"),
     [(Trainer, "step", RoleState.TRAINING), (publisher_module, "write_weights", RoleState.PUBLISHING)],

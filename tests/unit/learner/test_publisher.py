@@ -390,6 +390,23 @@ async def test_a_slow_engine_delays_one_publication_only(engines, weights, tmp_p
     assert second.live == (engines[0].url,)
 
 
+@pytest.mark.parametrize("path", ["/weight_info", "/is_paused"])
+async def test_an_engine_that_answers_late_is_not_loaded_again(engines, weights, tmp_path, path):
+    """A load costs it the KV cache of its requests: one that is too slow would never finish any."""
+    engine = engines[1]
+    publisher, directory = publisher_of([e.url for e in engines], tmp_path, weights[0], timeout=0.2)
+    async with running(publisher):
+        await publisher.publish(1, weights[1])
+        keeper = publisher.keepers[engine.url]
+        with anyio.fail_after(10):
+            engine.faults[path] = "hang"
+            while keeper.state.failures < 2:
+                await keeper._changed.wait()
+            engine.faults.clear()
+            await keeper.until_served(1)
+    assert engine.loaded == [str(directory.weights(1).absolute())]
+
+
 async def test_an_engine_that_restarts_gets_the_newest_version(engines, weights, tmp_path):
     publisher, directory = publisher_of([e.url for e in engines], tmp_path, weights[0])
     async with running(publisher):
@@ -432,7 +449,7 @@ async def test_an_engine_that_restarts_gets_damaged_weights_written_again_at_onc
 
 async def test_an_engine_whose_initial_weights_are_damaged_gets_those_of_the_learner(engines, weights, tmp_path):
     publisher, directory = publisher_of([engines[0].url], tmp_path, weights[0])
-    write_weights(directory.model, weights[0], weights[1], "bfloat16")
+    write_weights(directory.model, weights[0], weights[1])
     write_contents(directory.model)
     DAMAGES["flip"](directory.model / "model.safetensors")
     engine = engines[0]
@@ -446,7 +463,7 @@ async def test_an_engine_whose_initial_weights_are_damaged_gets_those_of_the_lea
 
 async def test_damaged_weights_that_nobody_has_are_not_given_to_an_engine(engines, weights, tmp_path):
     publisher, directory = publisher_of([engines[0].url], tmp_path, weights[0])
-    write_weights(directory.model, weights[0], weights[1], "bfloat16")
+    write_weights(directory.model, weights[0], weights[1])
     write_contents(directory.model)
     DAMAGES["flip"](directory.model / "model.safetensors")
     engines[0].version = "another"
@@ -504,7 +521,7 @@ async def test_only_the_newest_folders_are_kept(engines, weights, tmp_path):
 
 def test_published_folder_loads_in_transformers_with_tied_weights_once(kit, tmp_path):
     policy = kit.tiny_policy()
-    n_bytes = write_weights(tmp_path / "v000001", policy.model, policy.snapshot("bfloat16"), "bfloat16")
+    n_bytes = write_weights(tmp_path / "v000001", policy.model, policy.snapshot("bfloat16"))
     stored = load_file(tmp_path / "v000001" / "model.safetensors")
     assert "lm_head.weight" not in stored
     assert all(t.dtype == torch.bfloat16 for t in stored.values())
@@ -524,7 +541,7 @@ def test_a_killed_write_leaves_no_folder_that_an_engine_could_take(kit, tmp_path
 
     monkeypatch.setattr(policy.model, "save_pretrained", dies)
     with pytest.raises(KeyboardInterrupt):
-        write_weights(tmp_path / "v000001", policy.model, policy.snapshot("bfloat16"), "bfloat16")
+        write_weights(tmp_path / "v000001", policy.model, policy.snapshot("bfloat16"))
     assert list(tmp_path.iterdir()) == []
 
 

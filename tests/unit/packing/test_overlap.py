@@ -64,7 +64,14 @@ async def test_candidates_are_scored_while_the_learner_waits_and_the_stage_keeps
     monkeypatch.setattr(Trainer, "mean_entropies", watched_mean_entropies)
     monkeypatch.setattr(Trainer, "train", watched_train)
     monkeypatch.setattr(LearnerSession, "ready", held_ready)
-    replay = {"enabled": True, "start_ratio": 0.0, "task_ratio": 0.5, "scoring_share": 0.0, "max_age": 50}
+    replay = {
+        "enabled": True,
+        "mode": "mix",
+        "start_ratio": 0.0,
+        "task_ratio": 0.5,
+        "scoring_share": 0.0,
+        "max_age": 50,
+    }
     tasks, groups = {"toy": {"name": "arithmetic", "tasks": 3}}, {"n_rollout": 4, "groups_per_step": 2}
     async with world(total_steps=6, replay=replay, environments=tasks, groups=groups) as w:
         _, run = w.learner()

@@ -56,7 +56,7 @@ def test_a_run_that_has_not_started_is_named_by_its_file(tmp_path):
 run: {{name: new, directory: {tmp_path}}}
 groups: {{n_rollout: 4, groups_per_step: 2}}
 environments: {{a: {{name: arithmetic}}}}
-replay: {{enabled: true}}
+replay: {{enabled: true, mode: mix}}
 """
     (tmp_path / "r.yaml").write_text(text)
     file = write_lines(tmp_path / "d.jsonl", demonstration(1))

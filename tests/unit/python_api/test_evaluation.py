@@ -22,7 +22,7 @@ class Child:
     code = 0
     asked: list[list[str]]
 
-    def __init__(self, command: list[str], reaper: Any, *, output_bytes_max: int) -> None:
+    def __init__(self, command: list[str], reaper: Any, **options: Any) -> None:
         self.asked.append(command[command.index("eval") + 1 :])
         self.end: Future[int] = Future()
         self.end.set_result(self.code)

@@ -96,9 +96,35 @@ def test_source_is_written_beside_the_run_file(tmp_path: Path) -> None:
         ("@gone", {}, "there are .*@tiny"),
         ({"run": {"name": object()}}, {}, "expected values that YAML has"),
         ({"run": 3}, {}, "run"),
+        ({"environments": []}, {"environments": [3]}, "environments"),
     ],
 )
 def test_what_is_wrong_is_said_at_once(config: Any, overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message) as error:
         read_run_file(config, overrides=overrides)
     assert ", line " not in str(error.value), "lines are of a text that the caller never saw"
+
+
+def test_an_argument_goes_before_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AFTERPLAY__LEARNER__LEARNING_RATE", "0.5")
+    monkeypatch.setenv("AFTERPLAY__RUN__SEED", "9")
+    found = read_run_file(SECTIONS, NumberGuess, overrides={"learner": {"learning_rate": 0.25}})
+    assert (found.config.learner.learning_rate, found.config.run.seed) == (0.25, 9)
+    assert {name for name in found.variables if name.startswith("AFTERPLAY__")} == {"AFTERPLAY__RUN__SEED"}
+    assert found.variables.keys() > {"PATH"}
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "message"),
+    [
+        ({"environments": [3]}, {}, "expected a section environments with keys and values, got [3]"),
+        ({"environments": {"number_guess": "x"}}, {}, "expected a section number_guess with keys and values, got 'x'"),
+        ({}, {"environments": {"number_guess": 3}}, "expected a section number_guess with keys and values, got 3"),
+        ({"scorer": ["exact"]}, {}, "expected a section scorer with keys and values, got ['exact']"),
+        ({"scorer": {"functions": "exact"}}, {}, "expected scorer.functions to be a list, got 'exact'"),
+    ],
+)
+def test_a_section_of_a_wrong_kind_is_named(config: Any, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        read_run_file(config, NumberGuess, bonus, overrides)
+    assert message in str(error.value)

@@ -75,6 +75,7 @@ def test_rollouts_are_flat_rows(run: Run) -> None:
     assert len(run.rollouts(limit=2)) == 2
 
 
+@pytest.mark.slow
 def test_curves_and_page_are_shown_inline(run: Run, tmp_path: Path) -> None:
     shown = run.show()
     html = shown._repr_html_()

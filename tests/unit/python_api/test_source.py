@@ -75,6 +75,46 @@ def test_the_user_of_a_refused_object_is_named_however_deep_it_is() -> None:
         source("A", cells, client=object())
 
 
+@pytest.mark.parametrize(
+    ("cell", "line"),
+    [
+        ("def helper(x): return 1\nhelper = 7\ndef score(x): return helper", "helper = 7"),
+        ("from math import floor\nfloor = 3\ndef score(x): return floor", "floor = 3"),
+        ("def helper(x): return 1\nhelper: int = 7\ndef score(x): return helper", "helper = 7"),
+        ("__table = 4\ndef score(x): return __table", "__table = 4"),
+    ],
+)
+def test_the_last_thing_that_a_name_was_given_counts(cell: str, line: str) -> None:
+    namespace: dict[str, object] = {}
+    exec(cell, namespace)
+    source = source_of("score", [cell], namespace, "reward")
+    copied: dict[str, Any] = {}
+    exec(source, copied)
+    assert line in source and copied["score"](0) == namespace["score"](0)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", ["score", "helper"])
+def test_a_definition_that_was_wrapped_afterwards_is_refused(name: str) -> None:
+    cell = f"def score(x): return helper(x)\ndef helper(x): return 1\n{name} = (lambda f: lambda x: 5)({name})"
+    namespace: dict[str, object] = {}
+    exec(cell, namespace)
+    with pytest.raises(ConfigurationError, match=r"assigned after its definition|lives in this process alone"):
+        source_of("score", [cell], namespace, "reward")
+
+
+@pytest.mark.parametrize("odd", ["\u2028", "\x0b", "\x85", "\x1c"])
+def test_characters_that_end_no_line_of_python_shift_nothing(odd: str) -> None:
+    cell = f'MARKS = "a{odd}b"\n\n\ndef score(x):\n    return len(MARKS)\n'
+    copied: dict[str, Any] = {}
+    exec(source_of("score", [cell], {"MARKS": f"a{odd}b"}, "reward"), copied)
+    assert copied["score"](0) == 3
+
+
+def test_a_number_that_is_too_long_to_write_is_refused_with_a_sentence() -> None:
+    with pytest.raises(ConfigurationError, match="lives in this process alone"):
+        source_of("score", ["N = 10**5000\ndef score(x): return N"], {"N": 10**5000}, "reward")
+
+
 def test_a_future_import_comes_first() -> None:
     cells = ("from __future__ import annotations\n", "import math\nclass A:\n    def b(self) -> B: return math.pi\n")
     assert source("A", cells).splitlines()[2] == "from __future__ import annotations"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from copy import deepcopy
 from typing import Any
 
@@ -9,16 +10,19 @@ import numpy as np
 import pytest
 
 from pipeline.config import RunConfig
+from pipeline.experience.archive_transfer import PoolWriter
+from pipeline.metrics.replay import GROUPS_LEFT, LEFT
 from pipeline.schema import SCHEMA_VERSION, Guidance, Order, Task
 from pipeline.schema.trajectory import Trajectory
 from pipeline.scorer.verdict import combine
 from pipeline.stage.core import StageCore
+from pipeline.store.experience_records import Leave
 from pipeline.store.experience_report import examine_run
 from pipeline.store.journal import Send
-from pipeline.store.ledger import read_ledger
+from pipeline.store.ledger import Count, read_ledger
 from pipeline.store.records import facts_of
 from pipeline.store.store import ReplayStore
-from pipeline.transport.codec import decode_plan, encode_trajectory
+from pipeline.transport.codec import decode_plan, decode_trajectory, encode_trajectory
 from pipeline.transport.protocol import Kind, WireMessage
 from tests.support.simulated_roles import rollout
 
@@ -35,7 +39,7 @@ class Stage:
 
     def __init__(self, path: Any, rewards: Any, **replay: Any) -> None:
         self.path, self.rewards = path, rewards
-        replay = {"enabled": True, "start_ratio": 0.0, "task_ratio": 0.5, "retest_ratio": 0.0, **replay}
+        replay = {"enabled": True, "mode": "mix", "start_ratio": 0.0, "task_ratio": 0.5, "retest_ratio": 0.0, **replay}
         self.config = RunConfig.model_validate({**BASE, "replay": replay})
         self.updates, self.sent = 0, []
         self.store: ReplayStore
@@ -173,6 +177,67 @@ def test_stored_groups_and_their_payloads_survive_restart_rollback_and_roll_up(t
     stage.round()
     assert stage.counters()["replays.rolled_back"] in (0, 4, 8)
     stage.store.close()
+
+
+@pytest.mark.parametrize(
+    ("now", "reason"),
+    [
+        ({"replay": {"groups": {"capacity": 1}}}, "capacity"),
+        ({"replay": {"capacity_bytes": 1}}, "bytes"),
+        ({"groups": {"n_rollout": 5}}, "reconfigured"),
+        ({"replay": {"mode": "mix"}}, "reconfigured"),
+        ({"replay": {"enabled": False}}, None),
+    ],
+)
+def test_stored_groups_that_another_run_file_has_no_place_for_leave_with_their_payloads(
+    tmp_path: Any, now: dict[str, Any], reason: str | None
+) -> None:
+    stage = Stage(tmp_path / "s.sqlite", half, mode="groups", task_ratio=0.0)
+    for _ in range(3):
+        stage.train(stage.play())
+    stage.tell(Kind.CHECKPOINTED, updates=stage.updates)
+    stage.play()
+    before = stage.core.experience.groups
+    assert len(before) > 1 and stage.counters()
+    stage.store.close()
+    sections = stage.config.model_dump()
+    for name, values in now.items():
+        sections[name] |= {k: sections[name][k] | v if isinstance(v, dict) else v for k, v in values.items()}
+    stage.config = RunConfig.model_validate(sections)
+    stage.start()
+    stage.round()
+    left = len(before) - len(stage.core.experience.groups)
+    counters = stage.counters()
+    assert {k: n for k, n in counters.items() if k.startswith("stored_groups.left.") and n} == (
+        {f"stored_groups.left.{reason}": left} if reason else {}
+    )
+    assert (left > 0) == (reason is not None)
+    kept = {entry.row_id for group in stage.core.experience.groups for entry in group.members}
+    of_groups = {entry.row_id for group in before for entry in group.members}
+    assert stage.core.payloads.held & of_groups == kept == set(stage.store.payloads(of_groups))
+    stage.store.close()
+
+
+def test_an_import_that_makes_room_in_the_pool_leaves_stored_groups_their_payloads(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "s.sqlite", half, mode="both", capacity=6, task_ratio=0.0)
+    for _ in range(3):
+        stage.train(stage.play())
+        stage.tell(Kind.CHECKPOINTED, updates=stage.updates)
+    stage.play()
+    of_groups = {entry.row_id for group in stage.core.experience.groups for entry in group.members}
+    entries = stage.core.experience.entries
+    assert of_groups & {entry.row_id for entry in entries}
+    stage.store.close()
+    with ReplayStore(stage.path, "NORMAL") as store:
+        frames = store.payloads([entry.row_id for entry in entries])
+        foreign = [
+            dataclasses.replace(decode_trajectory(frame), trajectory_id=f"x{n}", group_id="x").scored(1.0, {})
+            for n, frame in enumerate(frames.values())
+        ]
+        counts = PoolWriter(stage.config, store, stage.updates).add([(one, None) for one in foreign])
+        assert counts["imported"] and counts["left.full"] + counts["left.capacity"]
+        assert set(store.payloads(of_groups)) == of_groups
+    assert stage.counters()
 
 
 def test_what_grows_too_old_leaves_the_pool_and_not_the_group_that_holds_it(tmp_path: Any) -> None:
@@ -393,3 +458,25 @@ def test_entropy_is_known_where_it_was_recorded_and_stripped_prompts_are_not_rep
     assert facts.entropy == (None if entropy is None else pytest.approx(entropy))
     assert facts.replayable is replayable
     assert np.isfinite(facts.n_sampled)
+
+
+@pytest.mark.parametrize("mode", ["mix", "groups", "both"])
+def test_what_is_over_the_bound_on_bytes_leaves_and_is_counted(mode: str, tmp_path: Any) -> None:
+    """The oldest leave, and the stage continues."""
+    stage = Stage(tmp_path / "s.sqlite", half, mode=mode, groups={"uses_max": 9}, capacity_bytes=5_000, retain_groups=1)
+    for _ in range(8):
+        stage.train(stage.play())
+        stage.tell(Kind.CHECKPOINTED, updates=stage.updates)
+    stage.round()
+    counters = stage.counters()
+    left = {"mix": counters.get("pool.left.bytes"), "groups": counters.get("stored_groups.left.bytes")}
+    assert all(n for name, n in left.items() if mode in (name, "both")), left
+    assert stage.core.experience.bytes <= (1 + (mode == "both")) * 5_000
+    stage.store.close()
+
+
+def test_every_reason_to_leave_has_its_counter() -> None:
+    assert {Count.left_pool(Leave(reason)).value for reason in LEFT} == {f"pool.left.{reason}" for reason in LEFT}
+    assert {Count.left_stored_groups(Leave(reason)).value for reason in GROUPS_LEFT} == {
+        f"stored_groups.left.{reason}" for reason in GROUPS_LEFT
+    }

@@ -103,6 +103,7 @@ async def test_an_invalid_message_is_counted_by_its_fault(tmp_path: Path) -> Non
             await wire.close()
 
 
+@pytest.mark.slow
 async def test_the_stage_restarts_and_peers_go_on(tmp_path: Path) -> None:
     config = configuration(tmp_path, total_steps=30)
     network, trainer, player = MemoryNetwork(), InstantLearner(30, 3, 2), InstantActor()

@@ -62,7 +62,7 @@ while True:
 def test_acknowledged_trajectory_survives_kill(tmp_path: Path) -> None:
     path, rng = tmp_path / "replay.sqlite", random.Random(5)
     acknowledged: list[str] = []
-    for _ in range(5):
+    for _ in range(3):
         child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
         try:
@@ -84,7 +84,7 @@ def test_acknowledged_trajectory_survives_kill(tmp_path: Path) -> None:
         assert set(acknowledged) <= set(stored)
         assert len(set(acknowledged)) == len(acknowledged)
         assert read_ledger(path, rows=True).audit() == []
-    assert len(acknowledged) > 100
+    assert len(acknowledged) > 50
 
 
 def foreign_sqlite(path: Path) -> None:

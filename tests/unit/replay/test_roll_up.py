@@ -22,7 +22,7 @@ TABLES = ("groups", "orders", "trajectories", "group_replays")
 
 def history(path: Path, acts: list[str], **replay: Any) -> Ledger:
     """The accounts after these acts, which depend on nothing else."""
-    sections = {"replay": {"enabled": True, "start_ratio": 0.0, **replay}, "run": {"total_steps": 1000}}
+    sections = {"replay": {"enabled": True, "mode": "mix", "start_ratio": 0.0, **replay}, "run": {"total_steps": 1000}}
     stage = StoredStage(path, **sections)
     trained, durable = 0, 0
     for act in acts:

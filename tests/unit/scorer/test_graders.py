@@ -156,6 +156,7 @@ def test_math_raises_no_alarm_in_a_thread() -> None:
     assert scores == [1.0]
 
 
+@pytest.mark.slow
 @needs_math
 async def test_math_runs_in_the_process_pool_of_the_scorer() -> None:
     scorer = Scorer(
@@ -175,6 +176,7 @@ async def test_math_runs_in_the_process_pool_of_the_scorer() -> None:
     assert [verdicts[n].reward for n in range(len(MATHEMATICS))] == [score for _, _, score in MATHEMATICS]
 
 
+@pytest.mark.slow
 async def test_a_pattern_that_takes_for_ever_is_stopped_and_the_stage_goes_on() -> None:
     functions = [{"path": "regex", "options": {"pattern": "(a+)+$"}, "timeout_seconds": 2.0}]
     scorer = Scorer(ScorerConfig.model_validate({"environment_weight": 0, "functions": functions}))
@@ -217,6 +219,7 @@ def test_a_number_is_read_as_it_was_written(value: int, form: str) -> None:
     assert last_number(form.format(value)) == value
 
 
+@pytest.mark.slow
 def test_long_replies_are_graded_in_time() -> None:
     n = 200_000
     for text in ("1," * n, "A " * n, "(" * n, "answer " * n, "9" * n, "\n" * n, "answer" + " " * n, "A" + "\n" * n):

@@ -84,6 +84,7 @@ def test_what_became_of_a_part_is_what_its_process_says(check: Any) -> None:
     assert check.run("bad") == "FAILED (exit code 3)"
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_fails_and_leaves_nothing_behind(check: Any, tmp_path: Path, monkeypatch, capfd) -> None:
     monkeypatch.setattr(check, "LIMIT_SECONDS", {"hangs": 5})
     assert check.run("hangs") == "FAILED (did not end in 5 s)"
@@ -94,12 +95,14 @@ def test_a_part_that_hangs_fails_and_leaves_nothing_behind(check: Any, tmp_path:
         Event().wait(0.05)
 
 
+@pytest.mark.slow
 def test_tests_are_counted_by_outcome_and_reason_and_held_to_their_budget(
     check: Any, tmp_path: Path, monkeypatch, capfd
 ) -> None:
     (tmp_path / "unit").mkdir()
     (tmp_path / "unit" / "test_sample.py").write_text(SAMPLE)
-    budget = "tests.conftest.CPU_SECONDS_MAX, tests.conftest.CPU_NOISE = 0.1, 2.0\n"
+    names = ("CPU_SECONDS_MAX", "CPU_NOISE", "YARDSTICK_SECONDS")
+    budget = ", ".join(f"tests.conftest.{name}" for name in names) + " = 0.1, 2.0, 1e9\n"
     (tmp_path / "conftest.py").write_text(f"import tests.conftest\nfrom tests.conftest import *\n{budget}")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: sample\n")
     command = ("pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=quick", str(tmp_path / "unit"))

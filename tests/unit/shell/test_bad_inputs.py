@@ -225,6 +225,20 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         lambda p: p.with_variable("AFTERPLAY__RUNN__SEED"),
         "environment variable AFTERPLAY__RUNN__SEED: unknown key runn; did you mean run?",
     ),
+    "unknown option": (
+        lambda p: ["run", "@tiny", "--fesh"],
+        "afterplay: no such option: --fesh (Possible options: --fresh, --nodes); see afterplay run --help",
+    ),
+    "missing argument": (lambda p: ["status"], "afterplay: missing argument 'RUN'; see afterplay status --help"),
+    "unknown command": (lambda p: ["trian", "@tiny"], "afterplay: no such command 'trian'"),
+    "value of an option": (
+        lambda p: ["chaos", "@tiny", "--minutes", "soon"],
+        "unable to parse string as a number; see afterplay chaos --help",
+    ),
+    "one argument too many": (
+        lambda p: ["config", "check", "a.yaml", "b.yaml"],
+        "afterplay: got unexpected extra argument(s) (b.yaml); see afterplay config check --help",
+    ),
     # numbers and names
     "true for a number": (
         lambda p: [*p.check(), "--set", "run.total_steps=true"],
@@ -258,6 +272,26 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     "own reward is NaN": (
         lambda p: p.scored(path=p.write("nan.py", "def pay(trajectory): return float('nan')") + ":pay"),
         "scorer.functions: nan.py:pay: expected a finite number or None: it returned nan",
+    ),
+    "own async reward is a text": (
+        lambda p: p.scored(path=p.write("later.py", "async def pay(trajectory): return 'good'") + ":pay"),
+        "later.py:pay: expected a finite number or None: expected a number or None, got str: good",
+    ),
+    "own reward in a worker is a text": (
+        lambda p: p.scored(path=p.write("apart.py", "def pay(trajectory): return 'good'") + ":pay", worker=True),
+        "apart.py:pay: expected a finite number or None: expected a number or None, got str: 'good'",
+    ),
+    "own reward of a group is one number": (
+        lambda p: p.scored(path=p.write("mean.py", "def pay(trajectories): return 1.0") + ":pay", per="group"),
+        "mean.py:pay: expected a finite number or None: expected a list of 2 numbers, got float: 1.0",
+    ),
+    "grader without an answer": (
+        lambda p: p.asks('{"prompt": "a", "solution": 1}\n'),
+        "scorer.functions: exact: expected 'answer' in the payload of task asked",
+    ),
+    "grader of tasks without data": (
+        lambda p: p.scored(path="number"),
+        "scorer.functions: number: expected 'answer' in the payload of task guess/0, which has nothing",
     ),
     "question without a grader": (
         lambda p: p.check(environments={"asked": {"name": "question"}}),
@@ -373,6 +407,14 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         "engine.urls: expected addresses such as http://127.0.0.1:8000, got 'localhost:8000'",
     ),
     "no engine": (lambda p: p.check(engine={"kind": "external"}), "give engine.urls"),
+    "engine is not there": (
+        lambda p: p.check(engine={"kind": "external", "urls": ["http://me:secret@127.0.0.1:1"]}),
+        "engine.urls: engine http://127.0.0.1:1 takes no connection: ",
+    ),
+    "run without its engine": (
+        lambda p: ["run", *p.check(engine={"kind": "external", "urls": ["http://127.0.0.1:1"]})[2:]],
+        ": start it and wait until it is healthy, or correct engine.urls",
+    ),
     "key is missing": (
         lambda p: p.check(engine={"kind": "external", "urls": ["http://a:1"], "actor_key": "env:NO_SUCH_KEY"}),
         "expected a key in the environment variable NO_SUCH_KEY",
@@ -425,6 +467,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     made = Place(tmp_path, monkeypatch)
     yield made
     made.close()
+
+
+def test_a_run_that_is_refused_does_not_empty_its_directory(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [*place.resumes("model.source=./nowhere"), "--fresh"]
+    before = sorted(path.name for path in place.run.path.iterdir())
+    monkeypatch.setattr(sys, "argv", ["afterplay", *arguments])
+    with pytest.raises(SystemExit):
+        entry()
+    assert set(before) <= {path.name for path in place.run.path.iterdir()}
 
 
 @pytest.mark.parametrize("name", CASES)

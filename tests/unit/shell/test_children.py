@@ -2,9 +2,11 @@
 
 import os
 import signal
+import sys
 import threading
 from queue import Queue
 
+import psutil
 import pytest
 
 from pipeline.runtime.children import ChildGroup, OrphanReaper, signal_group
@@ -57,3 +59,13 @@ def test_a_reaper_that_is_killed_runs_again_with_every_group():
             os.kill(reaper.pid, signal.SIGKILL)
             assert again.get(timeout=10) == -signal.SIGKILL
     assert child.end.result(10) == -signal.SIGKILL
+
+
+def test_a_process_in_a_session_of_its_own_ends_with_its_parent(start):
+    own = "import pipeline.runtime.children as c, signal; c.end_with_parent(); print(c.os.getpid()); signal.pause()"
+    parent = f"import subprocess; subprocess.run([{sys.executable!r}, '-uc', {own!r}], start_new_session=True)"
+    child = start(f'exec {sys.executable} -c "{parent}"')
+    assert soon(lambda: child.stdout.endswith("\n"))
+    grandchild = psutil.Process(int(child.stdout))
+    child.kill()
+    assert grandchild.wait(10) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.cli.app import app
-from pipeline.cli.compare import read_arm_sets, read_arms, seeds_of
+from pipeline.cli.compare import compare, read_arm_sets, read_arms, seeds_of
 from pipeline.cli.study import Study, plan_jobs, read_arm, run_jobs
 from pipeline.cli.viewer.comparison import Point
 from pipeline.cli.viewer.learning_curve import read_curve
@@ -76,6 +77,7 @@ def test_curve_of_evaluations_has_the_tokens_of_their_weights(made_run):
     assert read_curve(config, directory, 3, Metric.EVAL).points == (Point(0, 0, 0.0, 0.0), Point(2, 20, 6.0, 0.2))
 
 
+@pytest.mark.slow
 def test_finished_runs_are_compared_by_seed_and_written(made_run, tmp_path):
     for seed in (1, 2):
         made_run(f"off/seed-{seed}", seed, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0)
@@ -143,6 +145,11 @@ def test_settings_of_an_earlier_call_are_not_mixed_with_others(tmp_path):
 def test_wrong_arguments_are_refused_with_what_is_expected(call, problem):
     with pytest.raises(ConfigurationError, match=problem):
         call()
+
+
+def test_a_target_that_is_no_number_is_refused():
+    with pytest.raises(ConfigurationError, match="--reach: expected a number, got nan"):
+        compare(["a.yaml", "b.yaml"], math.nan)
 
 
 def test_names_come_from_files_and_examples():

@@ -1,6 +1,7 @@
 """A run file that is wrong is answered with what to change."""
 
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -163,7 +164,7 @@ def test_yaml_reads_what_it_wrote(value):
     assert parse_yaml(dump_yaml(value), "text") == value
 
 
-@settings(max_examples=50)
+@settings(max_examples=24)
 @given(
     options=st.dictionaries(st.text(min_size=1, max_size=8), values, max_size=3),
     name=st.text(max_size=20),
@@ -241,7 +242,31 @@ def test_a_wrong_address_is_refused(address):
 
 def test_ports_in_a_row_are_free():
     port = free_ports("127.0.0.1", 3)
+    if sys.platform == "linux":
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+        assert first < 30_000 or not first <= port + 2 <= last, "none that an outgoing connection is given meanwhile"
     assert all(is_free("127.0.0.1", port + i) for i in range(3))
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ("urls: ['http://127.0.0.1:28100', 'http://127.0.0.1:28101']", "one for each engine"),
+        ("replicas: 2, urls: ['http://127.0.0.1:28100']", r"replicas: 2\), got 1"),
+        ("port: 28100, urls: ['http://127.0.0.1:28101']", "expected the port 28100"),
+        ("port: 0, urls: ['http://127.0.0.1:28101']", ""),
+        ("port: 28100, urls: ['http://127.0.0.1:28100']", ""),
+        ("kind: external, urls: ['http://127.0.0.1:28100', 'http://127.0.0.1:28101']", ""),
+    ],
+)
+def test_urls_of_engines_that_the_run_starts_are_where_they_listen(engine, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = loads(f"engine: {{{engine}}}")
+    if says:
+        with pytest.raises(ConfigurationError, match=says):
+            resolve(config)
+    else:
+        assert resolve(config).engine.addresses() == config.engine.urls
 
 
 CHOICES = """

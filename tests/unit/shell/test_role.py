@@ -139,6 +139,7 @@ def test_a_second_signal_ends_at_once_even_a_blocked_loop(tmp_path):
     assert ended(process)[0] == ExitCode.FORCED
 
 
+@pytest.mark.slow
 def test_a_blocked_loop_ends_by_force_after_one_signal(tmp_path):
     process = start(tmp_path, "blocks")
     process.stdout.readline()
@@ -148,6 +149,7 @@ def test_a_blocked_loop_ends_by_force_after_one_signal(tmp_path):
     assert "blocked" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("main", "code", "words"),
     [
@@ -181,6 +183,7 @@ def test_a_role_without_progress_is_not_well_and_its_metrics_say_since_when(tmp_
     assert ctx.health()[0]
 
 
+@pytest.mark.slow
 def test_a_thread_that_hangs_is_told_with_its_stack_and_ends_the_process(tmp_path):
     process = start(tmp_path, "trains_in_a_thread_that_hangs")
     code, err = ended(process)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,13 +96,14 @@ async def test_a_process_whose_machine_is_lost_is_started_again_elsewhere(tmp_pa
 
 async def test_a_run_ends_while_a_process_waits_for_a_place(tmp_path: Path) -> None:
     host = FakeHost("engine-0")
-    rules = (Rule("learner", 0, ends_run=True), Rule("engine-0", 1, start_seconds_max=0.001))
+    rules = (Rule("learner", 0, ends_run=True), Rule("engine-0", 1))
     supervisor, display = supervisor_on(host, tmp_path, *rules)
     async with anyio.create_task_group() as group:
         group.start_soon(supervisor.run, display, MetricsTail(tmp_path / "none"))
         learner = await host.started.get()
         await host.waiting.wait()
         assert supervisor.answers["engine-0"].waiting_for == "a node with GPU 1"
+        assert supervisor.machine.processes["engine-0"].started_at == math.inf, "the wait is no part of the start"
         learner.stop(0)
     assert supervisor.machine.code is ExitCode.FINISHED
     assert supervisor.machine.processes["engine-0"].restarts == 0, "the wait counts as no start that failed"

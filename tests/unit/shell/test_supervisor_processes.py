@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, read_json
 from pipeline.store.journal import Changes
 from pipeline.store.store import ReplayStore
+from pipeline.supervisor.processes import HealthAnswer, check_health
 from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.run import RunIsAlive, prepare_directory, run_lock
 from pipeline.supervisor.shell import Supervisor
@@ -187,6 +189,7 @@ def test_a_signal_drains_in_order_and_leaves_no_process(scene, number):
     assert f"stopped by {signal.Signals(number).name}" in out
 
 
+@pytest.mark.slow
 def test_the_end_of_the_learner_is_the_end_of_the_run(scene):
     run = scene("finishes")
     code, out = run.ended()
@@ -197,12 +200,14 @@ def test_the_end_of_the_learner_is_the_end_of_the_run(scene):
     assert all(gone(pid) for _, _, pid in run.notes())
 
 
+@pytest.mark.slow
 def test_a_preparation_comes_first(scene):
     run = scene("prepares")
     assert run.ended()[0] == ExitCode.FINISHED
     assert [name for name, did, _ in run.notes()] == ["prepare", "learner"]
 
 
+@pytest.mark.slow
 def test_a_process_that_keeps_failing_ends_the_run_with_its_last_words(scene):
     run = scene("fails")
     code, out = run.ended()
@@ -212,6 +217,7 @@ def test_a_process_that_keeps_failing_ends_the_run_with_its_last_words(scene):
     assert "| expected a pear" in out
 
 
+@pytest.mark.slow
 def test_an_environment_that_never_succeeds_ends_the_run_with_its_code_and_the_reason(scene):
     run = scene("failing")
     code, out = run.ended()
@@ -220,6 +226,7 @@ def test_an_environment_that_never_succeeds_ends_the_run_with_its_code_and_the_r
     assert "| environment maze: all 100 rollouts failed" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("succeeded", "expected"), [(0, ExitCode.ENVIRONMENT), (1, ExitCode.FINISHED)])
 def test_a_run_that_finishes_says_which_environments_failed_and_does_not_end_as_a_success_if_one_never_succeeded(
     scene, tmp_path, succeeded, expected
@@ -235,6 +242,7 @@ def test_a_run_that_finishes_says_which_environments_failed_and_does_not_end_as_
     assert f"environment arithmetic: {rate} rollouts failed, most often with environment step: ValueError" in out
 
 
+@pytest.mark.slow
 def test_a_wrong_configuration_is_not_tried_again(scene):
     run = scene("misconfigured")
     code, out = run.ended()
@@ -242,6 +250,7 @@ def test_a_wrong_configuration_is_not_tried_again(scene):
     assert "| wrong key" in out
 
 
+@pytest.mark.slow
 def test_what_does_not_drain_is_killed_in_time_and_the_exit_says_so(scene):
     run = scene("deaf")
     run.until(lambda: run.pids("learner", "deaf"))
@@ -254,6 +263,7 @@ def test_what_does_not_drain_is_killed_in_time_and_the_exit_says_so(scene):
     assert all(gone(pid) for _, _, pid in run.notes())
 
 
+@pytest.mark.slow
 def test_a_second_signal_kills_at_once(scene):
     run = scene("deaf")
     run.until(lambda: run.pids("learner", "deaf"))
@@ -265,6 +275,7 @@ def test_a_second_signal_kills_at_once(scene):
     assert all(gone(pid) for _, _, pid in run.notes())
 
 
+@pytest.mark.slow
 def test_killing_the_supervisor_leaves_nothing_not_even_grandchildren(scene):
     run = scene("parent")
     run.until(lambda: run.pids("grandchild") and run.pids("learner", "deaf"))
@@ -273,6 +284,7 @@ def test_killing_the_supervisor_leaves_nothing_not_even_grandchildren(scene):
     run.until(lambda: can_lock(run.root))
 
 
+@pytest.mark.slow
 def test_a_directory_belongs_to_one_run(scene):
     run = scene("stays")
     run.until(lambda: len(run.notes()) == 3)
@@ -283,6 +295,7 @@ def test_a_directory_belongs_to_one_run(scene):
     assert can_lock(run.root)
 
 
+@pytest.mark.slow
 def test_the_live_display_shows_processes_on_a_terminal(scene):
     run = scene("finishes", "terminal")
     code, out = run.ended()
@@ -315,8 +328,34 @@ def test_fresh_removes_a_run_and_nothing_else(tmp_path):
     with pytest.raises(ConfigurationError, match=r"thesis\.tex"):
         prepare_directory(RunDirectory(tmp_path / "mine"), "auto", fresh=True)
     assert (tmp_path / "mine" / "thesis.tex").exists()
+    for left in ("source", "logs", "evaluations", "model", ".model.x"):
+        (directory.path / left).mkdir()
+    directory.job_file.write_text("")
+    prepare_directory(directory, "never", fresh=True)
+    assert list(directory.path.iterdir()) == [], "what other commands and refused starts leave"
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [b"SSH-2.0-OpenSSH_9\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab", b"\xff\x00\n", b""],
+)
+def test_an_answer_that_is_no_http_is_no_health(answer):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(answer)
+                connection.recv(4096)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        found = check_health(f"http://127.0.0.1:{server.getsockname()[1]}/health")
+        thread.join()
+    assert found == HealthAnswer(False)
+
+
+@pytest.mark.slow
 def test_states_are_there_for_others_and_logs_have_a_bound(scene):
     run = scene("stays")
     log = run.root / "logs" / "engine-0.log"

@@ -60,3 +60,11 @@ def test_each_tracker_has_a_process_that_ends_last_and_is_not_needed(tmp_path: P
     assert list(found.command)[-4:] == ["reporter", str(tmp_path / "config.yaml"), "--index", "1"]
     assert found.rule.optional and found.rule.stateless and not found.probed
     assert found.rule.stage >= max(spec.rule.stage for spec in specs.values())
+
+
+def test_ranks_of_a_node_without_rank_0_count_as_healthy_while_they_run(tmp_path: Path) -> None:
+    """They serve no /healthz: asked for it, they would be killed as never healthy, and all ranks with them."""
+    config = RunConfig.model_validate({**CONFIG.model_dump(), "placement": {"learner_gpus": 2}})
+    nodes = Inventory(tuple(Node(name, ("0",)) for name in "ab"))
+    specs = {spec.name: spec for spec in specs_of(plan(config, nodes).places, config, RunDirectory(tmp_path))}
+    assert (specs["learner"].probed, specs["learner-1"].probed) == (True, False)

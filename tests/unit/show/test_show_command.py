@@ -90,12 +90,18 @@ def test_refusals_say_what_was_expected(run, tmp_path):
     for arguments, message in (
         ((run, "g000099.0.0"), "expected a trajectory"),
         ((run, "--step", "x"), "--step: expected a whole number or a range"),
+        ((run, "--step", "9" * 20), "up to 1,000,000,000,000,000, got '99"),
+        ((run, "--status", "completed"), "--status: expected one of complete, truncated,"),
+        ((run, "--environment", "nothing"), "--environment: expected one of "),
         ((run, "--version", "3-1"), "from the smaller to the larger"),
         ((str(tmp_path),), "no config.yaml"),
         ((run, "--html", str(tmp_path / "nowhere" / "\0")), ""),
     ):
         result = invoke(*arguments)
         assert result.exit_code != 0 and message in str(result.exception)
+    for arguments, word in ((("--html", str(tmp_path)), "directory"), (("--limit", "9" * 20), str(10**15))):
+        result = invoke(run, *arguments)
+        assert result.exit_code == 2 and word in result.output
 
 
 def test_ranges_are_read_in_every_form():

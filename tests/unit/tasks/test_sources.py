@@ -200,7 +200,8 @@ def test_the_command_line_shows_the_data_or_what_is_wrong_with_it(tmp_path: Path
     file = tmp_path / "run.yaml"
     file.write_text(
         "environments:\n  q:\n    name: question\n    tasks_from:\n      kind: jsonl\n"
-        f"      path: {path}\n      columns: {{prompt: question}}\nscorer: {{functions: [{{path: exact}}]}}\n"
+        f"      path: {path}\n      columns: {{prompt: question, answer: solution.value}}\n"
+        "scorer: {functions: [{path: exact}]}\n"
     )
     said = CliRunner().invoke(app, ["config", "check", str(file), "--data"])
     assert said.exit_code == 0 and "environments.q: 9 used" in said.output and "train: 9 tasks, first q/" in said.output

@@ -19,6 +19,7 @@ from tests.unit.replay.test_replay_role import configuration, links, stage
 from tests.unit.tasks.conftest import environment, questions, write_jsonl
 
 
+@pytest.mark.slow
 async def test_a_stage_that_restarts_plays_every_row_once_in_every_pass(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "q.jsonl", questions(13))
     section = environment(kind="jsonl", path=path)

@@ -114,6 +114,27 @@ async def test_an_unknown_client_is_told_that_its_key_is_not_accepted_until_it_i
             assert (await hub.receive()).peer == "actor-2", "a hub that runs accepts new keys"
 
 
+async def test_a_key_file_that_cannot_be_read_keeps_nobody_else_out(keys):
+    hub_keys, learner = server_keys(keys), peer_keys(keys, "learner").public
+    assert hub_keys.name_of(learner) == "learner"
+    whole = (keys / "learner.key").read_bytes()
+    for file in ("learner.key", "tls.key"):
+        (keys / file).write_bytes(b"-----BEGIN \xff")
+    actor = peer_keys(keys, "actor-0").public
+    assert hub_keys.name_of(b"a stranger's") is None
+    assert (hub_keys.name_of(actor), hub_keys.name_of(learner)) == ("actor-0", "learner"), "a known key stays"
+    (keys / "actor-1.key").write_bytes(b"half writ")
+    late = peer_keys(keys, "actor-1").public
+    assert hub_keys.name_of(late) == "actor-1", "read before it was damaged"
+    (keys / "learner.key").write_bytes(whole)
+    async with (
+        open_hub(config(curve=keys)) as hub,
+        open_link(config(hub.address, curve=keys), "actor-0") as link,
+    ):
+        link.describe({"role": "actor"})
+        assert (await hub.receive()).peer == "actor-0"
+
+
 async def test_a_peer_without_keys_is_refused_and_counted(keys):
     async with ZmqHub("tcp://127.0.0.1:0", server_keys(keys), silence_seconds_max=0.3) as hub:
         dealer = zmq.Context.instance().socket(zmq.DEALER)

@@ -14,6 +14,7 @@ from tests.support.virtual_time import run_virtually
 pytestmark = pytest.mark.timeout(30)
 
 
+@pytest.mark.slow
 def test_half_an_hour_with_delays_silence_and_reconnections_takes_seconds_and_is_the_same_each_time():
     async def main() -> list[tuple[float, str]]:
         log = []

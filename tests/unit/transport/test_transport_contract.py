@@ -389,6 +389,7 @@ async def test_receiving_and_sending_after_close_raise_transport_closed(face):
         await link.send(numbered(1))
 
 
+@pytest.mark.slow
 async def test_idle_peers_are_kept_alive_by_heartbeats(face):
     async with face.hub() as hub, face.link("a", hub) as link:
         await face.greet(hub, link)

@@ -10,6 +10,7 @@ from tests.unit.learner.test_learner_role import kill_after, world
 __all__ = ["world"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["drop", "refill"])
 async def test_a_run_ends_with_every_account_in_order(world, what: str) -> None:
     groups = {"n_rollout": 2, "groups_per_step": 2, "zero_variance": what}
@@ -33,6 +34,7 @@ async def test_a_run_ends_with_every_account_in_order(world, what: str) -> None:
     assert ledger.groups["trained"] == 16 - left_out
 
 
+@pytest.mark.slow
 async def test_a_killed_learner_makes_the_same_updates_again_without_what_was_left_out(world) -> None:
     groups = {"n_rollout": 2, "groups_per_step": 2, "zero_variance": "drop"}
     async with world(total_steps=6, groups=groups, checkpoint={"every": 2}) as w:

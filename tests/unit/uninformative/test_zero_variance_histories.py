@@ -77,6 +77,7 @@ def check(s: Any) -> None:
         assert plan_update >= update and plan_update <= plan.admitted_update + core.batches.rule.bound
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SECTIONS, ACTIONS)
 def test_every_account_adds_up_and_no_update_waits_for_ever(

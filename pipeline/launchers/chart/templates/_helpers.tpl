@@ -1,6 +1,6 @@
 {{- define "afterplay.labels" -}}
 app.kubernetes.io/name: afterplay
-app.kubernetes.io/instance: {{ .root.Values.name }}
+app.kubernetes.io/instance: {{ .root.Values.name | quote }}
 app.kubernetes.io/component: {{ .role }}
 {{- end }}
 
@@ -152,7 +152,7 @@ livenessProbe:
 - podSelector:
     matchLabels:
       app.kubernetes.io/name: afterplay
-      app.kubernetes.io/instance: {{ .name }}
+      app.kubernetes.io/instance: {{ .name | quote }}
     matchExpressions:
       - {key: app.kubernetes.io/component, operator: In, values: [{{ join ", " .roles }}]}
 {{- end }}
