@@ -174,8 +174,6 @@ class Chaos:
         self._tail = MetricsTail(self.directory.metrics_file)
         self._made = 0
         """Updates, with those that were made again."""
-        self._finished = 0.0
-        """Time at which the newest update was finished. A learner that resumes removes lines and makes them again."""
         self._undo: list[tuple[float, contextlib.ExitStack]] = []
         """Times at which faults that last end."""
         self._run: ChildGroup | None = None
@@ -239,9 +237,7 @@ class Chaos:
         if self._run.end.done():
             raise AfterplayError(f"the run ended by itself ({describe_exit(self._run.end.result())}): see {self._log}")
         self._end_faults(self.now)
-        new = [line["finished"] for line in self._tail.read() if line["finished"] > self._finished]
-        self._finished = max(new, default=self._finished)
-        self._made += len(new)
+        self._made += len(self._tail.read())
         with contextlib.suppress(StoreError):  # not there yet, or it restarts
             self.books.look(read_ledger(self._store()), self._made, self.now)
         if not self.samples or self.now - self.samples[-1].seconds >= SAMPLE_SECONDS:

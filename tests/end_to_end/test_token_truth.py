@@ -244,11 +244,16 @@ def test_a_replay_under_the_weights_that_recorded_it_is_the_plain_loss(played: P
     assert came.keys() == expected.keys()
 
     model = AutoModelForCausalLM.from_pretrained(played.weights(version), dtype=torch.float32)
+    spread = dict.fromkeys(expected, 0.0)
+    """Sum of the norms of the rows' own gradients: what a row adds may cancel what another adds, its rounding not."""
     for row in rows:
         places = torch.from_numpy(np.flatnonzero(row.loss_mask))
         ids = torch.from_numpy(row.token_ids.astype(np.int64))
         logprobs = model(input_ids=ids[None]).logits[0, places - 1].log_softmax(-1).gather(1, ids[places][:, None])
+        before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         (-float(row.advantages[0]) * logprobs.sum() / ratio.count).backward()
+        for name, parameter in model.named_parameters():
+            spread[name] += float((parameter.grad - before.get(name, 0.0)).norm())
     for name, parameter in model.named_parameters():
         for gradient in (came[name], expected[name]):
-            assert (gradient - parameter.grad).norm() <= 1e-3 * parameter.grad.norm(), name
+            assert (gradient - parameter.grad).norm() <= 2e-3 * spread[name], name

@@ -20,8 +20,9 @@ Line = dict[str, Any]
 
 
 class MetricsTail:
-    """Reads whole lines that were added to ``metrics.jsonl`` since the last call, and all lines of one that took its
-    place (the learner drops lines of steps that it makes again). The file may not exist yet."""
+    """Reads whole lines that were added to ``metrics.jsonl`` since the last call. The file may not exist yet, and
+    another one may take its place (the learner drops lines of steps that it makes again); lines of that which have been
+    read before are not given again."""
 
     def __init__(self, path: Path, bytes_max: int | None = None) -> None:
         """``bytes_max``: of one call; None reads to the end."""
@@ -30,6 +31,8 @@ class MetricsTail:
         self._inode = 0
         self._offset = 0
         self._rest = b""
+        self._finished: dict[Any, float] = {}
+        """Time at which a step was finished, of the lines that were read."""
         self.last: Line | None = None
         """The newest line, from before the first call too."""
 
@@ -53,7 +56,15 @@ class MetricsTail:
         lines = [line for line in map(_parse, whole) if line is not None]
         if lines:
             self.last = lines[-1]
-        return lines
+        return [line for line in lines if self._is_new(line)]
+
+    def _is_new(self, line: Line) -> bool:
+        step, finished = line.get("step"), line.get("finished")
+        if finished is None:
+            return True
+        known = self._finished.get(step)
+        self._finished[step] = finished
+        return known != finished
 
 
 def read_lines(path: Path) -> list[Line]:

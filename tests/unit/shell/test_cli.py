@@ -202,6 +202,19 @@ def test_the_tail_gives_each_whole_line_once(tmp_path):
     assert tail.read() == [{"step": 0}]
 
 
+def test_a_learner_that_resumes_brings_back_only_the_steps_that_it_makes_again(tmp_path):
+    directory = RunDirectory(tmp_path)
+    first, second, again, third = (line(s, finished=t) for s, t in ((0, 1.5), (1, 2.5), (1, 7.5), (2, 8.5)))
+    write_lines(directory, first, second)
+    tail = MetricsTail(directory.metrics_file)
+    assert tail.read() == [first, second]
+    directory.metrics_file.unlink()
+    write_lines(directory, first)
+    assert tail.read() == [] and tail.last == first
+    write_lines(directory, first, again, third)
+    assert tail.read() == [again, third]
+
+
 def test_a_step_that_was_made_again_counts_once(tmp_path):
     directory = RunDirectory(tmp_path)
     write_lines(directory, line(0), line(1), line(1, reward_mean=9.0), line(2))
