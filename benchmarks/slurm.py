@@ -1,12 +1,12 @@
-"""A run on a real SLURM cluster of two nodes on loopback: one node is lost, then the job is preempted.
+"""A run on a real SLURM cluster of two nodes on loopback loses a node, and is then preempted by an urgent job.
 
     python -m benchmarks.slurm
 
 ``configs/tiny.yaml`` with two engines and two actors is submitted by ``afterplay run --on slurm``. After some steps the
-second node is lost with its processes, which come back on the first; later the node returns and the batch script gets
-the signal that SLURM sends before a time limit or a preemption: the run drains, the job goes back into the queue, and
-resumes to its last step. Needs the programs of SLURM and munge (Debian: ``slurm-wlm munge``). Prints and writes what
-was found; the exit code is 0 if nothing was lost.
+second node is lost with its processes, which come back on the first. Later the node returns, and an urgent job preempts
+the run: it drains, goes back into the queue, and resumes to its last step once the urgent job has ended. That step is
+set while the job waits in the queue, so that a fast machine does not reach it before. Needs the programs of SLURM and
+munge (Debian: ``slurm-wlm munge``). Prints and writes what was found; the exit code is 0 if nothing was lost.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ FILE = ROOT / "configs" / "tiny.yaml"
 RESULTS = ROOT / "benchmarks" / "results" / "slurm.json"
 NAME = "slurm"
 STEPS, LOST_AT, PREEMPTED_AT = 30, 5, 12
+"""Updates: at least of the run, before the loss of a node, before the preemption."""
+RESUMED_STEPS = 5
+"""At least so many come after the preemption."""
+ENDLESS = 1_000_000
+URGENT_SECONDS = 5
 LOOK_SECONDS = 0.2
 WAIT_SECONDS_MAX = 300.0
 
@@ -40,10 +45,10 @@ WAIT_SECONDS_MAX = 300.0
 class Job:
     """The submitted run."""
 
-    def __init__(self, cluster: SlurmCluster, folder: Path, steps: int) -> None:
+    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
         self.cluster = cluster
         self.directory = RunDirectory(folder / NAME)
-        sets = [f"run.directory={folder}", f"run.name={NAME}", f"run.total_steps={steps}"]
+        sets = [f"run.directory={folder}", f"run.name={NAME}", f"run.total_steps={ENDLESS}"]
         sets += ["actor.replicas=2", "engine.replicas=2", "checkpoint.every=1"]
         command = [sys.executable, "-m", "pipeline.cli.app", "run", str(FILE), "--on", "slurm", "--nodes", "2"]
         for override in sets:
@@ -94,6 +99,11 @@ class Job:
             time.sleep(LOOK_SECONDS)
         return value
 
+    def end_at(self, step: int) -> None:
+        """Change the last step in the copy of the run file, which the job reads when it begins again."""
+        file = self.directory.path / "slurm.yaml"
+        file.write_text(file.read_text().replace(f"total_steps: {ENDLESS}", f"total_steps: {step}"))
+
     def until_step(self, step: int) -> None:
         self.until(f"step {step}", lambda: (lines := self.steps()) and lines[-1]["step"] >= step)
 
@@ -122,7 +132,7 @@ def prove(folder: Path, steps: int = STEPS, lost_at: int = LOST_AT, preempted_at
     with SlurmCluster(folder / "cluster") as cluster:
         (folder / "runs").mkdir()
         started = time.monotonic()
-        job = Job(cluster, folder / "runs", steps)
+        job = Job(cluster, folder / "runs")
         job.until_step(lost_at)
         before = job.places()
         lost = sorted(name for name, node in before.items() if node == "n2")
@@ -145,11 +155,15 @@ def prove(folder: Path, steps: int = STEPS, lost_at: int = LOST_AT, preempted_at
         job.until_step(max(preempted_at, moved_step + 3))
         cluster.until(lambda: cluster.states().get("n2") == "IDLE", "n2")
         at = time.monotonic()
-        cluster.command("scancel", "--batch", "--signal=TERM", job.number)
+        urgent = ("--partition=urgent", f"--nodes={len(cluster.nodes)}", "--exclusive", "--output=/dev/null")
+        other = cluster.command("sbatch", "--parsable", *urgent, f"--wrap=sleep {URGENT_SECONDS}").strip()
         job.until("the job in the queue", lambda: job.state == "PENDING")
         drained_seconds = time.monotonic() - at
         drained_step = job.steps()[-1]["step"]
+        steps = max(steps, drained_step + RESUMED_STEPS)
+        job.end_at(steps)
         ends = {name: job.directory.log_file(name).read_text().rstrip().splitlines()[-1] for name in before}
+        job.until("the urgent job", lambda: cluster.job_state(other) == "RUNNING")
         cluster.command("scontrol", "update", f"jobid={job.number}", "starttime=now")
         job.until("the resumed job", lambda: job.state == "RUNNING")
         resumed = job.until("processes on both nodes", lambda: (p := job.places()) and set(p) == set(before) and p)

@@ -5,7 +5,8 @@
 * uvloop, standard logging on stderr, ``/metrics`` and ``/healthz`` from a thread;
 * a watchdog thread writes the stacks of a role without progress to its log, and later ends it (:mod:`.progress`);
 * SIGTERM or SIGINT sets ``ctx.stopping``: the main coroutine finishes what it must and returns. A second signal, or a
-  drain longer than ``supervisor.drain_seconds_max``, ends the process at once;
+  drain longer than ``supervisor.drain_seconds_max``, ends the process at once. SIGTERM that comes twice within
+  ``SAME_SIGNAL_SECONDS`` is one signal: SLURM may tell a step of a preempted job twice;
 * the exit code is one of :class:`ExitCode`.
 """
 
@@ -71,6 +72,8 @@ EVERYWHERE = ("0.0.0.0", "::", "")
 """Hosts of a server that listens on all interfaces."""
 LAG_PROBE_SECONDS = 0.5
 """Period of the measurements of the event loop's delay."""
+SAME_SIGNAL_SECONDS = 2.0
+"""Within it, a second SIGTERM is the first one again."""
 BLOCKED_SECONDS_MAX = 1.0
 """Beyond the drain's own limit, before a process with a blocked event loop is ended by force."""
 
@@ -374,19 +377,25 @@ def watchdog(name: str, progress: Progress, stuck_seconds_max: float, look: Call
 def _signals(ctx: RoleContext) -> Iterator[None]:
     """First SIGTERM or SIGINT: set ``ctx.stopping``. Second: end the process at once.
 
-    A thread ends the process when the event loop is blocked for longer than the drain may take.
+    A thread ends the process when the event loop is blocked for longer than the drain may take. A process that has
+    drained ignores SIGTERM: only its exit code is left to give.
     """
     loop = asyncio.get_running_loop()
     seconds_max = ctx.config.supervisor.drain_seconds_max + BLOCKED_SECONDS_MAX
     watchdog: list[threading.Timer] = []
+    stopped_at = 0.0
 
     def force(why: str) -> None:
         os.write(2, f"{ctx.name}: {why}, ending at once\n".encode())
         os._exit(ExitCode.FORCED)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped_at
         if watchdog:
+            if number == signal.SIGTERM and time.monotonic() - stopped_at < SAME_SIGNAL_SECONDS:
+                return
             force("second signal")
+        stopped_at = time.monotonic()
         timer = threading.Timer(seconds_max, force, (f"the event loop was blocked for {seconds_max} s of the drain",))
         timer.daemon = True
         watchdog.append(timer)
@@ -398,7 +407,7 @@ def _signals(ctx: RoleContext) -> Iterator[None]:
         yield
     finally:
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if watchdog and number == signal.SIGTERM else handler)
         for timer in watchdog:
             timer.cancel()
 

@@ -156,6 +156,7 @@ class Supervisor:
             child.terminate()
         elif not spec.probed and not spec.rule.once:
             self._perform(self.machine.healthy(spec.name, time.monotonic()))
+        self._write_states()
         return await child.wait()
 
     def _wait_for_place(self, name: str, reason: str) -> None:

@@ -47,8 +47,13 @@ AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 JobCompType=jobcomp/none
 {nodes}
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace}
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """
+GRACE_SECONDS = 120
+"""Time that a job of the first partition has to end when a job of the partition ``urgent`` needs its nodes."""
 
 
 def missing_programs() -> list[str]:
@@ -100,7 +105,7 @@ class SlurmCluster:
             for node, port in zip(self.nodes, ports[1:], strict=True)
         ]
         text = CONFIGURATION.format(
-            host=host, port=ports[0], user=getpass.getuser(), folder=folder, nodes="\n".join(lines)
+            host=host, port=ports[0], user=getpass.getuser(), folder=folder, nodes="\n".join(lines), grace=GRACE_SECONDS
         )
         (folder / "slurm.conf").write_text(text)
         self._spawn("slurmctld", "-D", "-c")
@@ -114,7 +119,9 @@ class SlurmCluster:
 
     def kill_node(self, node: str) -> None:
         """Lose a node: its daemon is killed, and the controller told that it is down, as a cloud's hook does."""
-        self._daemons.pop(node).kill()
+        daemon = self._daemons.pop(node)
+        daemon.kill()
+        daemon.wait()
         self.command("scontrol", "update", f"nodename={node}", "state=down", "reason=preempted")
 
     def states(self) -> dict[str, str]:

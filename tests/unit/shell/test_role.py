@@ -42,6 +42,12 @@ async def drains(ctx):
     print("ready", flush=True)
     await ctx.stopping.wait()
 
+async def drains_until_told(ctx):
+    print("ready", flush=True)
+    await ctx.stopping.wait()
+    print("stopping", flush=True)
+    await anyio.to_thread.run_sync(sys.stdin.readline)
+
 async def never_drains(ctx):
     print("ready", flush=True)
     await anyio.sleep_forever()
@@ -83,6 +89,7 @@ sys.exit(run_role("actor-1", 1, config, globals()[sys.argv[2]]))
 def start(tmp_path, main):
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(tmp_path), main],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -134,9 +141,19 @@ def test_a_second_signal_ends_at_once_even_a_blocked_loop(tmp_path):
     process.stdout.readline()
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(0.3)  # signals of one kind that arrive together are one signal
-    process.terminate()
+        process.wait(0.3)
+    process.send_signal(signal.SIGINT)
     assert ended(process)[0] == ExitCode.FORCED
+
+
+def test_sigterm_that_comes_twice_is_one_signal(tmp_path):
+    process = start(tmp_path, "drains_until_told")
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert process.stdout.readline() == "stopping\n"
+    process.terminate()
+    code, err = ended(process)  # closes its standard input
+    assert (code, "second signal" in err) == (ExitCode.FINISHED, False)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import anyio
 import orjson
@@ -22,8 +23,8 @@ from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, read_json
 from pipeline.store.journal import Changes
 from pipeline.store.store import ReplayStore
-from pipeline.supervisor.processes import HealthAnswer, check_health
-from pipeline.supervisor.restarts import RestartLimits
+from pipeline.supervisor.processes import HealthAnswer, ProcessSpec, check_health
+from pipeline.supervisor.restarts import RestartLimits, Rule
 from pipeline.supervisor.run import RunIsAlive, prepare_directory, run_lock
 from pipeline.supervisor.shell import Supervisor
 
@@ -365,6 +366,20 @@ def test_states_are_there_for_others_and_logs_have_a_bound(scene):
     assert set(states) == {"engine-0", "learner", "actor-0"}
     run.process.terminate()
     run.ended()
+
+
+async def test_the_number_of_a_process_is_in_the_states_before_it_answers_a_health_check(tmp_path):
+    child = SimpleNamespace(pid=7, wait=anyio.sleep_forever, kill=lambda: None, terminate=lambda: None)
+    host = SimpleNamespace(start=AsyncMock(return_value=child), check=AsyncMock(side_effect=anyio.sleep_forever))
+    directory = RunDirectory(tmp_path).create()
+    display = SimpleNamespace(say=print, refresh=lambda: None)
+    async with anyio.create_task_group() as group:
+        specs = [ProcessSpec(Rule("learner", 1), [], probed=True)]
+        supervisor = Supervisor(specs, RestartLimits(), directory, OrphanReaper(), host=host)
+        group.start_soon(supervisor.run, display, MetricsTail(directory.metrics_file))
+        await anyio.wait_all_tasks_blocked()
+        assert read_json(directory.processes_file)["learner"]["pid"] == 7
+        group.cancel_scope.cancel()
 
 
 async def test_the_end_of_the_reaper_is_printed(tmp_path):
