@@ -64,7 +64,7 @@ class MetricsTail:
             return True
         known = self._finished.get(step)
         self._finished[step] = finished
-        return known != finished
+        return bool(known != finished)
 
 
 def read_lines(path: Path) -> list[Line]:
