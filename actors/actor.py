@@ -11,6 +11,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -20,7 +21,7 @@ from actors.engine.concurrency import LOOK_SECONDS, ConcurrencyLimit
 from actors.rollout.memory_prompt import MemoryClient
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
-from pipeline.errors import LimitExceeded, SchemaError, WireError
+from pipeline.errors import LimitExceeded, SchemaError, TransportClosed, WireError
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import SCHEMA_VERSION, Failure, Order, Trajectory, TrajectoryStatus
 from pipeline.schema.state import RoleState
@@ -210,10 +211,13 @@ class Actor:
     async def drain(self, seconds_max: float, flush_seconds_max: float = 1.5) -> bool:
         """Begin nothing more, let episodes finish for ``seconds_max``, abort the others, and send what can be sent.
 
-        Orders that arrive meanwhile are not begun, and answered ``aborted`` at the end: answered at once, they
-        would come straight back. Returns whether every trajectory was acknowledged."""
+        The replay stage sends no orders once it knows that there are no slots. Those that arrive meanwhile are not
+        begun, and answered ``aborted`` at the end: answered at once, they might come straight back. Returns whether
+        every trajectory was acknowledged."""
         self._draining = True
-        with anyio.move_on_after(seconds_max):
+        with suppress(TransportClosed), anyio.move_on_after(seconds_max):
+            if self._connected:
+                await self._link.send(WireMessage(Kind.SLOTS, {"slots": 0}))
             while self._orders.in_flight:
                 await self._change()
         for scope in self._scopes.values():
@@ -392,7 +396,7 @@ class Actor:
             playing, ended = self._orders.in_flight, self._orders.ended
             known = (pool.router.prompt_tokens, pool.router.known_tokens)
             self._orders.slots = self._limit.observe(pool.reports(), playing, ended, *known)
-            if self._connected and self.slots != self._slots_told:
+            if self._connected and not self._draining and self.slots != self._slots_told:
                 self._slots_told = self.slots
                 await self._link.send(WireMessage(Kind.SLOTS, {"slots": self.slots}))
             self._work()

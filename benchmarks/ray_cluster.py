@@ -66,6 +66,12 @@ def report(run: RunHandle, store: Path, seconds: float, code: int) -> dict[str, 
     }
 
 
+def said(run: RunHandle) -> list[str]:
+    """What the driver printed about losses, waits and restarts."""
+    words = ("is lost", "waits for", "resum", "; restart")
+    return [line for line in run.output.read_text().splitlines() if any(word in line for word in words)][:20]
+
+
 def to_the_end(folder: Path) -> dict[str, Any]:
     with two_nodes(folder, worker_cpus=6) as cluster, cluster.run(TINY, "end", []) as run:
         begun = time.monotonic()
@@ -114,7 +120,7 @@ def rank_killed(folder: Path) -> dict[str, Any]:
         run.until("an update after the loss", lambda: run.steps()[-1]["finished"] > at, RUN_SECONDS_MAX)
         back = time.monotonic() - lost
         code = run.finish(RUN_SECONDS_MAX)
-        facts = {"lost_after_step": known, "seconds_to_the_next_update": round(back, 1)}
+        facts = {"lost_after_step": known, "seconds_to_the_next_update": round(back, 1), "said": said(run)}
         return facts | report(run, run.directory.store_file, time.monotonic() - begun, code)
 
 
@@ -133,8 +139,7 @@ def lose_worker(
     code = run.finish(RUN_SECONDS_MAX)
     facts = {"lost_after_step": known, "nodes_before": before, "nodes_after": after}
     facts |= {"seconds_to_the_next_update": round(back, 1)}
-    said = run.output.read_text().splitlines()
-    facts["said"] = [line for line in said if "is lost" in line or "waits for" in line or "resum" in line][:20]
+    facts["said"] = said(run)
     return facts | report(run, store, time.monotonic() - begun, code)
 
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio.abc import TaskGroup
@@ -44,12 +44,14 @@ from pipeline.errors import (
     FormatMismatch,
 )
 from pipeline.metrics.base import CollectorRegistry, ProcessMetrics
-from pipeline.metrics.server import MetricsServer
 from pipeline.runtime import disk_wait
 from pipeline.runtime.plugin_guard import bounded_prints
 from pipeline.runtime.progress import Alarm, Progress, Watchdog
 from pipeline.runtime.rundir import RunDirectory, write_json_atomically
 from pipeline.schema.state import RoleState
+
+if TYPE_CHECKING:
+    from pipeline.metrics.server import MetricsServer
 
 log = logging.getLogger(__name__)
 
@@ -279,6 +281,8 @@ def run_role(name: str, index: int, config: RunConfig, main: Main) -> int:
 
 
 async def _live(name: str, index: int, config: RunConfig, main: Main) -> int:
+    from pipeline.metrics.server import MetricsServer  # aiohttp: a refused run file is refused without it
+
     directory = RunDirectory(config.run.path)
     disk_wait.wait_for_room(directory.create, directory.path, "the run directory")
     ctx = RoleContext(name, index, config, directory)

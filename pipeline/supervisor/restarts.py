@@ -61,7 +61,8 @@ class Rule:
     optional: bool = False
     """The run continues without it, where another process would end the run by failing."""
     gang: str = ""
-    """Processes of the same gang fail together: when one of them fails, the others are killed, and all start again."""
+    """Processes of the same gang fail together: when one of them fails, the others are killed, and all start again. One
+    that ends with 0 before ``ends_run`` has done its part, and starts again only with the others."""
     start_seconds_max: float = 300.0
     stuck_seconds_max: float = 300.0
     """Longest time without a healthy answer, once it was healthy."""
@@ -104,6 +105,8 @@ class Process:
     wake_at: float = math.inf
     unhealthy_since: float | None = None
     killed: bool = False
+    killed_with: str = ""
+    """The member of its gang whose failure it was killed for."""
 
     @property
     def alive(self) -> bool:
@@ -185,9 +188,12 @@ class Machine:
             process.phase = Phase.DONE
             self._ready.setdefault(name, now)
             return self._drain(ExitCode.FINISHED, "finished", now) if rule.ends_run else self._start_ready(now)
+        if code == 0 and rule.gang and not rule.ends_run:
+            process.phase = Phase.DONE
+            return []
         others = [] if code == 0 or process.killed else self._gang(process)
         actions = self._restart(process, code, now)
-        return actions or self._kill(others)
+        return actions or self._kill(others, name)
 
     def stop(self, now: float, reason: str) -> list[Action]:
         """Drain. Does nothing when draining already."""
@@ -206,7 +212,7 @@ class Machine:
         late = [p for p in self.processes.values() if p.alive and not p.killed and now >= self._deadline(p)]
         actions = self._kill(late)
         for process in late:
-            actions += self._kill(self._gang(process))
+            actions += self._kill(self._gang(process), process.rule.name)
         for process in self.processes.values():
             if process.phase is Phase.BACKOFF and now >= process.wake_at:
                 actions += self._start(process, now)
@@ -222,11 +228,14 @@ class Machine:
         times += [self._deadline(p) for p in self.processes.values() if p.alive and not p.killed]
         return min(times, default=math.inf)
 
+    def _others(self, process: Process) -> list[Process]:
+        """The others of its gang."""
+        gang = process.rule.gang
+        return [p for p in self.processes.values() if gang and p.rule.gang == gang and p is not process]
+
     def _gang(self, process: Process) -> list[Process]:
         """The others of its gang that live and are not killed yet."""
-        gang = process.rule.gang
-        members = [p for p in self.processes.values() if gang and p.rule.gang == gang]
-        return [p for p in members if p is not process and p.alive and not p.killed]
+        return [p for p in self._others(process) if p.alive and not p.killed]
 
     def _deadline(self, process: Process) -> float:
         """Time at which a live process that is not healthy is killed."""
@@ -250,6 +259,7 @@ class Machine:
         process.phase, process.started_at, process.running_since = Phase.STARTING, now, None
         process.wake_at, process.unhealthy_since = math.inf, None
         process.killed = process.worked = False
+        process.killed_with = ""
         return [Start(process.rule.name)]
 
     def _restart(self, process: Process, code: int, now: float) -> list[Action]:
@@ -279,7 +289,11 @@ class Machine:
         process.restarted_at.append(now)
         doubled = self.limits.backoff_seconds * 2.0 ** min(process.failures - 1, 60)
         process.phase, process.wake_at = Phase.BACKOFF, now + min(self.limits.backoff_seconds_max, doubled)
-        return []
+        actions: list[Action] = []
+        for other in self._others(process):
+            if other.phase is Phase.DONE and self.draining_since is None:
+                actions += self._restart(other, 0, now)
+        return actions
 
     def _give_up(self, process: Process, code: ExitCode, reason: str, now: float) -> list[Action]:
         """End the run, unless ``process`` is optional."""
@@ -324,9 +338,10 @@ class Machine:
         share = (stages.index(stage) + 1) / len(stages)
         return self.draining_since + self.limits.drain_seconds_max * share
 
-    def _kill(self, processes: Iterable[Process]) -> list[Action]:
+    def _kill(self, processes: Iterable[Process], cause: str = "") -> list[Action]:
+        """``cause``: the member of their gang that failed."""
         actions: list[Action] = []
         for process in processes:
-            process.killed = True
+            process.killed, process.killed_with = True, cause
             actions.append(SendSignal(process.rule.name, kill=True))
         return actions

@@ -269,11 +269,12 @@ def bound_log(path: Path, bytes_max: int) -> None:
 
 
 def _why_ended(process: Process, code: int) -> str:
-    """The exit in words, and that the process hung if it did."""
+    """The exit in words, and why the supervisor killed the process if it did."""
     if code == ExitCode.STUCK:
         return f"it made no progress; the stacks of its threads are in logs/{process.rule.name}.log"
-    silent = ", for it gave no healthy answer" if process.killed else ""
-    return describe_exit(code) + silent
+    if process.killed_with:
+        return f"{describe_exit(code)}, for it cannot continue without {process.killed_with}"
+    return describe_exit(code) + (", for it gave no healthy answer" if process.killed else "")
 
 
 def last_message(path: Path, name: str) -> str:

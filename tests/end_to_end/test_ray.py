@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ray_cluster import disk_lost, worker_lost
+from benchmarks.ray_cluster import disk_lost, rank_killed, worker_lost
 from tests.support.ray_cluster import missing
 
 pytestmark = pytest.mark.timeout(1800)
@@ -31,3 +31,12 @@ def test_the_replay_stage_waits_for_the_node_with_its_disk(tmp_path: Path) -> No
     assert (found["exit_code"], found["audit"], found["orders"]["in_flight"]) == (0, [], 0)
     assert (found["steps"], found["restarts"]) == (24, {"replay": 1})
     assert found["nodes_before"]["replay"] == found["nodes_after"]["replay"] == ["10.77.0.2"]
+
+
+def test_a_lost_rank_restarts_the_gang_from_its_checkpoint(tmp_path: Path) -> None:
+    found = rank_killed(tmp_path)
+    assert (found["exit_code"], found["audit"], found["orders"]["in_flight"]) == (0, [], 0)
+    assert (found["steps"], found["restarts"]) == (20, {"learner": 1, "learner-1": 1})
+    assert any(
+        "learner ended (killed by SIGKILL, for it cannot continue without learner-1)" in s for s in found["said"]
+    )

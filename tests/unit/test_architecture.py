@@ -236,6 +236,18 @@ def test_the_command_line_starts_without_heavy_libraries() -> None:
     assert result.stdout.strip() == "[]"
 
 
+def test_a_run_file_is_refused_without_heavy_libraries() -> None:
+    """What the machine lacks is said within a second: for that ``afterplay run`` needs no server and no model."""
+    heavy = {"torch", "vllm", "transformers", "matplotlib", "aiohttp"}
+    command = ["run", "configs/gpu.yaml", "--set", "placement.engine_gpus=1000"]
+    program = f"import sys; from pipeline.cli.app import entry; sys.argv[1:] = {command}\ntry: entry()\n"
+    program += f"except SystemExit as end: print(end.code, sorted({heavy!r} & set(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.strip() == "2 []", result.stderr
+
+
 # Names
 
 

@@ -180,6 +180,7 @@ async def test_drain_lets_short_episodes_finish_and_aborts_the_rest(
         await stage.order(*(make_order(seed) for seed in range(3)))
         await until(lambda: engine.in_flight == 1 and stuck.in_flight == 1)
         assert await actor.drain(2.0)
+        assert stage.slots == [0], "so that the stage sends no more"
     outcomes = Counter(t.status for t in stage.trajectories.values())
     assert outcomes == {TrajectoryStatus.COMPLETE: 1, TrajectoryStatus.ABORTED: 2}
     assert services.pool.statistics().in_flight == 0

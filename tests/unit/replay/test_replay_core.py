@@ -116,12 +116,22 @@ def test_actor_gets_as_many_orders_as_the_slots_that_it_told_last() -> None:
     assert len(stage.orders()) == 7, "two of the seven are still played"
     stage.answer(stage.orders()[5])
     assert len(stage.orders()) == 8
-    for slots in (0, 10**9, "many"):
+    for slots in (-1, 10**9, "many"):
         stage.core.message("actor-0", WireMessage(Kind.SLOTS, {"slots": slots}))
         assert [s.kind for s in stage.round()] == [Kind.REFUSED]
     assert stage.core.leases.actors["actor-0"].slots == 2
     stage.actor("actor-0", slots=4, holding=tuple(o.order_id for o in stage.orders()[6:]))
     assert stage.core.leases.actors["actor-0"].slots == 4
+
+
+def test_an_actor_that_drains_gets_no_order_and_its_answers_count() -> None:
+    stage = Stage(groups={"n_rollout": 2, "groups_per_step": 16})
+    stage.actor(slots=4)
+    stage.learner()
+    stage.core.message("actor-0", WireMessage(Kind.SLOTS, {"slots": 0}))
+    for order in stage.orders():
+        stage.answer(order)
+    assert len(stage.orders()) == 4 and stage.ledger().orders["delivered"] == 4
 
 
 def test_no_order_is_issued_before_the_first_version() -> None:

@@ -112,6 +112,7 @@ def test_a_lost_rank_takes_its_gang_with_it_and_all_start_again(lost: str, other
     machine = gang_running()
     assert machine.exited(lost, -9, 10) == [SendSignal(other, kill=True)]
     assert machine.exited(other, -9, 10.2) == [], "what was killed kills nobody"
+    assert (machine.processes[other].killed_with, machine.processes[lost].killed_with) == (lost, "")
     assert machine.tick(12) == [Start("learner"), Start("learner-1")]
     assert machine.processes["actor-0"].phase is Phase.RUNNING
 
@@ -120,13 +121,22 @@ def test_a_stuck_rank_takes_its_gang_with_it():
     machine = gang_running()
     machine.unhealthy("learner-1", 10)
     assert machine.tick(310) == [SendSignal("learner-1", kill=True), SendSignal("learner", kill=True)]
+    assert (machine.processes["learner"].killed_with, machine.processes["learner-1"].killed_with) == ("learner-1", "")
 
 
 def test_a_rank_that_has_finished_leaves_the_others_to_finish():
     machine = gang_running()
     assert machine.exited("learner-1", 0, 10) == []
-    machine.exited("learner", 0, 10.1, finished=True)
+    assert machine.tick(20) == [] and machine.processes["learner-1"].restarts == 0, "there is nobody to join"
+    machine.exited("learner", 0, 20.1, finished=True)
     assert machine.code is ExitCode.FINISHED
+
+
+def test_a_rank_that_has_finished_starts_again_with_its_gang():
+    machine = gang_running()
+    machine.exited("learner-1", 0, 10)
+    assert machine.exited("learner", 1, 20) == []
+    assert machine.tick(30) == [Start("learner"), Start("learner-1")]
 
 
 def test_the_wait_for_a_node_is_no_time_of_the_start():
