@@ -6,10 +6,10 @@ to read ``m`` prompt tokens that it does not have in its cache, so takes about :
 
     pace * (n * (FREE_BATCH + q) + PREFILL_COST * m)
 
-Engines are compared by this. A conversation that would leave a slow engine counts with the square root of the ratio of
-their paces: those that leave fill the caches of the others, and the measured pace is one of the work that an engine
-happens to have. A request that waits for room in the batch counts for more than one in it, because it waits for the end
-of another.
+Engines are compared by this. The square root of the ratio of their paces counts for a conversation that would leave a
+slow engine, and where the cache of an engine is full: those that leave fill the caches of the others, and the measured
+pace is one of the work that an engine happens to have. A request that waits for room in the batch counts for more than
+one in it, because it waits for the end of another.
 """
 
 from __future__ import annotations

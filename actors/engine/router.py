@@ -1,8 +1,8 @@
 """Sticky routing of sessions to engines. A pure state machine: no task, no socket; the caller tells the time.
 
 A session (one conversation) stays on the engine where its prefix cache is. It is placed where a turn takes least time,
-by the :class:`EngineLoad` of each engine: none goes to an engine that is slower than the others are busy. Where an
-engine has not reported lately, it is placed on the one with the fewest sessions.
+by the :class:`EngineLoad` of each engine: none goes to an engine that is slower than the others are busy, unless their
+caches are full. Where an engine has not reported lately, it is placed on the one with the fewest sessions.
 An engine is *fit* for a request when its :class:`Breaker` admits one and its policy version is at least the requested
 one. A session moves only
 
@@ -52,6 +52,8 @@ STALE_SECONDS = 5.0
 MARGIN, MARGIN_MIN = 1.0, 2.0
 """Requests that another engine must have less, beside what the prefix is worth, in standard deviations of the
 difference of two Poisson counts, and at least: smaller differences are chance."""
+CACHE_FULL = 0.8
+"""Share of an engine's KV cache that its conversations would take, beyond which prefixes are lost."""
 HORIZON_SECONDS = 10.0
 """Time for which a difference of load is expected to last; at least one turn. A move is paid for in this time."""
 KV_BLOCK = 128
@@ -103,6 +105,13 @@ class EngineState:
     engine that joins others which were up."""
     leaving: bool = False
     """True once it has left the run; requests and sessions may still be there."""
+
+    @property
+    def cache_full(self) -> bool:
+        """True if its KV cache does not hold the prefixes of its conversations: those of which no request is in flight
+        are taken to be as long as the others, and as many in number as of this actor's."""
+        used = self.load.report.kv_used if self.load.report is not None else 0.0
+        return used * self.sessions > CACHE_FULL * max(1, self.in_flight)
 
     @property
     def alive(self) -> bool:
@@ -394,7 +403,9 @@ class Router:
         tokens, slower = self._turn_tokens, 1.0
         if here is not None and there is not None:
             tokens = max(tokens, HORIZON_SECONDS / (here * (FREE_BATCH + own_requests)))
-            slower = min(here / there, math.sqrt(here / there))
+            slower = math.sqrt(here / there)
+            if not own.cache_full:
+                slower = min(slower, here / there)
         margin = max(MARGIN_MIN, MARGIN * math.sqrt(own_requests + requests))
         stays = slower * tokens * (FREE_BATCH + own_requests)
         goes = tokens * (FREE_BATCH + requests + margin) + PREFILL_COST * unread
@@ -450,7 +461,8 @@ class Router:
             return min(fit, key=lambda e: (e.sessions, e.in_flight))
         known = [pace for pace, _ in loads if pace is not None]
         usual = sum(known) / len(known) if known else 1.0
-        times = [(pace or usual) * (FREE_BATCH + requests) for pace, requests in loads]
+        power = 0.5 if any(e.cache_full for e in fit) else 1.0
+        times = [(pace or usual) ** power * (FREE_BATCH + requests) for pace, requests in loads]
         return min(zip(times, fit, strict=True), key=lambda pair: (pair[0], pair[1].sessions))[1]
 
     def _share(self) -> float:

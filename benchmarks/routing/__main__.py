@@ -19,7 +19,7 @@ from benchmarks.routing.simulation import Conversation, Costs, Fixed, Informed, 
 from pipeline.runtime.rundir import write_json_atomically
 
 ACTORS, ENGINES, UPDATE_SECONDS = 4, 4, 300.0
-SEEDS = range(400, 410)
+SEEDS = range(500, 510)
 SLOW = (1.0, 2.0, 4.0)
 RULES = ("hashing", "sticky", "least", "router", "informed")
 GAMES = Path(__file__).parent / "games.json"

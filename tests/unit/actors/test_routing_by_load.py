@@ -127,6 +127,15 @@ def test_no_conversation_begins_on_an_engine_that_is_slower_than_the_others_are_
     assert placed(paced({"a": 10, "b": 10, "c": 1}, {"a": 1.0, "b": 1.0, "c": 4.0}), 60)["c"] == 0
 
 
+def test_slow_engine_takes_conversations_again_when_the_caches_of_the_others_are_full() -> None:
+    for kv_used, takes in ((0.3, False), (0.9, True)):
+        router = paced({"a": 25, "b": 1}, {"a": 1.0, "b": 2.2})
+        assert turns(router, "s", 0, 1) == ["a"]
+        router.reported("a", EngineReport(25, kv_used=kv_used, sampled=10_000 * 25 / (FREE_BATCH + 25)), 0, NOW)
+        assert (placed(router, 1)["b"] == 1) == takes
+        assert (turns(router, "s", 0)[-1] == "b") == takes
+
+
 def test_engine_of_unknown_pace_is_taken_to_be_as_fast_as_the_others_are() -> None:
     new = placed(paced({"slow": 10, "fast": 10, "new": 10}, {"slow": 2.0, "fast": 2.0}), 60)
     assert new == {"slow": 20, "fast": 20, "new": 20}
