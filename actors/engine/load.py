@@ -6,12 +6,15 @@ to read ``m`` prompt tokens that it does not have in its cache, so takes about :
 
     pace * (n * (FREE_BATCH + q) + PREFILL_COST * m)
 
-Engines are compared by this, but with the square root of the pace: the conversations that leave a slow engine fill the
-caches of the others, and the measured pace is one of the work that an engine happens to have. A request that waits for
-room in the batch counts for more than one in it, because it waits for the end of another.
+Engines are compared by this. The square root of the ratio of their paces counts for a conversation that would leave a
+slow engine, and where the cache of an engine is full: those that leave fill the caches of the others, and the measured
+pace is one of the work that an engine happens to have. A request that waits for room in the batch counts for more than
+one in it, because it waits for the end of another.
 """
 
 from __future__ import annotations
+
+import math
 
 from actors.engine.base import EngineReport
 
@@ -25,8 +28,10 @@ KV_FULL = 0.95
 """Share of the KV cache beyond which a further request waits."""
 PACE_SECONDS = 20.0
 """Time over which the pace of an engine is averaged."""
-PACE_SECONDS_MAX = 60.0
-"""Time after which the pace of an engine that sampled nothing is not believed any more."""
+REST_SECONDS = 60.0
+"""Time without a request after which an engine is taken to be faster than it was, so that it is tried again."""
+HALVINGS_MAX = 10.0
+"""Most times that its pace is halved meanwhile."""
 
 
 class EngineLoad:
@@ -36,19 +41,20 @@ class EngineLoad:
         self.report: EngineReport | None = None
         self._at = float("-inf")
         self._own = 0
-        self._paced_at = float("-inf")
+        self._worked_at = float("-inf")
         self._busy = self._sampled = 0.0
 
     def reported(self, report: EngineReport, own: int, asked_at: float) -> None:
         """The engine answered. ``own``: requests of this actor that were in flight there when it was asked."""
         before, seconds = self.report, asked_at - self._at
         if before is not None and seconds > 0 and report.sampled >= before.sampled:
-            keep = 0.5 ** (seconds / PACE_SECONDS)
+            rests = asked_at - self._worked_at > REST_SECONDS
+            keep = 1.0 if rests else 0.5 ** (seconds / PACE_SECONDS)
             running = (before.running + report.running) / 2
             self._busy = keep * self._busy + seconds * running / (FREE_BATCH + running)
             self._sampled = keep * self._sampled + report.sampled - before.sampled
-            if report.sampled > before.sampled:
-                self._paced_at = asked_at
+            if running > 0 or report.sampled > before.sampled:
+                self._worked_at = asked_at
         elif before is not None:
             self._busy = self._sampled = 0.0
         self.report, self._own, self._at = report, own, asked_at
@@ -58,10 +64,13 @@ class EngineLoad:
         return self._at >= since
 
     def pace(self, now: float) -> float | None:
-        """Seconds of a step for each request in it, ``FREE_BATCH`` included; None where it is not known."""
-        if self._sampled <= 0 or self._busy <= 0 or now - self._paced_at > PACE_SECONDS_MAX:
+        """Seconds of a step for each request in it, ``FREE_BATCH`` included; None where it is not known. Half of it for
+        each ``REST_SECONDS`` without a request, after the first: a slow engine without work is tried again, and engines
+        that rest together keep their ratio."""
+        if self._sampled <= 0 or self._busy <= 0:
             return None
-        return self._busy / self._sampled
+        halvings = (now - self._worked_at) / REST_SECONDS - 1.0
+        return self._busy / self._sampled * math.exp2(-min(max(0.0, halvings), HALVINGS_MAX))
 
     def requests(self, own: int) -> float:
         """Requests at the engine now, those that wait by what they cost. ``own``: of this actor that are in flight."""

@@ -1,7 +1,8 @@
 """Sticky routing of sessions to engines. A pure state machine: no task, no socket; the caller tells the time.
 
 A session (one conversation) stays on the engine where its prefix cache is. It is placed where a turn takes least time,
-by the :class:`EngineLoad` of each engine; where an engine has not reported lately, on the one with the fewest sessions.
+by the :class:`EngineLoad` of each engine: none goes to an engine that is slower than the others are busy, unless their
+caches are full. Where an engine has not reported lately, it is placed on the one with the fewest sessions.
 An engine is *fit* for a request when its :class:`Breaker` admits one and its policy version is at least the requested
 one. A session moves only
 
@@ -10,8 +11,9 @@ one. A session moves only
 * between two turns, to an engine that came back or joined and has less than its share of the sessions, while its own
   has more. The limit of such an engine rises to its share over ``RETURN_SECONDS``, for new sessions too;
 * between two turns, to an engine that is less busy, if its next turn, or the tokens of ``HORIZON_SECONDS``, take less
-  time there although that engine first has to read the prefix. One other engine is looked at each time, drawn at
-  random: an engine that has become idle is found by a share of the turns of all actors, and not by all of them at once.
+  time there although that engine first has to read the prefix, by more than chance. One other engine is looked at each
+  time, drawn at random: an engine that has become idle is found by a share of the turns of all actors, and not by all
+  of them at once.
 
 Engines are seen with new weights one after the other. A session whose engine lags, and a new one, wait
 ``SPREAD_SECONDS`` at most for the others, so that not all of them go to the first.
@@ -47,8 +49,11 @@ SPREAD_SECONDS = 0.5
 """Time that requests for a new policy version wait for further engines, once the first was seen with it."""
 STALE_SECONDS = 5.0
 """Reports of engines that are older are not believed."""
-MARGIN = 2.0
-"""Requests that another engine must have less, beside what the prefix is worth: smaller differences are chance."""
+MARGIN, MARGIN_MIN = 1.0, 2.0
+"""Requests that another engine must have less, beside what the prefix is worth, in standard deviations of the
+difference of two Poisson counts, and at least: smaller differences are chance."""
+CACHE_FULL = 0.8
+"""Share of an engine's KV cache that its conversations would take, beyond which prefixes are lost."""
 HORIZON_SECONDS = 10.0
 """Time for which a difference of load is expected to last; at least one turn. A move is paid for in this time."""
 KV_BLOCK = 128
@@ -100,6 +105,13 @@ class EngineState:
     engine that joins others which were up."""
     leaving: bool = False
     """True once it has left the run; requests and sessions may still be there."""
+
+    @property
+    def cache_full(self) -> bool:
+        """True if its KV cache does not hold the prefixes of its conversations: those of which no request is in flight
+        are taken to be as long as the others, and as many in number as of this actor's."""
+        used = self.load.report.kv_used if self.load.report is not None else 0.0
+        return used * self.sessions > CACHE_FULL * max(1, self.in_flight)
 
     @property
     def alive(self) -> bool:
@@ -392,8 +404,11 @@ class Router:
         if here is not None and there is not None:
             tokens = max(tokens, HORIZON_SECONDS / (here * (FREE_BATCH + own_requests)))
             slower = math.sqrt(here / there)
+            if not own.cache_full:
+                slower = min(slower, here / there)
+        margin = max(MARGIN_MIN, MARGIN * math.sqrt(own_requests + requests))
         stays = slower * tokens * (FREE_BATCH + own_requests)
-        goes = tokens * (FREE_BATCH + requests + MARGIN) + PREFILL_COST * unread
+        goes = tokens * (FREE_BATCH + requests + margin) + PREFILL_COST * unread
         return other if goes < stays else None
 
     def _loads(self, states: Sequence[EngineState], now: float) -> list[tuple[float | None, float]] | None:
@@ -444,8 +459,10 @@ class Router:
         loads = self._loads(fit, now)
         if loads is None:
             return min(fit, key=lambda e: (e.sessions, e.in_flight))
-        known = all(pace is not None for pace, _ in loads)
-        times = [(math.sqrt(pace or 1.0) if known else 1.0) * (FREE_BATCH + requests) for pace, requests in loads]
+        known = [pace for pace, _ in loads if pace is not None]
+        usual = sum(known) / len(known) if known else 1.0
+        power = 0.5 if any(e.cache_full for e in fit) else 1.0
+        times = [(pace or usual) ** power * (FREE_BATCH + requests) for pace, requests in loads]
         return min(zip(times, fit, strict=True), key=lambda pair: (pair[0], pair[1].sessions))[1]
 
     def _share(self) -> float:

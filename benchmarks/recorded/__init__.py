@@ -5,7 +5,13 @@
     afterplay run configs/quickstart.yaml
     python -m benchmarks.recorded runs/quickstart benchmarks/recorded/quickstart-2026-11-23.jsonl
 
-The second command reads the store of a run that was stopped before its first checkpoint, and so has every trajectory.
+    afterplay run configs/tiny.yaml --set run.name=number_guess --set run.total_steps=2 --set model.max_length=2048 \\
+        --set sampling.max_tokens=48 --set environments.guess.options.turns=48 --set environments.guess.max_turns=48 \\
+        --set groups.groups_per_step=40 --set staleness.max=0 --set actor.concurrency=64
+    python -m benchmarks.recorded runs/number_guess benchmarks/recorded/number-guess-2026-11-25.jsonl --groups 40
+
+The second command of each reads the store of a run before its first checkpoint, which so has every trajectory; that of
+``number_guess`` while the run plays its second step.
 It makes updates of the complete groups, eight at a time, in the order in which they became complete. The first line of
 a file says which run it was (:class:`Origin`), each of the others is a training row (:class:`RecordedRow`): the rows of
 an update beside each other, in lexicographic order of their tokens. Then what a row shares with any row before it, it
@@ -20,6 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 QUICKSTART = Path(__file__).parent / "quickstart-2026-11-23.jsonl"
+NUMBER_GUESS = Path(__file__).parent / "number-guess-2026-11-25.jsonl"
+"""A random decoder guesses a number from 0 to 7 in at most 48 turns."""
 
 
 @dataclass(frozen=True, slots=True)

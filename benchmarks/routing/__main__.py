@@ -12,16 +12,16 @@ from typing import Any
 from unittest import mock
 
 from actors.engine import load, router
-from benchmarks.recorded import QUICKSTART
+from benchmarks.recorded import NUMBER_GUESS, QUICKSTART
 from benchmarks.routing import __doc__ as description
 from benchmarks.routing.conversations import games, recorded, synthetic
-from benchmarks.routing.simulation import Conversation, Costs, Fixed, Routed, Rule, Simulation
+from benchmarks.routing.simulation import Conversation, Costs, Fixed, Informed, Routed, Rule, Simulation
 from pipeline.runtime.rundir import write_json_atomically
 
 ACTORS, ENGINES, UPDATE_SECONDS = 4, 4, 300.0
-SEEDS = range(300, 310)
+SEEDS = range(500, 510)
 SLOW = (1.0, 2.0, 4.0)
-RULES = ("hashing", "sticky", "least", "router")
+RULES = ("hashing", "sticky", "least", "router", "informed")
 GAMES = Path(__file__).parent / "games.json"
 
 
@@ -42,12 +42,16 @@ WORKLOADS = (
     Workload("cpu", CPU, lambda groups, seed: synthetic(groups, seed, 0.25), 24, 64),
     Workload("games", GPU, lambda groups, seed: games(GAMES, groups, seed), 12, 64),
     Workload("recorded", CPU, lambda groups, seed: recorded(QUICKSTART, groups, seed), 32, 128),
+    Workload("steady", CPU, lambda groups, seed: recorded(QUICKSTART, groups, seed), 160, 128),
+    Workload("guess", CPU, lambda groups, seed: recorded(NUMBER_GUESS, groups, seed), 40, 64),
 )
 
 
 def rules_of(kind: str, seed: int) -> list[Rule]:
     if kind == "router":
         return [Routed(ENGINES, 100 * seed + actor) for actor in range(ACTORS)]
+    if kind == "informed":
+        return [Informed() for _ in range(ACTORS)]
     return [Fixed(kind, ENGINES, 100 * seed + actor) for actor in range(ACTORS)]
 
 
@@ -176,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument(
-        "--workloads", nargs="+", choices=[w.name for w in WORKLOADS], default=["gpu", "cpu", "games", "recorded"]
+        "--workloads", nargs="+", choices=[w.name for w in WORKLOADS], default=[w.name for w in WORKLOADS]
     )
     parser.add_argument("--json", type=Path, help="every run")
     options = parser.parse_args(argv)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.routing.__main__ import WORKLOADS, play
 from benchmarks.routing.conversations import synthetic
 from benchmarks.routing.simulation import Costs, Fixed, Result, Routed, Rule, Simulation
 
@@ -67,6 +68,18 @@ def test_groups_are_not_slower_than_by_hashing_or_by_the_fewest_requests_of_each
 def test_one_slow_engine_of_four_makes_the_tail_of_groups_at_most_1_3_times_as_long() -> None:
     tails = {slow: sum(played("router", seed, slow)[1].quantile(0.9) for seed in SEEDS) for slow in (1.0, 2.0)}
     assert tails[2.0] <= 1.3 * tails[1.0], tails
+
+
+@pytest.mark.parametrize("name", ["steady", "guess"])
+def test_recorded_conversations_of_short_turns_stay_and_a_slow_engine_makes_their_tail_at_most_1_3_times_as_long(
+    name: str,
+) -> None:
+    workload = next(w for w in WORKLOADS if w.name == name)
+    equal, sticky = play(workload, "router", 1.0, 0), play(workload, "sticky", 1.0, 0)
+    assert equal["p90"] <= 1.05 * sticky["p90"] and equal["hits"] >= 0.9 * sticky["hits"]
+    assert equal["moves_per_turn"] < 0.03
+    for slow in (2.0, 4.0):
+        assert play(workload, "router", slow, 0)["p90"] <= 1.3 * equal["p90"], slow
 
 
 def test_adaptive_concurrency_loses_fewer_prefixes_than_too_many_episodes_and_is_as_fast() -> None:

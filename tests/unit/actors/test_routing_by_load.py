@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from actors.engine.base import EngineReport
-from actors.engine.load import FREE_BATCH, PREFILL_COST, EngineLoad
+from actors.engine.load import FREE_BATCH, PREFILL_COST, REST_SECONDS, EngineLoad
 from actors.engine.pool import EnginePool
 from actors.engine.router import MARGIN, SPREAD_SECONDS, STALE_SECONDS, TURN_TOKENS, MoveReason, Placement, Router
 from pipeline.metrics.actor import ActorMetrics
@@ -66,7 +66,7 @@ def test_engines_whose_report_is_old_are_judged_by_own_requests() -> None:
 
 def test_conversation_moves_exactly_when_waiting_costs_more_than_its_prefix() -> None:
     gain = 30.0
-    worth = TURN_TOKENS * (gain - MARGIN) / PREFILL_COST
+    worth = TURN_TOKENS * (gain - MARGIN * (6 + 6 + gain) ** 0.5) / PREFILL_COST
     for tokens, moves in ((int(worth * 0.9), True), (int(worth * 1.1), False)):
         router = router_of(a=5, b=6)
         assert turns(router, "s", tokens, 3) == ["a"] * 3, "a difference of one request moves nobody"
@@ -102,22 +102,82 @@ def test_waiting_requests_and_a_full_cache_count_for_more_than_running_ones() ->
         assert load.requests(8) - load.requests(7) == pytest.approx(more), report
 
 
-def test_slow_engine_gets_fewer_conversations() -> None:
-    router = Router("ab", 10_000, random.Random(0).random)
-    steps = {"a": 1.0, "b": 4.0}
-    placed: Counter[str] = Counter()
-    for name in steps:
-        router.probed(name, 0.0, healthy=True, version=0)
+def paced(requests: dict[str, int], slow: dict[str, float]) -> Router:
+    """Engines that have had so many requests for a while, and take so many times as long for a step; none: unknown."""
+    router = router_of(**requests)
+    for second in range(1, 10):
+        for name, n in requests.items():
+            sampled = second * 1000 * n / (FREE_BATCH + n) / slow[name] if name in slow else 0.0
+            router.reported(name, EngineReport(n, sampled=sampled), 0, NOW - 10 + second)
+    return router
+
+
+def placed(router: Router, n: int) -> Counter[str]:
+    """Engines of ``n`` new conversations, whose first turns are not over."""
+    leases = [router.acquire(f"new {i}", 0, NOW) for i in range(n)]
+    return Counter(lease.engine for lease in leases if lease is not None)
+
+
+def test_conversations_are_placed_where_a_turn_takes_least_time() -> None:
+    new = placed(paced({"a": 10, "b": 10}, {"a": 1.0, "b": 1.5}), 40)
+    assert 1.5 * (FREE_BATCH + 10 + new["b"]) == pytest.approx(FREE_BATCH + 10 + new["a"], abs=2.5)
+
+
+def test_no_conversation_begins_on_an_engine_that_is_slower_than_the_others_are_busy() -> None:
+    assert placed(paced({"a": 10, "b": 10, "c": 1}, {"a": 1.0, "b": 1.0, "c": 4.0}), 60)["c"] == 0
+
+
+def test_slow_engine_takes_conversations_again_when_the_caches_of_the_others_are_full() -> None:
+    for kv_used, takes in ((0.3, False), (0.9, True)):
+        router = paced({"a": 25, "b": 1}, {"a": 1.0, "b": 2.2})
+        assert turns(router, "s", 0, 1) == ["a"]
+        router.reported("a", EngineReport(25, kv_used=kv_used, sampled=10_000 * 25 / (FREE_BATCH + 25)), 0, NOW)
+        assert (placed(router, 1)["b"] == 1) == takes
+        assert (turns(router, "s", 0)[-1] == "b") == takes
+
+
+def test_engine_of_unknown_pace_is_taken_to_be_as_fast_as_the_others_are() -> None:
+    new = placed(paced({"slow": 10, "fast": 10, "new": 10}, {"slow": 2.0, "fast": 2.0}), 60)
+    assert new == {"slow": 20, "fast": 20, "new": 20}
+    new = placed(paced({"slow": 10, "fast": 10, "new": 10}, {"slow": 9.0, "fast": 1.0}), 30)
+    assert new["slow"] == 0, "what is known of the others stays known"
+
+
+def test_differences_that_are_chance_move_nobody() -> None:
+    for others, moves in ((36, False), (20, True)):
+        router = router_of(a=0, b=1)
+        turns(router, "s", 0, 1)
+        for name, requests in (("a", 40), ("b", others)):
+            router.reported(name, EngineReport(requests), 0, NOW)
+        assert (turns(router, "s", 0)[-1] == "b") == moves
+
+
+def test_conversation_stays_where_it_is_faster_even_if_the_slow_engine_is_less_busy() -> None:
+    """So that those which are not placed there do not go there one turn later."""
+    router = paced({"a": 28, "b": 4}, {"a": 1.0, "b": 2.0})
+    assert placed(router, 1) == {"a": 1} and set(turns(router, "s", 0)) == {"a"}
+
+
+def test_engine_without_work_is_tried_again_and_engines_that_rest_together_keep_their_ratio() -> None:
+    loads = {slow: EngineLoad() for slow in (1.0, 4.0)}
     for second in range(10):
-        for name, slow in steps.items():
-            router.reported(name, EngineReport(10, sampled=second * 1000 / slow), 0, NOW + second)
-    for i in range(40):
-        lease = router.acquire(str(i), 0, NOW + 9)
-        assert lease is not None
-        placed[lease.engine] += 1
-    a, b = (10 + placed[name] for name in "ab")
-    assert placed["a"] > placed["b"]
-    assert 2 * (FREE_BATCH + b) == pytest.approx(FREE_BATCH + a, abs=2.5)
+        for slow, load in loads.items():
+            load.reported(EngineReport(10, sampled=second * 1000 / slow), 10, NOW + second)
+    paces = {at: [load.pace(NOW + 9 + at) for load in loads.values()] for at in (0.0, REST_SECONDS)}
+    assert paces[0.0] == paces[REST_SECONDS]
+    for second in range(10, 70):
+        for slow, load in loads.items():
+            load.reported(EngineReport(0, sampled=9000 / slow), 0, NOW + second)
+    for later in (2 * REST_SECONDS, 1e5):
+        for slow, load in loads.items():
+            load.reported(EngineReport(0, sampled=9000 / slow), 0, NOW + 9 + later)
+        fast, slowly = (load.pace(NOW + 9 + later) or 0.0 for load in loads.values())
+        assert slowly / fast == pytest.approx(4.0) and 0 < slowly <= 0.6 * (paces[0.0][1] or 0.0)
+    recovered = loads[4.0]
+    for second in range(4):
+        running = min(10, 1000 * second)
+        recovered.reported(EngineReport(running, sampled=9000 / 4 + second * 1000), 10, NOW + 1e5 + 10 + second)
+    assert recovered.pace(NOW + 1e5 + 14) == pytest.approx(paces[0.0][0], rel=0.5)
 
 
 def test_conversation_of_short_turns_leaves_a_slow_engine_that_costs_more_than_its_prefix_in_time() -> None:
@@ -130,6 +190,17 @@ def test_conversation_of_short_turns_leaves_a_slow_engine_that_costs_more_than_i
             for name, factor in (("a", slow), ("b", 1.0)):
                 router.reported(name, EngineReport(10, sampled=second * 1000 / factor), 0, NOW - 10 + second)
         assert (turns(router, "s", 2000)[-1] == "b") == leaves
+
+
+def test_engine_that_samples_nothing_for_its_requests_is_not_taken_to_rest() -> None:
+    load = EngineLoad()
+    for second in range(10):
+        load.reported(EngineReport(10, sampled=second * 1000), 10, NOW + second)
+    before = load.pace(NOW + 9)
+    for second in range(10, 400):
+        load.reported(EngineReport(10, sampled=9000), 10, NOW + second)
+    after = load.pace(NOW + 400)
+    assert before is not None and after is not None and after > 100 * before
 
 
 class SlowToAnswer(StubEngine):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import rank_division
-from benchmarks.recorded import QUICKSTART, Origin, RecordedRow, read, write
+from benchmarks.recorded import NUMBER_GUESS, QUICKSTART, Origin, RecordedRow, read, write
 from benchmarks.recorded.__main__ import recorded
 from benchmarks.routing.conversations import recorded as conversations
 from learner.data.rows import trajectory_rows
@@ -73,9 +73,15 @@ def test_conversations_have_the_turns_of_the_rollouts(updates: dict[int, list[Tr
     assert all(sum(turn.seconds for turn in rollout) == pytest.approx(0.5) for group in drawn for rollout in group)
 
 
-def test_the_recorded_run_has_whole_groups_of_one_branch_each() -> None:
+def test_number_guess_has_a_long_tail() -> None:
+    turns = sorted(len(row.turns) for row in read(NUMBER_GUESS))
+    assert len(turns) == 320 and turns[160] == 6 and turns[288] >= 3 * turns[160] and turns[-1] == 48
+
+
+@pytest.mark.parametrize("file", [QUICKSTART, NUMBER_GUESS], ids=lambda file: file.stem)
+def test_the_recorded_run_has_whole_groups_of_one_branch_each(file: Path) -> None:
     rows: dict[int, list[RecordedRow]] = {}
-    for row in read(QUICKSTART):
+    for row in read(file):
         rows.setdefault(row.group, []).append(row)
     assert {len(group) for group in rows.values()} == {8}
     assert len({row.rollout for group in rows.values() for row in group}) == 8 * len(rows)
