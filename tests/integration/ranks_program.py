@@ -98,8 +98,7 @@ def run(folder: Path, cases: dict, group: RankGroup | None) -> None:
 def transfers(trainer: Trainer, group: RankGroup) -> list[dict]:
     """Publications by IPC in which the engine fails at one call after another, then at none, then one given up."""
     client, gone = RecordingClient(), threading.Event()
-    vllm_transfer._client = lambda *_: client
-    sender = vllm_transfer._TransferGroup("ipc", "http://engine", 1, 5.0, None, group, trainer.policy.device)
+    sender = vllm_transfer.IpcGroup(client, group, trainer.policy.device)
     found = []
     for fault in ("start", "update", "finish", "", "given up"):
         client.faults, client.calls, client.update, error = {fault}, [], {}, ""

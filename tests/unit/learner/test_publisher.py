@@ -583,7 +583,7 @@ def test_vllm_transfer_without_a_gpu_names_the_remedy():
     from pipeline.errors import ConfigurationError
 
     with pytest.raises(ConfigurationError, match="weight_transfer=files"):
-        VllmTransferLoader("nccl", 10.0)
+        VllmTransferLoader("nccl", 10.0, lambda folder, tensors: 0)
 
 
 async def test_an_engine_that_joins_is_proved_before_it_is_labelled_and_one_that_leaves_delays_nothing(
