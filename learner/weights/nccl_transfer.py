@@ -1,7 +1,8 @@
 """Transfer of weights to one engine by NCCL, straight from the device on which they are trained.
 
 A thread gets the weights one after another, with several ranks by gathering the shards of each; another one, in which
-vLLM's sender runs, broadcasts a weight while the next is got. Both together hold at most :data:`AHEAD` weights.
+vLLM's sender runs, broadcasts a weight while the next is got. Beside the trained ones there are at most three whole weights: these two,
+and the one sent before, which vLLM's loop holds until it gets another.
 
 A send ends where its engine fails: where a request of the sender to the engine fails, where the engine takes no weight
 for :data:`STALL_SECONDS`, or where the loader gives up. It then aborts its communicator, because a broadcast whose peer
@@ -17,7 +18,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import torch
@@ -26,13 +27,21 @@ from torch import Tensor
 from pipeline.errors import EngineUnavailable
 
 AHEAD = 2
-"""Whole weights that exist at once beside the trained ones: one is sent, one is made."""
+"""Whole weights that are made and not sent: one is sent, one is made."""
 STALL_SECONDS = 30.0
 """An engine that does not take one weight within this time has stopped. Other engines may wait for the ranks."""
 POLL_SECONDS = 0.0005
 
 Description = Sequence[tuple[str, torch.dtype, Sequence[int]]]
 """Name, type and shape of each tensor."""
+
+
+class ParameterMeta(NamedTuple):
+    """Has the fields of vLLM's ``ParamMeta``."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 class Send:
@@ -65,7 +74,7 @@ class Send:
                 self.check()
                 name, tensor, ready = got
                 if ready is not None:
-                    torch.cuda.current_stream(device).wait_event(ready)
+                    ready.wait()
                 yield name, tensor
                 self._until_done(device)
                 del got, tensor
@@ -85,8 +94,7 @@ class Send:
                         break
                     name, tensor = found[0], found[1].to(device, non_blocking=True)
                     del found
-                    ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-                    self._got.put((name, tensor, ready))
+                    self._got.put((name, tensor, work_of(device)))
                     del tensor
             self._got.put(None)
         except Exception as error:
@@ -99,12 +107,16 @@ class Send:
 
     def _until_done(self, device: torch.device) -> None:
         """Wait for the broadcast of the last weight, or for the end of the send."""
-        if device.type == "cuda":
-            done, idle = torch.cuda.current_stream(device).record_event(), threading.Event()
-            while not done.query():
-                self.check()
-                idle.wait(POLL_SECONDS)
+        work, idle = work_of(device), threading.Event()
+        while work is not None and not work.query():
+            self.check()
+            idle.wait(POLL_SECONDS)
         self.check()
+
+
+def work_of(device: torch.device) -> Any:
+    """Event after all work of this thread's stream; None where work is done at once."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 class NcclGroup:
@@ -137,11 +149,9 @@ class NcclGroup:
 
     # vLLM's WeightSource
 
-    def metadata(self) -> list[Any]:
-        from vllm.distributed.weight_transfer.base import ParamMeta
-
+    def metadata(self) -> list[ParameterMeta]:
         assert self._send is not None
-        return [ParamMeta(name, kind, tuple(shape)) for name, kind, shape in self._send.description]
+        return [ParameterMeta(name, kind, tuple(shape)) for name, kind, shape in self._send.description]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         assert self._send is not None
