@@ -1,8 +1,8 @@
 """Transfer of weights to one engine by NCCL, straight from the device on which they are trained.
 
 A thread gets the weights one after another, with several ranks by gathering the shards of each; another one, in which
-vLLM's sender runs, broadcasts a weight while the next is got. Beside the trained ones there are at most three whole weights: these two,
-and the one sent before, which vLLM's loop holds until it gets another.
+vLLM's sender runs, broadcasts a weight while the next is got. Beside the trained ones there are at most three whole
+weights: these two, and the one sent before, which vLLM's loop holds until it gets another.
 
 A send ends where its engine fails: where a request of the sender to the engine fails, where the engine takes no weight
 for :data:`STALL_SECONDS`, or where the loader gives up. It then aborts its communicator, because a broadcast whose peer
