@@ -79,6 +79,7 @@ async def world(kit, tmp_path, monkeypatch):
         lambda client, source, url, workers: BroadcastEndpoint(client, source, w.peers[url]),
     )  # fmt: skip
     monkeypatch.setattr(nccl_transfer, "work_of", work_of)
+    monkeypatch.setattr(nccl_transfer, "STALL_SECONDS", 1000)
     yield w
     for engine in engines:
         await engine.stop()

@@ -27,6 +27,7 @@ from learner.role import serve as serve_learner
 from learner.training.trainer import Trainer
 from learner.weights import nccl_transfer, vllm_transfer
 from learner.weights import publisher as publisher_module
+from learner.weights.device_weights import DeviceWeights
 from pipeline.config import RunConfig
 from pipeline.errors import DamagedFiles
 from pipeline.metrics.learner import STAGES
@@ -213,6 +214,11 @@ async def test_a_run_whose_weights_leave_the_device_writes_no_folder_and_no_upda
     make = vllm_transfer.VllmTransferLoader
     monkeypatch.setattr(vllm_transfer, "VllmTransferLoader", lambda *args: make(*args, device=torch.device("cpu")))
     step, read = Trainer.step, Policy.weights
+    retire, retired = DeviceWeights.retire, []
+
+    async def retiring(weights):
+        retired.append(len(steps))
+        await retire(weights)
 
     def weights(policy, dtype):
         sent.append([len(steps)])
@@ -220,6 +226,7 @@ async def test_a_run_whose_weights_leave_the_device_writes_no_folder_and_no_upda
         sent[-1].append(len(steps))
 
     monkeypatch.setattr(Policy, "weights", weights)
+    monkeypatch.setattr(DeviceWeights, "retire", retiring)
     monkeypatch.setattr(Trainer, "step", lambda *args, **more: (steps.append(1), step(*args, **more))[1])
     async with world(engine={"weight_transfer": "nccl"}) as w:
         _, run = w.learner()
@@ -227,6 +234,7 @@ async def test_a_run_whose_weights_leave_the_device_writes_no_folder_and_no_upda
         assert [p for p in w.directory.weights(0).parent.rglob("*") if p.is_file()] == [] and w.engine.loaded == []
         assert w.engine.versions == [0, 1, 2, 3]
     assert sent == [[1, 1], [2, 2], [3, 3]], "no update began meanwhile"
+    assert retired == [0, 1, 2], "before each update, those that it changes"
     assert len(peer.received) == 3
     last = load_file(find_checkpoints(w.directory.checkpoints)[0] / "model" / "model.safetensors")
     assert all(torch.equal(last[name], tensor) for name, tensor in peer.received[-1].items())
