@@ -8,9 +8,9 @@ With ``engine.colocate: sleep`` engines and learner take turns on one device: th
 update, once the version before is published, and releases it before it publishes the next.
 
 Training runs in a worker thread, so messages continue; each layer of a pass is progress
-(:mod:`pipeline.runtime.progress`). Publication of a version overlaps with the training of the next update; at most one
-publication is under way. The next batch is prefetched during training too
-(:mod:`learner.prefetch`). A checkpoint is copied in memory and written by
+(:mod:`pipeline.runtime.progress`). Publication of a version overlaps with the training of the next update, but for
+weights that engines get straight from the device; at most one publication is under way. The next batch is prefetched
+during training too (:mod:`learner.prefetch`). A checkpoint is copied in memory and written by
 :class:`learner.checkpoints.writer.CheckpointWriter`: the loop waits for the disk only when the previous write is not
 done.
 """
@@ -121,7 +121,7 @@ class LearnerLoop:
         """An update begins only after the publication: it would change the weights that are sent, or needs the ranks
         that send them."""
         self._weights: DeviceWeights | None = None
-        """Those of the current version, where engines get them from the device."""
+        """Weights of the current version, where engines get them from the device."""
         self._clock = LoopClock()
         self._publication_done = anyio.Event()
         self._publication_done.set()

@@ -279,6 +279,15 @@ async def test_an_engine_that_joins_late_gets_the_newest_version_without_a_folde
     assert same(world.peer(1).received[-1], world.policy.snapshot("bfloat16")) and world.files() == []
 
 
+async def test_copies_in_host_memory_go_the_same_way(world):
+    """As with ``publish.at_end: keep``, where each version is a folder too."""
+    world.publisher._write = world.write
+    snapshot = world.policy.snapshot("bfloat16")
+    async with working(world):
+        assert len((await world.publisher.publish(1, snapshot)).live) == 2
+    assert all(same(peer.received[-1], snapshot) for peer in world.peers.values()) and world.writes == 1
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_description_and_weights_agree(kit, rank):
     policy = kit.tiny_policy(lora={"rank": rank})
