@@ -138,7 +138,8 @@ class VllmTransferLoader:
 
     async def _open(self, engine: EngineControl) -> NcclGroup | IpcGroup:
         """Raises :class:`EngineRefused` where the engine answers that it cannot take part."""
-        client = _client(engine.url, self._timeout_seconds, self._key)
+        connect = partial(_client, engine.url, self._timeout_seconds, self._key)
+        client = await anyio.to_thread.run_sync(connect, abandon_on_cancel=True)  # vLLM takes seconds to import
         if self._backend == "ipc":
             make = partial(IpcGroup, client, self._ranks, self._device)
             return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
