@@ -8,9 +8,9 @@ With ``engine.colocate: sleep`` engines and learner take turns on one device: th
 update, once the version before is published, and releases it before it publishes the next.
 
 Training runs in a worker thread, so messages continue; each layer of a pass is progress
-(:mod:`pipeline.runtime.progress`). Publication of a version overlaps with the training of the next update; at most one
-publication is under way. The next batch is prefetched during training too
-(:mod:`learner.prefetch`). A checkpoint is copied in memory and written by
+(:mod:`pipeline.runtime.progress`). Publication of a version overlaps with the training of the next update, but for
+weights that engines get straight from the device; at most one publication is under way. The next batch is prefetched
+during training too (:mod:`learner.prefetch`). A checkpoint is copied in memory and written by
 :class:`learner.checkpoints.writer.CheckpointWriter`: the loop waits for the disk only when the previous write is not
 done.
 """
@@ -45,9 +45,10 @@ from learner.recorder import MetricsLog, Update, record_step, step_line, trained
 from learner.session import LearnerSession
 from learner.traces import Tracer
 from learner.training.trainer import Trainer
+from learner.weights.device_weights import DeviceWeights
 from learner.weights.engine_keeper import Publication
 from learner.weights.probe import WeightProbe
-from learner.weights.publisher import weights_to_publish
+from learner.weights.publisher import published_dtype, sent_from_device, weights_to_publish
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.disk_wait import when_room
 from pipeline.runtime.process import RoleContext
@@ -73,7 +74,7 @@ class LivePublisher(Protocol):
     async def publish(
         self,
         version: int,
-        tensors: Mapping[str, Tensor] | None,
+        tensors: Mapping[str, Tensor] | DeviceWeights | None,
         expected: TokenArray | None = None,
         initial: bool = False,
     ) -> Publication: ...
@@ -114,8 +115,13 @@ class LearnerLoop:
         self._prefetcher = Prefetcher(session, self._config.replay)
         tokens = self._config.learner.tokens_per_microbatch * trainer.policy.ranks.size
         self._scorer = CandidateScorer(session, self._config.replay, trainer.mean_entropies, tokens, self._may_score)
-        self._transfers = self._config.engine.weight_transfer == "ipc" and trainer.policy.ranks.size > 1
-        """Ranks take part in transfers of weights."""
+        self._from_device = sent_from_device(self._config)
+        ranks_transfer = self._config.engine.weight_transfer == "ipc" and trainer.policy.ranks.size > 1
+        self._transfers = self._from_device or ranks_transfer
+        """An update begins only after the publication: it would change the weights that are sent, or needs the ranks
+        that send them."""
+        self._weights: DeviceWeights | None = None
+        """Weights of the current version, where engines get them from the device."""
         self._clock = LoopClock()
         self._publication_done = anyio.Event()
         self._publication_done.set()
@@ -245,23 +251,29 @@ class LearnerLoop:
                 self._ctx.report(RoleState.WAITING_FOR_ENGINES, f"one that serves version {self._unserved}")
                 self._ctx.beat()
 
-    async def _snapshot(self) -> dict[str, Tensor]:
+    async def _snapshot(self) -> dict[str, Tensor] | DeviceWeights:
+        if self._from_device:
+            policy = self._trainer.policy
+            self._weights = DeviceWeights(policy, published_dtype(policy, self._config.publish))
+            return self._weights
         return await anyio.to_thread.run_sync(weights_to_publish, self._trainer.policy, self._config.publish)
 
     async def _acquire_device(self) -> None:
         """Acquire a shared device, once the engines serve the version before. So do ranks that take part in a
-        transfer: an engine that waits for them is paused."""
+        transfer: an engine that waits for them is paused. Weights that are sent from the device are retired then."""
         if self._device is None and not self._transfers:
             return
         self._ctx.report(RoleState.PUBLISHING, "the engines to take the version before")
         await self._until_published()
+        if self._weights is not None:
+            await self._weights.retire()
         if self._device is None:
             return
         async with self._ctx.waiting(RoleState.WAITING_FOR_ENGINES, "the device"):
             await self._device.acquire(lambda why: self._ctx.report(RoleState.WAITING_FOR_ENGINES, why))
 
     async def _start_publication(
-        self, tasks: anyio.abc.TaskGroup, tensors: Mapping[str, Tensor], initial: bool = False
+        self, tasks: anyio.abc.TaskGroup, tensors: Mapping[str, Tensor] | DeviceWeights, initial: bool = False
     ) -> None:
         """Begin to publish the current version, once the publication before is done. ``initial``: the engines have its
         weights."""
@@ -288,7 +300,7 @@ class LearnerLoop:
         self,
         version: int,
         updates: int,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor] | DeviceWeights,
         expected: TokenArray | None,
         initial: bool,
         done: anyio.Event,

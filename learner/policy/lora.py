@@ -70,16 +70,17 @@ class Adapters:
         """True for an entry of the model's state dict that is part of an adapter."""
         return ".lora_" in name
 
+    def merged_name(self, name: str) -> str:
+        """Name of an entry of the model's state dict in a model without adapters."""
+        module, marker, rest = name.rpartition(".base_layer.")
+        return f"{module}.{rest}" if marker else name
+
     @torch.no_grad()
-    def merged(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    def merged(self, name: str, tensor: Tensor) -> Tensor:
         """An entry of the model's state dict as a model without adapters has it: ``W + alpha / rank · B A``, added in
         float32."""
         module, marker, rest = name.rpartition(".base_layer.")
-        if not marker:
-            return name, tensor
-        if rest == "weight":
-            tensor = tensor.float() + self._deltas[module](_NAME).float()
-        return f"{module}.{rest}", tensor
+        return tensor.float() + self._deltas[module](_NAME).float() if marker and rest == "weight" else tensor
 
     @torch.no_grad()
     def snapshot(self, dtype: torch.dtype, ranks: Ranks = ALONE) -> dict[str, Tensor]:

@@ -94,40 +94,61 @@ class Policy(Backbone):
             compute_dtype=self._compute,
         )
 
-    def snapshot(self, dtype: DtypeName) -> dict[str, Tensor]:
-        """Copies of all weights on the CPU in ``dtype``; tied weights once, under the name that the model loads them
-        by. Adapters are added to the weights they belong to, under the names of a model without them.
+    def weights(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
+        """All weights in ``dtype``, one after another, on the device; tied weights once, under the name that the model
+        loads them by. Adapters are added to the weights they belong to, under the names of a model without them.
 
-        With several ranks one weight at a time is made whole, and only rank 0 keeps copies.
+        With several ranks one weight at a time is made whole, and only rank 0 gets it. A weight that has the type
+        already is the trained one itself. The ranks work together until the iterator has ended or is closed.
         """
-        with self.ranks.together("snapshot", facts={"dtype": dtype}):
-            return self._snapshot(dtype)
+        return self._together(dtype, copies=False)
 
-    def _snapshot(self, dtype: DtypeName) -> dict[str, Tensor]:
+    def description(self, dtype: DtypeName) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Name, type and shape of what :meth:`weights` gives, in its order. Not a collective."""
+        return [(self._public(name), _kind(tensor, dtype), tuple(tensor.shape)) for name, tensor in self._entries()]
+
+    def snapshot(self, dtype: DtypeName) -> dict[str, Tensor]:
+        """Copies of all :meth:`weights` on the CPU; with several ranks only rank 0 has them."""
+        return {name: tensor.cpu().contiguous() for name, tensor in self._together(dtype, copies=True)}
+
+    def _together(self, dtype: DtypeName, *, copies: bool) -> Iterator[tuple[str, Tensor]]:
+        with self.ranks.together("snapshot", facts={"dtype": dtype}):
+            yield from self._weights(dtype, copies=copies)
+
+    def _weights(self, dtype: DtypeName, *, copies: bool) -> Iterator[tuple[str, Tensor]]:
+        wanted = self.ranks.rank == 0
+        for name, tensor in self._entries():
+            kind = _kind(tensor, dtype)
+            if self.adapters is not None:
+                tensor = self.adapters.merged(name, tensor)
+            # cast on the device, and before the gather: a copy that also casts would move the float32 values
+            cast = self.ranks.whole(tensor.detach().to(kind, copy=copies and tensor.device.type == "cpu"))
+            if wanted:
+                try:
+                    yield self._public(name), cast
+                except GeneratorExit:
+                    if self.ranks.size == 1:
+                        raise
+                    wanted = False  # the other ranks make every weight whole all the same
+
+    def _public(self, name: str) -> str:
+        return name if self.adapters is None else self.adapters.merged_name(name)
+
+    def _entries(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights as they are trained, each once."""
         tied = set(
             getattr(self.model, "all_tied_weights_keys", None) or getattr(self.model, "_tied_weights_keys", None) or ()
         )
-        copies: dict[str, Tensor] = {}
-        seen: dict[tuple[int, int], str] = {}
+        seen: set[tuple[int, int]] = set()
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for name, tensor in sorted(self.model.state_dict().items(), key=lambda item: item[0] in tied):
             divided = isinstance(parameters.get(name), DTensor)  # shards have no storage to tell them apart by
             storage = (id(parameters[name]) if divided else tensor.data_ptr(), tensor.numel())
             if tensor.numel() and storage in seen:
                 continue
-            seen[storage] = name
-            kind = DTYPES[dtype] if tensor.is_floating_point() else tensor.dtype
-            if self.adapters is not None:
-                if self.adapters.owns(name):
-                    continue
-                name, tensor = self.adapters.merged(name, tensor)
-            tensor = self.ranks.whole(tensor)
-            if self.ranks.rank:
-                continue
-            # cast on the device: a copy that also casts would move the float32 values and cast them on the CPU
-            cast = tensor.detach().to(kind, copy=tensor.device.type == "cpu")
-            copies[name] = cast.cpu().contiguous()
-        return copies
+            seen.add(storage)
+            if self.adapters is None or not self.adapters.owns(name):
+                yield name, tensor
 
     def adapter_snapshot(self, dtype: torch.dtype) -> dict[str, Tensor] | None:
         """Copies of the adapters alone on the CPU, by the names of peft's files; None without adapters."""
@@ -143,3 +164,8 @@ class Policy(Backbone):
         return Head(
             layer.weight, getattr(layer, "bias", None), float(scale), getattr(config, "final_logit_softcapping", None)
         )
+
+
+def _kind(tensor: Tensor, dtype: DtypeName) -> torch.dtype:
+    """Type of a published weight."""
+    return DTYPES[dtype] if tensor.is_floating_point() else tensor.dtype

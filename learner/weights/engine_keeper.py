@@ -36,6 +36,8 @@ from pipeline.schema.weight_stamp import UNSTAMPED, write_stamp
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from learner.weights.device_weights import DeviceWeights
+
 log = logging.getLogger(__name__)
 
 
@@ -52,6 +54,8 @@ class Target:
     """True for the weights that the engines were started with: an unstamped engine then needs only the stamp."""
     tensors: Mapping[str, Tensor] | None = None
     """The same weights in memory, for loaders that do not read files, and to write the files again."""
+    weights: DeviceWeights | None = None
+    """The same weights where they are trained, in place of ``tensors``; nothing is written then."""
     run: str | None = None
     """``run.id``, which is part of the stamp."""
     expected: TokenArray | None = None
@@ -60,6 +64,11 @@ class Target:
     @property
     def stamp(self) -> str:
         return write_stamp(self.run, self.version)
+
+    @property
+    def gone(self) -> bool:
+        """True where training has changed the weights since, and no folder has them."""
+        return self.weights is not None and self.weights.retired and not (self.weights.written or self.initial)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +105,7 @@ class WeightPublisher(Protocol):
     async def publish(
         self,
         version: int,
-        tensors: Mapping[str, Tensor] | None,
+        tensors: Mapping[str, Tensor] | DeviceWeights | None,
         expected: TokenArray | None = None,
         initial: bool = False,
     ) -> Publication:
@@ -262,6 +271,8 @@ class EngineKeeper:
     async def _bring_to(self, target: Target) -> None:
         served = await self.control.version()
         if load_needed(served, target, seen=self._seen):
+            if target.gone:
+                raise EngineRefused("the learner trains, and nothing else has these weights: the next version comes")
             await self._load(target, served)
         elif served != target.stamp:
             await self._stamp_initial(target)

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from learner.data.rows import TokenArray
-from learner.distributed.ranks import Ranks
 from learner.policy.backbone import DTYPES, DtypeName
 from learner.policy.policy import Policy
 from learner.weights.colocated import ColocatedKeeper, SharedDevice
 from learner.weights.delta_loader import DeltaLoader
+from learner.weights.device_weights import DeviceWeights
 from learner.weights.engine_control import EngineControl
 from learner.weights.engine_keeper import EngineKeeper, Publication, Target, WeightLoader
 from learner.weights.probe import WeightProbe, make_probe
@@ -225,21 +225,27 @@ class Publisher:
     async def publish(
         self,
         version: int,
-        tensors: Mapping[str, Tensor] | None,
+        tensors: Mapping[str, Tensor] | DeviceWeights | None,
         expected: TokenArray | None = None,
         initial: bool = False,
     ) -> Publication:
         """See :meth:`learner.weights.engine_keeper.WeightPublisher.publish`; ``run`` must be running."""
         start = time.perf_counter()
         folder, n_bytes = self._directory.weights(version), 0
-        if not initial and tensors is not None:
+        weights, tensors = (tensors, None) if isinstance(tensors, DeviceWeights) else (None, tensors)
+        initial = initial or (tensors is None and weights is None)
+        if not initial and weights is not None:
+            n_bytes = weights.n_bytes
+            folder.mkdir(parents=True, exist_ok=True)  # its name says that the version was used
+        elif not initial and tensors is not None:
             n_bytes = await _write_version(self._write, folder, version, tensors)
         target = Target(
             version,
-            self._directory.model if initial or tensors is None else folder,
+            self._directory.model if initial else folder,
             folder,
-            initial=initial or tensors is None,
+            initial=initial,
             tensors=tensors,
+            weights=weights,
             run=self._run,
             expected=expected,
         )
@@ -259,7 +265,8 @@ class Publisher:
     @asynccontextmanager
     async def _digesting(self, target: Target) -> AsyncIterator[None]:
         """Write the digests of the folder meanwhile, from the memory of the operating system: no engine waits."""
-        if target.initial or not target.folder.is_dir() or (target.folder / CONTENTS).exists():
+        written = not target.initial and target.weights is None and target.folder.is_dir()
+        if not written or (target.folder / CONTENTS).exists():
             yield
             return
         self._loader.publishing = target.folder
@@ -372,7 +379,7 @@ def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, m
     """
     _check_dtype(config, policy)
     write = _writer(config, policy)
-    loader = _loader(config, directory, write, policy.ranks)
+    loader = _loader(config, directory, write, policy)
     addresses = engine_addresses(config.engine, directory)
     return Publisher(
         addresses.fixed,
@@ -389,6 +396,16 @@ def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, m
         make_probe(config, directory.model, metrics),
         addresses,
     )
+
+
+def sent_from_device(config: RunConfig) -> bool:
+    """True where engines get the weights from the learner's device, without a copy in host memory and without a folder:
+    by NCCL, unless the run shall leave its last version as a folder."""
+    return config.engine.weight_transfer == "nccl" and not _leaves_folders(config)
+
+
+def _leaves_folders(config: RunConfig) -> bool:
+    return config.publish.at_end == "keep" or not config.checkpoint.at_end
 
 
 def weights_to_publish(policy: Policy, config: PublishConfig) -> dict[str, Tensor]:
@@ -422,8 +439,12 @@ def _check_dtype(config: RunConfig, policy: Policy) -> None:
 
 
 def _writer(config: RunConfig, policy: Policy) -> Callable[[Path, Mapping[str, Tensor]], int]:
-    if config.engine.gpu_transfer and config.publish.at_end == "remove" and config.checkpoint.at_end:
+    if config.engine.gpu_transfer and not _leaves_folders(config):
         return _record_version
+    return _folder_writer(config, policy)
+
+
+def _folder_writer(config: RunConfig, policy: Policy) -> Callable[[Path, Mapping[str, Tensor]], int]:
     if config.publish.lora == "merged" or policy.adapters is None:
         return lambda folder, tensors: write_weights(folder, policy.model, tensors)
     return partial(write_adapters, policy.adapters)
@@ -436,7 +457,7 @@ def _record_version(folder: Path, tensors: Mapping[str, Tensor]) -> int:
 
 
 def _loader(
-    config: RunConfig, directory: RunDirectory, write: Callable[[Path, Mapping[str, Tensor]], int], ranks: Ranks
+    config: RunConfig, directory: RunDirectory, write: Callable[[Path, Mapping[str, Tensor]], int], policy: Policy
 ) -> WeightLoader:
     if config.publish.lora == "adapter":
         return AdapterLoader(config.publish.adapter_name)
@@ -449,4 +470,5 @@ def _loader(
     from learner.weights.vllm_transfer import VllmTransferLoader
 
     key = find_key(config.engine, "learner_key")
-    return VllmTransferLoader(transfer, config.publish.timeout_seconds, key, ranks)
+    whole = _folder_writer(config, policy)
+    return VllmTransferLoader(transfer, config.publish.timeout_seconds, whole, key, policy.ranks)

@@ -5,10 +5,10 @@ Written against ``vllm.distributed.weight_transfer`` of vLLM 0.32. The control m
 by vLLM's trainer-side classes; pause, stamp and resume stay with the keeper. Needs vLLM in the learner's environment
 and GPUs on both sides.
 
-One NCCL group per engine, of rank 0 and the workers of that engine. A communicator cannot lose a member: with one group
-for all, an engine that dies would take the transfer to all others with it, and one that starts could join only by a new
-group of all. The price is that rank 0 sends the weights once for each engine. A broadcast whose peer died cannot be
-cancelled: its thread is abandoned and a new group is created.
+One NCCL group per engine, of rank 0 and the workers of that engine (:mod:`learner.weights.nccl_transfer`). A
+communicator cannot lose a member: with one group for all, an engine that dies would take the transfer to all others
+with it, and one that starts could join only by a new group of all. The price is that rank 0 sends the weights once for
+each engine. An engine that answers that it cannot join gets a folder instead, until the learner starts again.
 
 IPC passes handles of GPU memory. vLLM's sender gathers those of all ranks, for workers that share a GPU with another
 rank than 0, so all ranks take part (:func:`follow`): each gets every tensor from rank 0 and exports its own copy. Only
@@ -17,13 +17,15 @@ rank 0 talks to the engine. A failure there is raised after the collectives, in 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib.util
-import socket
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import anyio
 import anyio.to_thread
@@ -34,8 +36,11 @@ from torch import Tensor
 from learner.distributed.ranks import ALONE, Ranks
 from learner.weights.engine_control import EngineControl
 from learner.weights.engine_keeper import Target
-from pipeline.errors import ConfigurationError, EngineError, EngineUnavailable
+from learner.weights.nccl_transfer import NcclGroup, Send
+from pipeline.errors import ConfigurationError, EngineError, EngineRefused, EngineUnavailable
 from pipeline.runtime.engine_keys import authorization
+
+log = logging.getLogger(__name__)
 
 
 class VllmTransferLoader:
@@ -44,45 +49,119 @@ class VllmTransferLoader:
     reads_memory = True
 
     def __init__(
-        self, backend: Literal["nccl", "ipc"], timeout_seconds: float, key: str | None = None, ranks: Ranks = ALONE
+        self,
+        backend: Literal["nccl", "ipc"],
+        timeout_seconds: float,
+        write: Callable[[Path, Mapping[str, Tensor]], int],
+        key: str | None = None,
+        ranks: Ranks = ALONE,
+        device: torch.device | None = None,
     ) -> None:
-        if not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None:
+        """``write`` makes a whole folder. ``device`` holds the weights; None: the GPU, which must be there."""
+        if device is None and (not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None):
             raise ConfigurationError(
                 f"engine.weight_transfer is {backend}, which needs vLLM and a GPU in the learner's environment: "
                 "install afterplay[vllm] there, or set engine.weight_transfer=files"
             )
         self._backend = backend
         self._timeout_seconds = timeout_seconds
+        self._write = write
         self._key = key
         self._ranks = ranks
-        self._groups: dict[str, _TransferGroup] = {}
+        self._device = device or torch.device("cuda")
+        self._groups: dict[str, NcclGroup | IpcGroup] = {}
+        self._without_group: set[str] = set()
+        """Engines that answered that they cannot join one."""
 
     async def load(self, engine: EngineControl, target: Target) -> None:
-        if target.tensors is None:
+        weights = target.weights
+        if weights is None and target.tensors is None:
             await engine.reload(target.folder)
-            return
+        elif engine.url in self._without_group or (weights is not None and weights.retired):
+            await self._load_folder(engine, target)
+        else:
+            with contextlib.nullcontext() if weights is None else weights.reading():
+                sent = await self._transfer(engine, target)
+            if not sent:
+                await self._load_folder(engine, target)
+
+    async def _transfer(self, engine: EngineControl, target: Target) -> bool:
+        """False where the engine cannot join a group; nothing has changed then."""
         group = self._groups.pop(engine.url, None)
-        abandoned = threading.Event()
         try:
             if group is None:
                 group = await self._open(engine)
-            await anyio.to_thread.run_sync(partial(group.send, target.tensors, abandoned), abandon_on_cancel=True)
+            if isinstance(group, NcclGroup):
+                await self._broadcast(group, target)
+            else:
+                assert target.tensors is not None
+                await self._share(group, target.tensors)
+        except EngineRefused as error:
+            if self._backend != "nccl":
+                raise
+            log.warning("engine %s gets its weights as folders: it cannot join a group of NCCL: %s", engine.url, error)
+            self._without_group.add(engine.url)
+            return False
         except EngineError:
             raise
         except Exception as error:
             raise EngineUnavailable(
                 f"{self._backend} transfer to {engine.url} failed: {type(error).__name__}: {error}"
             ) from error
+        self._groups[engine.url] = group
+        return True
+
+    async def _load_folder(self, engine: EngineControl, target: Target) -> None:
+        """The folder of the version, which is written for the first engine that needs it."""
+        if target.weights is not None and not target.initial:
+            await target.weights.write(target.written, target.version, self._write)
+        await engine.reload(target.folder)
+
+    async def _broadcast(self, group: NcclGroup, target: Target) -> None:
+        if target.weights is not None:
+            send = Send(target.weights.description, target.weights.read)
+        else:
+            tensors = target.tensors or {}
+            send = Send([(n, t.dtype, t.shape) for n, t in tensors.items()], lambda: (pair for pair in tensors.items()))
+        try:
+            await anyio.to_thread.run_sync(group.send, send, abandon_on_cancel=True)
+        except anyio.get_cancelled_exc_class():
+            send.stop(EngineUnavailable("the transfer was given up"))
+            raise
+
+    async def _share(self, group: IpcGroup, tensors: Mapping[str, Tensor]) -> None:
+        abandoned = threading.Event()
+        try:
+            await anyio.to_thread.run_sync(partial(group.send, tensors, abandoned), abandon_on_cancel=True)
         finally:
             abandoned.set()
-        self._groups[engine.url] = group
 
-    async def _open(self, engine: EngineControl) -> _TransferGroup:
-        workers = await engine.world_size()
-        return await anyio.to_thread.run_sync(
-            partial(_TransferGroup, self._backend, engine.url, workers, self._timeout_seconds, self._key, self._ranks),
-            abandon_on_cancel=True,
-        )
+    async def _open(self, engine: EngineControl) -> NcclGroup | IpcGroup:
+        """Raises :class:`EngineRefused` where the engine answers that it cannot take part."""
+        connect = partial(_client, engine.url, self._timeout_seconds, self._key)
+        client = await anyio.to_thread.run_sync(connect, abandon_on_cancel=True)  # vLLM takes seconds to import
+        if self._backend == "ipc":
+            make = partial(IpcGroup, client, self._ranks, self._device)
+            return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
+        workers, loop, ended = await engine.world_size(), asyncio.get_running_loop(), anyio.Event()
+        results: list[NcclGroup | Exception] = []
+
+        def end(result: NcclGroup | Exception) -> None:
+            results.append(result)
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+                loop.call_soon_threadsafe(ended.set)
+
+        def join() -> None:
+            try:
+                end(NcclGroup(engine.url, workers, client, self._device, failed=end))
+            except Exception as error:
+                end(error)
+
+        threading.Thread(target=join, name="join", daemon=True).start()
+        await ended.wait()
+        if isinstance(results[0], Exception):
+            raise results[0]
+        return results[0]
 
 
 Description = Sequence[tuple[str, str, Sequence[int]]]
@@ -169,31 +248,14 @@ class _LateErrors:
                 self._error = error
 
 
-class _TransferGroup:
-    """One engine's transfer endpoint. Blocks while it is built and while it sends: for worker threads."""
+class IpcGroup:
+    """One engine's endpoint for IPC. Blocks while it is made and while it sends: for worker threads."""
 
-    def __init__(
-        self,
-        backend: Literal["nccl", "ipc"],
-        url: str,
-        workers: int,
-        timeout_seconds: float,
-        key: str | None,
-        ranks: Ranks = ALONE,
-        device: torch.device | None = None,
-    ) -> None:
-        self._ranks = ranks if backend == "ipc" else ALONE
-        self._source = _Weights(device or torch.device("cuda"), self._ranks)
-        client = _client(url, timeout_seconds, key)
+    def __init__(self, client: Any, ranks: Ranks, device: torch.device) -> None:
+        self._ranks = ranks
+        self._source = _Weights(device, ranks)
         self._late = _LateErrors(client)
-        if backend == "ipc":
-            self._engine = ipc_endpoint(self._late if self._ranks.size > 1 else client, self._source, 0)
-            return
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
-
-        host = _address_towards(url)
-        info = NCCLTrainerInitInfo(master_address=host, master_port=_free_port(host), world_size=1 + workers, rank=0)
-        self._engine = NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=self._source)
+        self._engine = ipc_endpoint(self._late if ranks.size > 1 else client, self._source, 0)
 
     def send(self, tensors: Mapping[str, Tensor], abandoned: threading.Event) -> None:
         """Send one version. With several ranks not before an update under way has ended; then not at all where it was
@@ -206,29 +268,20 @@ class _TransferGroup:
 
 
 def _client(url: str, timeout_seconds: float, key: str | None) -> Any:
+    import requests
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
     class Client(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
         """vLLM's client, which has no place for a key."""
 
         def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
-            import requests
-
             address, headers = f"{self.base_url}/{path}", authorization(key)
             requests.post(address, json=json, headers=headers, timeout=self.timeout).raise_for_status()
 
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            try:
+                super().init_weight_transfer_engine(init_info)
+            except requests.HTTPError as error:
+                raise EngineRefused(str(error)) from error
+
     return Client(url, timeout=timeout_seconds)
-
-
-def _address_towards(url: str) -> str:
-    """Our address as the engine's machine sees it."""
-    host = urlsplit(url).hostname or "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return str(probe.getsockname()[0])
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,9 @@ from learner.data.rows import Batch
 from learner.distributed.collectives import RankGroup, join, leave, process_rank
 from learner.rank_worker import ShardWriter, execute_commands
 from learner.training.trainer import Trainer
-from learner.weights import vllm_transfer
+from learner.weights import nccl_transfer, vllm_transfer
+from pipeline.errors import EngineUnavailable
+from tests.support.nccl_endpoint import BroadcastEndpoint, NcclPeer, work_of
 from tests.support.shared_memory_endpoint import RecordingClient, SharedMemoryEndpoint
 from tests.unit.learner.conftest import make_rows, run_config
 from tests.unit.packing.conftest import branching_rows
@@ -77,6 +80,7 @@ def run(folder: Path, cases: dict, group: RankGroup | None) -> None:
             continue
         if case.get("transfer"):
             (folder / "transfer.json").write_bytes(orjson.dumps(transfers(trainer, group)))
+            (folder / "broadcast.json").write_bytes(orjson.dumps(broadcasts(trainer, group)))
             group.end()
             draws(group)
             continue
@@ -98,8 +102,7 @@ def run(folder: Path, cases: dict, group: RankGroup | None) -> None:
 def transfers(trainer: Trainer, group: RankGroup) -> list[dict]:
     """Publications by IPC in which the engine fails at one call after another, then at none, then one given up."""
     client, gone = RecordingClient(), threading.Event()
-    vllm_transfer._client = lambda *_: client
-    sender = vllm_transfer._TransferGroup("ipc", "http://engine", 1, 5.0, None, group, trainer.policy.device)
+    sender = vllm_transfer.IpcGroup(client, group, trainer.policy.device)
     found = []
     for fault in ("start", "update", "finish", "", "given up"):
         client.faults, client.calls, client.update, error = {fault}, [], {}, ""
@@ -113,6 +116,36 @@ def transfers(trainer: Trainer, group: RankGroup) -> list[dict]:
         digests = {n: hashlib.sha256(t.view(torch.uint8).numpy().tobytes()).hexdigest() for n, t in weights.items()}
         handles = dict(zip(client.update.get("names", ()), client.update.get("ipc_handles", ()), strict=True))
         found.append({"calls": client.calls, "error": error, "digests": digests, "handles": handles})
+        trainer.step(Batch(trainer.updates, (), rows_of({}, trainer.updates)), policy_version=trainer.updates)
+    return found
+
+
+def broadcasts(trainer: Trainer, group: RankGroup) -> list[dict]:
+    """Publications by NCCL, each gathered one weight at a time, in which the engine dies or hangs, and whole ones; an
+    update follows each."""
+    peer, policy, found = NcclPeer(), trainer.policy, []
+    nccl_transfer.nccl_endpoint = lambda client, source, url, workers: BroadcastEndpoint(client, source, peer)
+    nccl_transfer.work_of, nccl_transfer.STALL_SECONDS = work_of, 0.2
+    for fault in ("", "dies", "hangs", ""):
+        peer.fault, peer.received, error = fault, [], ""
+        expected, alive, most = policy.snapshot("bfloat16"), weakref.WeakSet(), [0]
+
+        def read(alive=alive, most=most):
+            for name, tensor in policy.weights("bfloat16"):
+                alive.add(tensor)
+                most.append(len(alive))
+                yield name, tensor
+                del tensor
+
+        sender = nccl_transfer.NcclGroup("http://engine", 1, peer, policy.device, failed=lambda error: None)
+        try:
+            sender.send(nccl_transfer.Send(policy.description("bfloat16"), read))
+        except (ConnectionError, EngineUnavailable) as raised:
+            error = str(raised)
+        same = bool(peer.received) and peer.received[0].keys() == expected.keys() and all(
+            torch.equal(peer.received[0][name], tensor) for name, tensor in expected.items()
+        )  # fmt: skip
+        found.append({"fault": fault, "error": error, "same": same, "most": max(most)})
         trainer.step(Batch(trainer.updates, (), rows_of({}, trainer.updates)), policy_version=trainer.updates)
     return found
 

@@ -190,3 +190,11 @@ def test_every_rank_takes_part_in_a_transfer_and_none_hangs_when_the_engine_fail
     assert [bool(publication["error"]) for publication in found] == [True, True, True, False, False]
     whole = found[3]
     assert whole["handles"] == {name: {"GPU-0": d, "GPU-1": d} for name, d in whole["digests"].items()}
+
+
+@pytest.mark.slow
+def test_ranks_gather_one_weight_at_a_time_for_an_engine_and_none_hangs_when_it_is_lost(folder):
+    found = orjson.loads((folder / "broadcast.json").read_bytes())
+    assert [publication["same"] for publication in found] == [True, False, False, True]
+    assert ["reset" in found[1]["error"], "taken no weight" in found[2]["error"]] == [True, True]
+    assert all(publication["most"] <= 3 for publication in found)

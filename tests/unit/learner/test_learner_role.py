@@ -13,16 +13,21 @@ import anyio
 import numpy as np
 import orjson
 import pytest
+import torch
 from aiohttp import web
 from filelock import FileLock
+from safetensors.torch import load_file
 
 from learner.checkpoints.best import BestKeeper
 from learner.checkpoints.checkpoint import find_checkpoints, read_state
 from learner.models.info import ModelInfo
+from learner.policy.policy import Policy
 from learner.recorder import MetricsLog
 from learner.role import serve as serve_learner
 from learner.training.trainer import Trainer
+from learner.weights import nccl_transfer, vllm_transfer
 from learner.weights import publisher as publisher_module
+from learner.weights.device_weights import DeviceWeights
 from pipeline.config import RunConfig
 from pipeline.errors import DamagedFiles
 from pipeline.metrics.learner import STAGES
@@ -40,6 +45,7 @@ from pipeline.transport.codec import decode_order, encode_trajectory
 from pipeline.transport.protocol import EventKind, Kind, WireMessage
 from tests.support.damage import flip
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
+from tests.support.nccl_endpoint import BroadcastEndpoint, NcclPeer, work_of
 
 
 class Engine:
@@ -55,6 +61,8 @@ class Engine:
             return web.json_response({"weight_version": self.version})
         if request.path == "/is_paused":
             return web.json_response({"is_paused": False})
+        if request.path == "/get_world_size":
+            return web.json_response({"world_size": 1})
         body = await request.json() if request.can_read_body else {}
         if request.path == "/collective_rpc":
             self.loaded.append(body["kwargs"]["weights_path"])
@@ -89,7 +97,7 @@ def config_of(tmp_path, url, **sections) -> RunConfig:
             "run": {"directory": str(tmp_path), "name": "r", "total_steps": sections.pop("total_steps", 3)},
             "model": {"source": "tiny", "max_length": 64, "tiny": {"hidden_size": 16, "layers": 1, "heads": 2}},
             "sampling": {"max_tokens": 8},
-            "engine": {"kind": "external", "urls": [url]},
+            "engine": {"kind": "external", "urls": [url], **sections.pop("engine", {})},
             "environments": {"toy": {"name": "arithmetic"}},
             "groups": {"n_rollout": 2, "groups_per_step": 2},
             "learner": {
@@ -192,6 +200,44 @@ async def test_a_run_ends_with_every_step_recorded_published_and_saved(world):
     text = ctx.registry.get_sample_value
     assert text("afterplay_learner_updates_total") == 3
     assert text("afterplay_learner_importance_ratio_count", {"level": "token", "source": "fresh"}) == 24
+
+
+async def test_a_run_whose_weights_leave_the_device_writes_no_folder_and_no_update_changes_what_is_sent(
+    world, monkeypatch
+):
+    peer, sent, steps = NcclPeer(), [], []
+    monkeypatch.setattr(
+        nccl_transfer, "nccl_endpoint", lambda client, source, *_: BroadcastEndpoint(client, source, peer)
+    )
+    monkeypatch.setattr(nccl_transfer, "work_of", work_of)
+    monkeypatch.setattr(vllm_transfer, "_client", lambda *_: peer)
+    make = vllm_transfer.VllmTransferLoader
+    monkeypatch.setattr(vllm_transfer, "VllmTransferLoader", lambda *args: make(*args, device=torch.device("cpu")))
+    step, read = Trainer.step, Policy.weights
+    retire, retired = DeviceWeights.retire, []
+
+    async def retiring(weights):
+        retired.append(len(steps))
+        await retire(weights)
+
+    def weights(policy, dtype):
+        sent.append([len(steps)])
+        yield from read(policy, dtype)
+        sent[-1].append(len(steps))
+
+    monkeypatch.setattr(Policy, "weights", weights)
+    monkeypatch.setattr(DeviceWeights, "retire", retiring)
+    monkeypatch.setattr(Trainer, "step", lambda *args, **more: (steps.append(1), step(*args, **more))[1])
+    async with world(engine={"weight_transfer": "nccl"}) as w:
+        _, run = w.learner()
+        await run()
+        assert [p for p in w.directory.weights(0).parent.rglob("*") if p.is_file()] == [] and w.engine.loaded == []
+        assert w.engine.versions == [0, 1, 2, 3]
+    assert sent == [[1, 1], [2, 2], [3, 3]], "no update began meanwhile"
+    assert retired == [0, 1, 2], "before each update, those that it changes"
+    assert len(peer.received) == 3
+    last = load_file(find_checkpoints(w.directory.checkpoints)[0] / "model" / "model.safetensors")
+    assert all(torch.equal(last[name], tensor) for name, tensor in peer.received[-1].items())
 
 
 @pytest.mark.slow

@@ -1,12 +1,9 @@
 """The publisher against small real HTTP servers that behave like engines, and like failing ones."""
 
-import asyncio
-
 import anyio
 import numpy as np
 import pytest
 import torch
-from aiohttp import web
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -25,86 +22,7 @@ from pipeline.runtime.contents import find_damage, write_contents
 from pipeline.runtime.engine_keys import make_key_files
 from pipeline.runtime.rundir import RunDirectory
 from tests.support.damage import DAMAGES
-
-
-class FakeEngine:
-    """Serves the control routes on a free loopback port; ``faults`` maps a path to how it fails."""
-
-    def __init__(self):
-        self.version, self.paused, self.loaded, self.calls, self.faults = "default", False, [], [], {}
-        self.half_loaded, self.ended, self.broken, self.score = False, 0, [], None
-        self.authorizations = set()
-        self.runner = self.url = None
-        self.released = asyncio.Event()
-
-    async def start(self, port=0):
-        app = web.Application()
-        app.router.add_get("/weight_info", self._handle)
-        app.router.add_get("/is_paused", self._handle)
-        for path in ("/pause", "/resume", "/collective_rpc", "/update_weight_version", "/afterplay/end",
-                     "/inference/v1/generate"):  # fmt: skip
-            app.router.add_post(path, self._handle)
-        self.runner = web.AppRunner(app, shutdown_timeout=1.0)
-        await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", port)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
-        return self
-
-    @property
-    def port(self):
-        return int(self.url.rsplit(":", 1)[1])
-
-    async def stop(self):
-        self.released.set()
-        await self.runner.cleanup()
-
-    async def _handle(self, request):
-        path = request.path
-        self.calls.append(path)
-        self.authorizations.add(request.headers.get("Authorization"))
-        body = await request.json() if request.can_read_body else {}
-        fault = self.faults.get(path)
-        if path == "/collective_rpc" and body["method"] == "abandon_update":
-            self.half_loaded = self.half_loaded and fault == "for ever"
-            return web.json_response({})
-        if path == "/collective_rpc" and fault in (500, "hang", "for ever"):
-            self.half_loaded = True
-        if path == "/collective_rpc" and self.half_loaded:
-            fault = fault if fault in (404, 500, "hang") else 500
-        if fault == "hang":
-            await self.released.wait()
-        if fault == "garbage":
-            return web.Response(text="<html>")
-        if isinstance(fault, int):
-            return web.json_response({"error": "no"}, status=fault)
-        if path == "/weight_info":
-            return web.json_response({"weight_version": self.version})
-        if path == "/is_paused":
-            return web.json_response({"is_paused": self.paused})
-        if path == "/pause":
-            assert request.query["mode"] == "keep"
-            self.paused = True
-        elif path == "/resume":
-            self.paused = False
-            if self.half_loaded:
-                self.broken.append("sampled with weights that are half loaded")
-        elif path == "/afterplay/end":
-            self.half_loaded, self.paused, self.version = False, False, "default"
-            self.ended += 1
-            self.faults.clear()
-        elif path == "/inference/v1/generate":
-            if self.score is None:
-                return web.json_response({"error": "unknown"}, status=404)
-            scores = [None, *({str(token): {"logprob": self.score}} for token in body["token_ids"][1:])]
-            return web.json_response({"choices": [{}], "prompt_logprobs": scores})
-        elif path == "/collective_rpc":
-            assert self.paused
-            assert body["method"] == "reload_weights"
-            self.loaded.append(body["kwargs"]["weights_path"])
-        elif path == "/update_weight_version":
-            self.version = body["new_version"]
-        return web.json_response({"status": "ok"})
+from tests.support.fake_engine import FakeEngine, running
 
 
 @pytest.fixture(autouse=True)
@@ -130,25 +48,6 @@ def weights(kit):
 def publisher_of(urls, tmp_path, model, timeout=5.0, keep=2, **more):
     directory = RunDirectory(tmp_path).create()
     return Publisher(urls, directory, PublishConfig(timeout_seconds=timeout, keep=keep), model, **more), directory
-
-
-class running:
-    """The publisher with its keepers running."""
-
-    def __init__(self, publisher):
-        self.publisher = publisher
-
-    async def __aenter__(self):
-        await self.publisher.__aenter__()
-        self.group = anyio.create_task_group()
-        await self.group.__aenter__()
-        self.group.start_soon(self.publisher.run)
-        return self.publisher
-
-    async def __aexit__(self, *args):
-        self.group.cancel_scope.cancel()
-        await self.group.__aexit__(*args)
-        await self.publisher.__aexit__(*args)
 
 
 async def test_every_engine_serves_the_published_version_and_runs_on(engines, weights, tmp_path):
@@ -583,7 +482,7 @@ def test_vllm_transfer_without_a_gpu_names_the_remedy():
     from pipeline.errors import ConfigurationError
 
     with pytest.raises(ConfigurationError, match="weight_transfer=files"):
-        VllmTransferLoader("nccl", 10.0)
+        VllmTransferLoader("nccl", 10.0, lambda folder, tensors: 0)
 
 
 async def test_an_engine_that_joins_is_proved_before_it_is_labelled_and_one_that_leaves_delays_nothing(

@@ -1,0 +1,316 @@
+"""Weights that go from the learner's device to engines, one at a time, with a double of vLLM's sender."""
+
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.to_thread
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from learner.data.rows import Batch
+from learner.training.trainer import Trainer
+from learner.weights import nccl_transfer, vllm_transfer
+from learner.weights.device_weights import DeviceWeights
+from learner.weights.publisher import Publisher, published_versions, write_weights
+from learner.weights.vllm_transfer import VllmTransferLoader
+from pipeline.config.learner import PublishConfig
+from pipeline.errors import EngineRefused, EngineUnavailable
+from pipeline.runtime.rundir import RunDirectory
+from tests.support.fake_engine import FakeEngine, running
+from tests.support.nccl_endpoint import BroadcastEndpoint, NcclPeer, work_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    monkeypatch.setattr("learner.weights.engine_keeper.WATCH_SECONDS", 0.05)
+    monkeypatch.setattr("learner.weights.engine_keeper.RETRY_SECONDS", 0.02)
+
+
+class World:
+    """Two engines, a policy and the publisher between them."""
+
+    def __init__(self, kit, tmp_path, engines, timeout=5.0):
+        self.engines = engines
+        self.peers = {engine.url: NcclPeer() for engine in engines}
+        self.trainer = Trainer(kit.tiny_policy(), kit.run_config({"learning_rate": 0.1}))
+        self.policy = self.trainer.policy
+        self.rows = kit.make_rows(4)
+        self.directory = RunDirectory(tmp_path).create()
+        loader = VllmTransferLoader("nccl", timeout, self.write, device=CPU)
+        self.publisher = Publisher(
+            [engine.url for engine in engines], self.directory, PublishConfig(timeout_seconds=timeout, keep=2),
+            self.policy.model, loader,
+        )  # fmt: skip
+        self.writes = 0
+
+    def write(self, folder, tensors):
+        self.writes += 1
+        return write_weights(folder, self.policy.model, tensors)
+
+    def weights(self):
+        return DeviceWeights(self.policy, "bfloat16")
+
+    def update(self):
+        self.trainer.step(Batch(self.trainer.updates, (), self.rows), policy_version=self.trainer.updates)
+
+    def peer(self, i):
+        return self.peers[self.engines[i].url]
+
+    def keeper(self, i):
+        return self.publisher.keepers[self.engines[i].url]
+
+    def files(self):
+        return [path for path in self.directory.weights(0).parent.rglob("*") if path.is_file()]
+
+
+@pytest.fixture
+async def world(kit, tmp_path, monkeypatch):
+    engines = [await FakeEngine().start() for _ in range(2)]
+    w = World(kit, tmp_path, engines)
+    monkeypatch.setattr(vllm_transfer, "_client", lambda url, *_: w.peers[url])
+    monkeypatch.setattr(
+        nccl_transfer, "nccl_endpoint",
+        lambda client, source, url, workers: BroadcastEndpoint(client, source, w.peers[url]),
+    )  # fmt: skip
+    monkeypatch.setattr(nccl_transfer, "work_of", work_of)
+    monkeypatch.setattr(nccl_transfer, "STALL_SECONDS", 1000)
+    yield w
+    for engine in engines:
+        await engine.stop()
+
+
+@asynccontextmanager
+async def working(world):
+    with anyio.fail_after(60):
+        async with running(world.publisher):
+            yield
+
+
+def same(received, snapshot):
+    return received.keys() == snapshot.keys() and all(torch.equal(received[n], t) for n, t in snapshot.items())
+
+
+async def until(look):
+    while not look():
+        await anyio.sleep(0.005)
+
+
+async def test_engines_get_what_is_trained_and_no_file_is_on_the_way(world):
+    async with working(world):
+        for version in (1, 2):
+            weights = world.weights()
+            done = await world.publisher.publish(version, weights)
+            assert len(done.live) == 2 and done.n_bytes == sum(
+                t.nbytes for t in world.policy.snapshot("bfloat16").values()
+            )
+            for peer in world.peers.values():
+                assert len(peer.received) == version and same(peer.received[-1], world.policy.snapshot("bfloat16"))
+            await weights.retire()
+            world.update()
+    assert not same(world.peer(0).received[0], world.peer(0).received[1]), "the update changed the weights"
+    assert [engine.version for engine in world.engines] == ["2", "2"]
+    assert [peer.joined for peer in world.peers.values()] == [1, 1], "the groups stay"
+    assert world.files() == [] and world.writes == 0 and all(not engine.loaded for engine in world.engines)
+    assert published_versions(world.directory) == [1, 2], "a learner that dies now takes another number"
+
+
+def test_three_whole_weights_exist_at_most_and_one_is_made_while_another_is_sent(kit):
+    policy = kit.tiny_policy()
+    alive, most, made = weakref.WeakSet(), [], threading.Semaphore(0)
+    read = policy.weights
+
+    def weights():
+        for name, tensor in read("bfloat16"):
+            alive.add(tensor)
+            most.append(len(alive))
+            made.release()
+            yield name, tensor
+            del tensor
+
+    total = len(policy.description("bfloat16"))
+    send = nccl_transfer.Send(policy.description("bfloat16"), weights)
+    for i, _ in enumerate(send.pairs(CPU)):
+        for _ in range(1 if i and i < total - 1 else 2 if not i else 0):
+            assert made.acquire(timeout=30), "the next is made while this one is sent"
+    assert i == total - 1 and max(most) <= nccl_transfer.AHEAD + 1 == 3, "the loop here holds one too"
+
+
+async def test_an_update_waits_for_the_transfers_under_way_and_none_begins_before_the_next_version(world):
+    """Else an engine would get some weights of one version and some of the next."""
+    first, second = world.engines
+    second.faults["/weight_info"] = 503
+    async with working(world):
+        weights = world.weights()
+        await world.publisher.publish(1, weights)
+        world.peer(1).goes_on.clear()
+        world.peer(1).began.clear()
+        second.faults.clear()
+        await anyio.to_thread.run_sync(world.peer(1).began.wait, 30)
+        before = world.policy.snapshot("bfloat16")
+        async with anyio.create_task_group() as group:
+            updated = []
+
+            async def update():
+                await weights.retire()
+                updated.append(world.update())
+
+            group.start_soon(update)
+            await anyio.wait_all_tasks_blocked()
+            assert not updated
+            world.peer(1).goes_on.set()
+        assert updated and same(world.peer(1).received[-1], before)
+        first.version, first.paused, loads = "default", False, len(world.peer(0).received)
+        await until(lambda: "next version" in world.keeper(0).state.trouble)
+        pauses = first.calls.count("/pause")
+        calls = len(first.calls)
+        await until(lambda: first.calls[calls:].count("/weight_info") >= 3)
+        assert first.calls.count("/pause") == pauses, "it is not paused in vain"
+        await world.publisher.publish(2, world.weights())
+        await world.keeper(0).until_served(2)
+    assert len(world.peer(0).received) == loads + 1
+    assert same(world.peer(0).received[-1], world.policy.snapshot("bfloat16"))
+
+
+@pytest.mark.parametrize("fault", ["start", "dies", "update", "finish"])
+async def test_an_engine_that_fails_half_way_is_withdrawn_at_once_and_loads_in_a_new_group(world, fault):
+    """At once: not after ``publish.timeout_seconds``, although a broadcast whose peer is gone never ends."""
+    failing, whole = world.engines
+    world.peer(0).fault = fault
+    world.publisher._config = PublishConfig(timeout_seconds=1000)
+    async with working(world):
+        for keeper in world.publisher.keepers.values():
+            keeper._timeout_seconds = 1000
+        done = await world.publisher.publish(1, world.weights())
+        assert done.live == (whole.url,)
+        assert failing.version == "withdrawn" and failing.paused
+        assert same(world.peer(1).received[-1], world.policy.snapshot("bfloat16"))
+        assert world.peer(0).closed >= 1, "its communicator is aborted"
+        world.peer(0).fault = ""
+        await world.keeper(0).until_served(1)
+    assert world.peer(0).joined > 1
+    assert (failing.version, failing.paused, failing.broken) == ("1", False, [])
+    assert same(world.peer(0).received[-1], world.policy.snapshot("bfloat16"))
+
+
+async def test_an_engine_that_hangs_delays_one_publication_and_no_update_for_ever(world):
+    hung, whole = world.engines
+    world.peer(0).fault = "hangs"
+    async with working(world):
+        for keeper in world.publisher.keepers.values():
+            keeper._timeout_seconds = 0.3
+        weights = world.weights()
+        done = await world.publisher.publish(1, weights)
+        assert done.live == (whole.url,) and hung.version == "withdrawn" and hung.paused
+        await weights.retire()
+        await until(lambda: world.peer(0).closed >= 1)
+
+
+def test_a_sender_that_takes_no_weight_is_given_up_and_the_ranks_are_free(kit, monkeypatch):
+    monkeypatch.setattr(nccl_transfer, "STALL_SECONDS", 0.05)
+    policy, read = kit.tiny_policy(), []
+    ended = threading.Event()
+
+    def weights():
+        try:
+            for pair in policy.weights("bfloat16"):
+                read.append(pair[0])
+                yield pair
+        finally:
+            ended.set()
+
+    send = nccl_transfer.Send(policy.description("bfloat16"), weights)
+    pairs = send.pairs(CPU)
+    next(pairs)
+    assert ended.wait(30) and len(read) == nccl_transfer.AHEAD
+    with pytest.raises(EngineUnavailable, match="taken no weight"):
+        list(pairs)
+
+
+async def test_an_engine_that_cannot_join_gets_a_folder_that_is_written_for_it_alone(world):
+    stranger, joined = world.engines
+    world.peer(0).fault = "refuses"
+    async with working(world):
+        for version in (1, 2):
+            weights = world.weights()
+            assert len((await world.publisher.publish(version, weights)).live) == 2
+            snapshot = world.policy.snapshot("bfloat16")
+            folder = world.directory.weights(version)
+            assert stranger.loaded[-1] == str(folder.absolute()) and world.writes == version
+            assert same(load_file(folder / "model.safetensors"), snapshot)
+            assert same(world.peer(1).received[-1], snapshot) and joined.loaded == []
+            await weights.retire()
+            world.update()
+        stranger.version = joined.version = "default"  # both start again while the learner trains
+        for i in (0, 1):
+            world.keeper(i).look_soon()
+        await until(lambda: stranger.loaded.count(str(folder.absolute())) == 2)
+        await until(lambda: joined.loaded == [str(folder.absolute())])
+    assert world.writes == 2 and len(world.peer(1).received) == 2
+
+
+async def test_an_engine_without_the_route_is_not_asked_to_join(world):
+    world.engines[0].faults["/get_world_size"] = 404
+    async with working(world):
+        assert len((await world.publisher.publish(1, world.weights())).live) == 2
+    assert world.peer(0).joined == 0 and len(world.engines[0].loaded) == 1
+
+
+async def test_weights_that_have_changed_are_not_written_under_the_old_version(world, tmp_path):
+    weights = world.weights()
+    await weights.retire()
+    with pytest.raises(EngineRefused, match="next version"):
+        await weights.write(tmp_path / "v000001", 1, world.write)
+    assert world.writes == 0
+
+
+async def test_an_engine_that_joins_late_gets_the_newest_version_without_a_folder(world):
+    first, late = world.engines
+    world.publisher._addresses = (first.url,)
+    async with working(world):
+        await world.publisher.publish(1, world.weights())
+        world.publisher.set_engines([first.url, late.url])
+        await world.keeper(1).until_served(1)
+    assert same(world.peer(1).received[-1], world.policy.snapshot("bfloat16")) and world.files() == []
+
+
+async def test_copies_in_host_memory_go_the_same_way(world):
+    """As with ``publish.at_end: keep``, where each version is a folder too."""
+    world.publisher._write = world.write
+    snapshot = world.policy.snapshot("bfloat16")
+    async with working(world):
+        assert len((await world.publisher.publish(1, snapshot)).live) == 2
+    assert all(same(peer.received[-1], snapshot) for peer in world.peers.values()) and world.writes == 1
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_description_and_weights_agree(kit, rank):
+    policy = kit.tiny_policy(lora={"rank": rank})
+    pairs = {name: tensor.clone() for name, tensor in policy.weights("bfloat16")}
+    assert [(n, t.dtype, tuple(t.shape)) for n, t in pairs.items()] == policy.description("bfloat16")
+    assert same(pairs, policy.snapshot("bfloat16"))
+
+
+@pytest.mark.slow  # vLLM takes seconds to import
+def test_vllm_s_own_sender_takes_a_group_for_source_and_client(kit, monkeypatch):
+    """The class of vLLM 0.32; a double only for its communicator."""
+    nccl_engine = pytest.importorskip("vllm.distributed.weight_transfer.nccl_engine")
+    policy, peer, infos = kit.tiny_policy(), NcclPeer(), []
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: infos.append(info) or peer)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+    monkeypatch.setattr(nccl_transfer, "work_of", work_of)
+    group = nccl_transfer.NcclGroup("http://127.0.0.1:9", 2, peer, CPU, failed=lambda error: None)
+    assert (infos[0].world_size, infos[0].packed, infos[0].is_sender) == (3, False, True)
+    description = policy.description("bfloat16")
+    for _ in range(2):
+        group.send(nccl_transfer.Send(description, lambda: policy.weights("bfloat16")))
+        assert same(peer.received[-1], policy.snapshot("bfloat16"))
+    peer.fault = "dies"
+    with ThreadPoolExecutor(1) as thread, pytest.raises(ConnectionError, match="reset"):
+        thread.submit(group.send, nccl_transfer.Send(description, lambda: policy.weights("bfloat16"))).result(30)
+    assert peer.closed == 1 and len(peer.received) == 2
