@@ -13,7 +13,8 @@ from pipeline.runtime.process import ADDRESS
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch):
     for name in (ADDRESS, VARIABLE):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what a test sets is undone
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "192.0.2.1", "::1"])
