@@ -467,6 +467,8 @@ def plot(run_directory: Run) -> None:
     from pipeline.runtime.rundir import RunDirectory
 
     directory = RunDirectory(run_directory)
+    if not directory.config_file.exists() and not directory.metrics_file.exists():
+        _refuse(f"expected a run directory, got {run_directory}, which has no config.yaml")
     problem = draw(directory.metrics_file, directory.curves_file)
     if problem:
         _refuse(problem)

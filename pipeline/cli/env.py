@@ -59,7 +59,7 @@ def show(name: Name, sets: Sets = None, seed: Seed = 0) -> None:
     say(typer.style(details.entry.name, bold=True) + f" ({details.entry.kind})")
     if details.entry.missing is not None:
         say(typer.style(f"not ready: {details.entry.missing}", fg="red"))
-    say(f"\n{details.doc}\n")
+    say(f"\n{details.doc}\n" if details.doc else "")
     say(typer.style("options", bold=True))
     for option in details.options:
         say(f"  {typer.style(option.name, fg='cyan')}: {option.kind} = {option.default}")

@@ -461,6 +461,7 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         "--fresh: expected a run directory of Afterplay",
     ),
     "status of no run": (lambda p: ["status", "."], "expected a run directory, got ., which has no config.yaml"),
+    "curves of no run": (lambda p: ["plot", "."], "expected a run directory, got ., which has no config.yaml"),
     "rollouts of no run": (lambda p: ["show", "nowhere"], "expected a run directory"),
     "checkpoint is missing": (
         lambda p: ["eval", *p.resumes()[:0], str(p.run.path), "-c", "9"],
