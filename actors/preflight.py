@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import cast
@@ -44,6 +44,7 @@ from pipeline.runtime.plugin_guard import (
 from pipeline.schema import FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.scorer.functions import Call, Workers
 from pipeline.scorer.verdict import ENVIRONMENT, ScoreFailure
+from pipeline.tasks.splits import evaluated_environments, split_names
 
 log = logging.getLogger("afterplay.preflight")
 
@@ -122,6 +123,7 @@ def check_environments(config: RunConfig, tasks: Mapping[str, Sequence[Task]], f
 async def _check_all(config: RunConfig, tasks: Mapping[str, Sequence[Task]], found: Findings) -> dict[str, Opening]:
     openings = {}
     can: list[str] = []
+    own: dict[str, Collection[str]] = {}
     watch_tasks()
     started = TaskOwner()
     with interrupting_blocks(BLOCKED_SECONDS_MAX, stacks=False), bounded_prints(), started.owning():
@@ -130,7 +132,7 @@ async def _check_all(config: RunConfig, tasks: Mapping[str, Sequence[Task]], fou
                 await close_source(make_source(config.lessons))
         for name, section in config.environments.items():
             with found.collecting():
-                script = await _check(name, section, tasks.get(name), found, can)
+                script = await _check(name, section, tasks.get(name), found, can, own)
                 if script is not None and script.opening is not None:
                     openings[name] = script.opening
                 await _score(name, script, tasks.get(name, (Task(f"{name}/0", name, 0),)), config.scorer, found)
@@ -140,29 +142,38 @@ async def _check_all(config: RunConfig, tasks: Mapping[str, Sequence[Task]], fou
             "replayable = True and more than one turn, run by multi_turn, tool_agent or a loop of your own with "
             "restarts = True; set replay.mode: mix, or declare it in the environment's class"
         )
+    if config.evaluation.every is not None and len(own) == len(config.environments):
+        names = split_names(config, own)
+        with found.collecting():
+            evaluated_environments(config, {name for name in names if config.evaluation.split in names[name]}, own)
     started.cancel()
     return openings
 
 
 async def _check(
-    name: str, section: EnvironmentConfig, tasks: Sequence[Task] | None, found: Findings, can: list[str]
+    name: str,
+    section: EnvironmentConfig,
+    tasks: Sequence[Task] | None,
+    found: Findings,
+    can: list[str],
+    own: dict[str, Collection[str]],
 ) -> Script | None:
     """The script of an episode that was played; None where none could be, which is reported elsewhere. An environment
-    that can be restarted is added to ``can``."""
+    that can be restarted is added to ``can``, and the splits that it has itself to ``own``."""
     with telling(f"environments.{name}: {section.name}"):
         host = TellingHost(name, section)
     try:
         if can_restart(host) and section.max_turns > 1:
             can.append(name)
-        splits = host.splits()
+        splits = own[name] = host.splits()
         if tasks is not None and not tasks:
             return None
         if _parser_needs_tokenizer(section):
             found.notes.append(f"environments.{name}: not played, its parser needs the model's tokenizer")
             return None
         if tasks is None:
-            own = getattr(host.environment, "splits", None) or {}
-            seeds = own[TRAIN] if TRAIN in splits else range(section.seed + TRIES)
+            declared = getattr(host.environment, "splits", None) or {}
+            seeds = declared[TRAIN] if TRAIN in splits else range(section.seed + TRIES)
             chosen = [seeds[(section.seed + i) % len(seeds)] for i in range(TRIES)]
             tasks = [Task(f"{name}/{seed}", name, int(seed)) for seed in chosen]
         script = await _play(host, tasks, found)

@@ -18,6 +18,7 @@ from pipeline.supervisor.run import prepare_directory, run_lock
 
 OUTPUT_BYTES_MAX = 1 << 16
 _RESULTS = re.compile(r"^written to (.+)$", re.MULTILINE)
+_DIRECTORY = re.compile(r"^run directory (.+?)(?:  \(logs in .*)?$", re.MULTILINE)
 
 Reward = Callable[..., Any] | str
 
@@ -110,5 +111,7 @@ def evaluate(
     written = _RESULTS.findall(child.stdout)
     results = read_results(Path(written[-1])) if written else []
     if not results:
-        raise RunFailed(reason_in(child.stdout + child.stderr, code))
+        made = _DIRECTORY.findall(child.stdout)
+        outcome = read_json(RunDirectory(Path(made[-1])).outcome_file) if made else None
+        raise RunFailed((outcome or {}).get("reason") or reason_in(child.stdout + child.stderr, code))
     return results[-1]

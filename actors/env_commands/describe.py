@@ -28,7 +28,7 @@ class Entry:
 
     name: str
     kind: str
-    """``built in``, ``adapter`` or ``installed`` (an entry point of another package)."""
+    """``built in``, ``adapter``, ``installed`` (an entry point of another package) or ``your own``."""
     summary: str
     missing: str | None
     """Installation that is missing, with instructions; None: the environment is ready."""
@@ -71,10 +71,12 @@ def entries() -> list[Entry]:
 def entry(name: str) -> Entry:
     """The entry of one environment. If it cannot be imported, ``missing`` has the error."""
     kind = "adapter" if name in ADAPTERS else "built in" if name in BUILT_IN else "installed"
+    if ":" in name:
+        kind = "your own"
     adapter = ADAPTERS.get(name)
     missing, server = (adapter.missing, adapter.server) if adapter is not None else (None, None)
     try:
-        doc = inspect.getdoc(find(name)) or ""
+        doc = _doc(find(name))
     except AfterplayError as error:
         return Entry(name, kind, "", f"cannot be loaded: {error}")
     return Entry(name, kind, doc.strip().partition("\n\n")[0].replace("\n", " "), missing, server)
@@ -101,12 +103,17 @@ def details(name: str, options: Mapping[str, Any], seed: int = 0) -> Details:
         trouble = str(error)
     return Details(
         entry=entry(name),
-        doc=inspect.getdoc(cls) or "",
+        doc=_doc(cls),
         options=tuple(_options(cls)),
         splits={split: seeds_in_words(seeds) for split, seeds in splits.items()} or {"train": UNBOUNDED},
         example=example,
         trouble=trouble,
     )
+
+
+def _doc(cls: type) -> str:
+    """Docstring of an environment's own class; empty without one."""
+    return inspect.cleandoc(getattr(cls, "__doc__", None) or "").replace("``", "`")
 
 
 def shown(message: Message) -> str:

@@ -42,8 +42,7 @@ import random
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from actors.environments import Environment, Episode, Reply, Step
-from pipeline.schema import Message, Task
+from afterplay import Environment, Episode, Message, Reply, Step, Task
 
 COLOURS = ("red", "green", "blue")
 

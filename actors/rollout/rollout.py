@@ -60,9 +60,10 @@ DETAILS_MAX = 20_000
 
 
 def classified(error: Exception) -> Failure:
-    """The failure of an error: its boundary, a bounded message and traceback."""
+    """The failure of an error: its boundary, a bounded message with the line of the user's code, and traceback."""
     if isinstance(error, PlugInError):
-        return Failure(error.boundary, error.kind, _bounded(error.message, MESSAGE_MAX), _bounded(error.details))
+        message = _bounded(error.message, MESSAGE_MAX) + (f" ({error.line})" if error.line else "")
+        return Failure(error.boundary, error.kind, message, _bounded(error.details))
     kind, message = type(error).__name__, _bounded(str(error), MESSAGE_MAX)
     if isinstance(error, EngineError):
         return Failure("engine", kind, message)

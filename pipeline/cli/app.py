@@ -59,7 +59,7 @@ def evaluate(
 
       afterplay eval runs/tiny --checkpoint best
       afterplay eval runs/tiny --tasks 200 --sampled --samples 8 --pass-at 1 --pass-at 8
-      afterplay eval configs/tiny.yaml --split eval
+      afterplay eval @questions --split eval
     """
     from pipeline.supervisor.evaluate import EvaluationRequest, evaluate_checkpoint
 
@@ -76,9 +76,10 @@ app = typer.Typer(
 
 [bold]Start here[/bold]
 
-  afterplay run configs/tiny.yaml             train a tiny random model with all processes (one minute)
-  afterplay run configs/quickstart.yaml       train a pretrained model with a vLLM server
-  afterplay plan configs/gpu.yaml --gpus 8    show the processes and their GPUs, before anything starts
+  afterplay init DIR                          write a run file, an environment and a test, to edit
+  afterplay run @tiny                         train a tiny random model with all processes (one minute)
+  afterplay run @quickstart                   train a pretrained model with a vLLM server
+  afterplay plan @gpu --gpus 8                show the processes and their GPUs, before anything starts
   afterplay status runs/tiny                  processes, newest step, and the state of every order
   afterplay plot runs/tiny                    draw the curves
   afterplay show runs/tiny                    list and print rollouts, or write them as an HTML page
@@ -88,9 +89,9 @@ app = typer.Typer(
 
 [bold]Change the configuration[/bold]
 
-  afterplay config show configs/tiny.yaml     print every key with its meaning
-  afterplay run configs/tiny.yaml --set learner.learning_rate=1e-3 --set run.name=faster
-  AFTERPLAY__RUN__SEED=7 afterplay run configs/tiny.yaml
+  afterplay config show @tiny                 print every key with its meaning
+  afterplay run @tiny --set learner.learning_rate=1e-3 --set run.name=faster
+  AFTERPLAY__RUN__SEED=7 afterplay run @tiny
 
 [bold]Exit codes[/bold]  0 finished or drained · 1 failed · 2 invalid run file or option · 3 forced (second
   signal, or drain time exceeded) · 4 a process failed too often · 5 the run is already alive · 6 every
@@ -120,17 +121,14 @@ config_app = typer.Typer(no_args_is_help=True, help="Check a run file, or show i
 app.add_typer(config_app, name="config")
 app.add_typer(env_app, name="env")
 app.add_typer(replay_app, name="replay")
-app.command("plan")(show_plan)
-app.command()(show)
-app.command()(compare)
-app.command("eval")(evaluate)
-app.command()(push)
+PARTS = "One process at a time, on several machines"
+"""Heading of these commands in the help."""
 
 File = Annotated[
     Path,
     typer.Argument(
         metavar="FILE",
-        help="The run file, for example configs/tiny.yaml, or an example that ships with Afterplay: @tiny.",
+        help="The run file, or an example that ships with Afterplay, such as @tiny.",
     ),
 ]
 
@@ -215,11 +213,11 @@ def run(
     directory (run.directory/run.name). Rerun to resume; --fresh starts over. Ctrl-C stops the run cleanly within ten
     seconds.
 
-      afterplay run configs/tiny.yaml
-      afterplay run configs/tiny.yaml --fresh --set run.total_steps=20
-      afterplay run configs/two_engines.yaml --set actor.replicas=2
-      afterplay run configs/gpu.yaml --on slurm --nodes 2 --gpus 8 -- --partition=gpu --time=12:00:00
-      afterplay run configs/gpu.yaml --on kubernetes --gpus 8 --dry-run
+      afterplay run @tiny
+      afterplay run @tiny --fresh --set run.total_steps=20
+      afterplay run @two_engines --set actor.replicas=2
+      afterplay run @gpu --on slurm --nodes 2 --gpus 8 -- --partition=gpu --time=12:00:00
+      afterplay run @gpu --on kubernetes --gpus 8 --dry-run
     """
     from pipeline.launchers.launcher import Launch, launch
 
@@ -258,7 +256,7 @@ def chaos(
     0 if every sum adds up, nothing was lost, and it never stood still. The run directory is that of FILE with -chaos
     behind it; it is emptied first.
 
-      afterplay chaos configs/replay_tiny.yaml --minutes 60 --seed 1
+      afterplay chaos @replay_tiny --minutes 60 --seed 1
     """
     from pipeline.supervisor.chaos import OVERRIDES, run_chaos, schedule
 
@@ -273,7 +271,7 @@ def chaos(
     raise typer.Exit(run_chaos(config, command, faults, seconds, stall))
 
 
-@app.command()
+@app.command(rich_help_panel=PARTS)
 def engine(
     file: File,
     index: FoundIndex = None,
@@ -291,8 +289,8 @@ def engine(
     With --join it takes the next free index, announces itself in the run directory, gets the newest weights and then
     its share of the conversations. On SIGTERM it gets no new turns, ends when its requests have, and nothing is lost.
 
-      afterplay engine configs/two_engines.yaml --index 1 --set engine.port=8100
-      afterplay engine configs/tiny.yaml --join
+      afterplay engine @two_engines --index 1 --set engine.port=8100
+      afterplay engine @tiny --join
     """
     from pipeline.runtime.process import load_main
 
@@ -301,7 +299,7 @@ def engine(
     raise typer.Exit(main(config, index, await_model=await_model, joins=join))
 
 
-@app.command()
+@app.command(rich_help_panel=PARTS)
 def actor(
     file: File,
     index: Index = 0,
@@ -327,7 +325,7 @@ def actor(
 ) -> None:
     """Run one actor, which takes orders from the replay stage, runs episodes and sends trajectories back.
 
-    afterplay actor configs/tiny.yaml --join
+    afterplay actor @tiny --join
     afterplay actor cluster.yaml --index 3 --set actor.concurrency=64
     """
     from functools import partial
@@ -350,20 +348,20 @@ def replay(file: File, sets: Sets = None) -> None:
 
     Actors and learner connect to it.
 
-    afterplay replay configs/tiny.yaml
+    afterplay replay @tiny
     """
     _role("replay", 0, "pipeline.stage.role:main", _load(file, sets))
 
 
-@app.command()
+@app.command(rich_help_panel=PARTS)
 def learner(file: File, index: Index = 0, sets: Sets = None) -> None:
     """Train on groups from the replay stage and publish new weights to the engines.
 
     With learner.ranks=N it starts N-1 more processes, which share the model and each update. torchrun can start them
     instead, on one or several machines; then omit learner.ranks.
 
-      afterplay learner configs/tiny.yaml
-      torchrun --nproc-per-node 2 -m pipeline.cli.app learner configs/tiny.yaml
+      afterplay learner @tiny
+      torchrun --nproc-per-node 2 -m pipeline.cli.app learner @tiny
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()  # torchrun gives each rank a session of its own
@@ -392,13 +390,13 @@ def reporter(file: File, index: Index = 0, sets: Sets = None) -> None:
     report_all(name, config, RunDirectory(config.run.path), lambda: True)
 
 
-@app.command()
+@app.command(rich_help_panel=PARTS)
 def prepare(file: File, sets: Sets = None) -> None:
     """Prepare the model folder of the run (run.directory/run.name/model) for engines and learner.
 
     `afterplay run` does this itself. It is only needed if you start the roles one by one.
 
-      afterplay prepare configs/quickstart.yaml
+      afterplay prepare @quickstart
     """
     from pipeline.runtime.process import configure_logging, load_main
     from pipeline.runtime.rundir import RunDirectory
@@ -419,7 +417,7 @@ def preflight(file: File) -> None:
     check_beside_run(_load(file, None))
 
 
-@app.command()
+@app.command(rich_help_panel=PARTS)
 def keys(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the keys; created if missing.")],
     actors: Annotated[int, typer.Option("--actors", min=0, help="Actors that have a key: actor-0, actor-1 …")] = 8,
@@ -469,6 +467,8 @@ def plot(run_directory: Run) -> None:
     from pipeline.runtime.rundir import RunDirectory
 
     directory = RunDirectory(run_directory)
+    if not directory.config_file.exists() and not directory.metrics_file.exists():
+        _refuse(f"expected a run directory, got {run_directory}, which has no config.yaml")
     problem = draw(directory.metrics_file, directory.curves_file)
     if problem:
         _refuse(problem)
@@ -501,6 +501,13 @@ def report(
     typer.echo(describe_delivery(directory, to))
 
 
+app.command()(show)
+app.command("eval")(evaluate)
+app.command()(compare)
+app.command()(push)
+app.command("plan")(show_plan)
+
+
 @config_app.command("check")
 def config_check(
     file: File,
@@ -513,8 +520,8 @@ def config_check(
     model's tokenizer if that is here. Model, functions, devices, disk, ports, keys and external engines are looked at.
     Nothing is downloaded or started. The exit code is 0 if a run could start, else 2.
 
-      afterplay config check configs/tiny.yaml --set groups.n_rollout=16
-      afterplay config check configs/questions.yaml --data
+      afterplay config check @tiny --set groups.n_rollout=16
+      afterplay config check @questions --data
     """
     from pipeline.supervisor.preflight import check_all
 
@@ -543,7 +550,7 @@ def config_show(
 ) -> None:
     """Print FILE with every key, its value and its meaning. The output is a valid run file.
 
-    afterplay config show configs/tiny.yaml > mine.yaml
+    afterplay config show @tiny > mine.yaml
     """
     from pipeline.config.explain import show
 

@@ -59,7 +59,7 @@ def show(name: Name, sets: Sets = None, seed: Seed = 0) -> None:
     say(typer.style(details.entry.name, bold=True) + f" ({details.entry.kind})")
     if details.entry.missing is not None:
         say(typer.style(f"not ready: {details.entry.missing}", fg="red"))
-    say(f"\n{details.doc}\n")
+    say(f"\n{details.doc}\n" if details.doc else "")
     say(typer.style("options", bold=True))
     for option in details.options:
         say(f"  {typer.style(option.name, fg='cyan')}: {option.kind} = {option.default}")
@@ -114,7 +114,7 @@ def play(
 
       afterplay env play number_guess --seed 3
       printf '8\\n12\\n' | afterplay env play number_guess
-      afterplay env play questions --config configs/questions.yaml --seed 5
+      afterplay env play questions --config @questions --seed 5
       afterplay env play babyai --expert
       afterplay env play arithmetic --engine http://127.0.0.1:8100 --model runs/quickstart/model
     """
@@ -229,7 +229,7 @@ def eval_(
 
       afterplay env eval number_guess --url http://127.0.0.1:8000/v1
       afterplay env eval reasoning_gym --set dataset=chain_sum --url http://127.0.0.1:8000/v1
-      afterplay env eval questions --config configs/questions.yaml --url http://127.0.0.1:11434/v1 --model qwen3:0.6b
+      afterplay env eval questions --config @questions --url http://127.0.0.1:11434/v1 --model qwen3:0.6b
       afterplay env eval my_env.py:Bank --url https://api.openai.com/v1 --model gpt-4.1-mini --turns 16
       afterplay env eval big_sums --url http://127.0.0.1:8080/v1 --tools text
       afterplay env eval guess --config @program --url http://127.0.0.1:8000/v1 --body 'reasoning_effort=low'

@@ -121,7 +121,7 @@ app = typer.Typer(
 
 [bold]Run the stage[/bold] (`afterplay run` does this itself)
 
-  afterplay replay configs/tiny.yaml            the same as: afterplay replay start configs/tiny.yaml
+  afterplay replay @tiny            the same as: afterplay replay start @tiny
 
 [bold]Inspect the store[/bold] of a live or finished run
 
@@ -132,7 +132,7 @@ app = typer.Typer(
 
   afterplay replay export runs/tiny pool.afterplay
   afterplay replay import runs/other pool.afterplay
-  afterplay replay import configs/tiny.yaml demonstrations.jsonl    before the run has started
+  afterplay replay import run.yaml demonstrations.jsonl    before the run has started
 """,
 )
 
@@ -212,7 +212,7 @@ def import_command(
     Without log-probabilities a demonstration is trained as if the current policy had sampled it.
 
       afterplay replay import runs/other pool.afterplay
-      afterplay replay import configs/tiny.yaml demonstrations.jsonl
+      afterplay replay import run.yaml demonstrations.jsonl
     """
     from pipeline.cli.status import is_alive
     from pipeline.errors import ConfigurationError

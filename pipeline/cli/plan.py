@@ -19,7 +19,7 @@ COLUMNS = 160
 
 
 def show_plan(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The run file, for example configs/gpu.yaml.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The run file, for example @gpu.")],
     gpus: Annotated[
         int | None, typer.Option("--gpus", min=0, help="Plan for this number of GPUs, on each node, instead of ours.")
     ] = None,
@@ -36,9 +36,9 @@ def show_plan(
 
     GPUs are divided as the section `placement` says. The exit code is 0 if everything fits, else 2.
 
-      afterplay plan configs/gpu.yaml
-      afterplay plan configs/gpu.yaml --gpus 8
-      afterplay plan configs/gpu.yaml --nodes head:8,worker:8 --set placement.tensor_parallel=4
+      afterplay plan @gpu
+      afterplay plan @gpu --gpus 8
+      afterplay plan @gpu --nodes head:8,worker:8 --set placement.tensor_parallel=4
     """
     from pipeline.config.load import load
     from pipeline.runtime.process import ExitCode

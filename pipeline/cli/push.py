@@ -104,17 +104,16 @@ def card(config: RunConfig, directory: RunDirectory, updates: int, has_curves: b
 
 def upload(folder: Path, name: str, private: bool) -> str:
     """Create the repository if needed and upload; returns its address. Raises :class:`AfterplayError`."""
-    import httpx
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     hub = HfApi()
     try:
         address = hub.create_repo(name, private=private, exist_ok=True)
         hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload with Afterplay")
-    except (HfHubHTTPError, LocalTokenNotFoundError, httpx.HTTPError, OSError) as error:
+    except Exception as error:  # its own errors, and those of its HTTP library: httpx, since 2.0 httpx2
+        why = " ".join(f"{type(error).__name__}: {error}".split())
         raise AfterplayError(
-            f"push: {name} could not be uploaded ({error}). Check the network, the name and the token (hf auth login, "
+            f"push: {name} could not be uploaded ({why}). Check the network, the name and the token (hf auth login, "
             "or HF_TOKEN), and repeat"
         ) from error
     return str(address)
@@ -151,7 +150,11 @@ def _ledger(config: RunConfig, directory: RunDirectory) -> list[str]:
 
 def _changed(config: RunConfig) -> dict[str, Any]:
     """Values of :data:`SHOWN` sections that were set."""
+    from pipeline.config.rollouts import EnvironmentConfig
+
     set_, default = config.model_dump(mode="json"), type(config)().model_dump(mode="json")
+    usual = EnvironmentConfig().model_dump(mode="json", exclude={"name"})
+    default["environments"] = dict.fromkeys(config.environments, usual)
     found = {section: _difference(set_[section], default[section]) for section in SHOWN}
     return {section: value for section, value in found.items() if value}
 

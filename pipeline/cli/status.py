@@ -14,11 +14,10 @@ from pipeline.runtime.contents import damaged_folders
 from pipeline.runtime.disk_wait import FREE_BYTES_MIN, free_bytes, size
 from pipeline.runtime.engine_addresses import LEASE_SECONDS, EngineRegistry
 from pipeline.runtime.process import ExitCode
-from pipeline.runtime.rundir import RunDirectory, read_json
+from pipeline.runtime.rundir import RunDirectory, is_locked, read_json
 from pipeline.store.evaluation_results import read_results
 from pipeline.store.ledger import Ledger, read_ledger
 from pipeline.store.store import store_path
-from pipeline.supervisor.run import RunIsAlive, run_lock
 
 
 def show_status(directory: RunDirectory, console: Console | None = None) -> ExitCode:
@@ -64,13 +63,7 @@ def _evaluations(directory: RunDirectory, console: Console) -> None:
 
 def is_alive(directory: RunDirectory) -> bool:
     """True while a supervisor holds the lock of the directory."""
-    if not directory.lock_file.exists():
-        return False
-    try:
-        with run_lock(directory, mark=False):
-            return False
-    except RunIsAlive:
-        return True
+    return is_locked(directory.lock_file)
 
 
 def _processes(directory: RunDirectory, console: Console) -> None:

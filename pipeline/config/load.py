@@ -225,8 +225,8 @@ def load(file: Path | str, overrides: Sequence[str] = (), environment: Mapping[s
         raise ConfigurationError(f"expected a run file in UTF-8 at {path}, got: {error}: save it as UTF-8") from error
     except OSError as error:
         raise ConfigurationError(
-            f"expected a run file at {path}, got: {error.strerror or error}. Give the path of a YAML file, for example "
-            "configs/tiny.yaml, or an example that ships with Afterplay: @tiny"
+            f"expected a run file at {path}, got: {error.strerror or error}. Give the path of a YAML file, or "
+            "an example that ships with Afterplay, such as @tiny"
         ) from error
     return loads(text, str(path), overrides, os.environ if environment is None else environment)
 

@@ -305,3 +305,18 @@ class FileLock:
 
     def release(self) -> None:
         os.close(self.descriptor)
+
+
+def is_locked(file: Path) -> bool:
+    """True if a process holds a :class:`FileLock` on ``file``, which need not be writable for us."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from pipeline.config import RunConfig
-from pipeline.errors import ConfigurationError
 from pipeline.schema import Task
 from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.store.evaluation_results import Summary, TaskResult, summarise
@@ -32,7 +31,7 @@ from pipeline.store.records import (
     TrajectoryState,
 )
 from pipeline.tasks.source import TaskSplit
-from pipeline.tasks.splits import Seeds, SeedSplit, Splits
+from pipeline.tasks.splits import Seeds, SeedSplit, Splits, evaluated_environments
 from pipeline.transport.protocol import Frames
 
 log = logging.getLogger("afterplay.replay")
@@ -68,15 +67,7 @@ class HeldOut:
     def __init__(self, config: RunConfig, sources: Mapping[str, TaskSplit], own: Mapping[str, Splits]) -> None:
         section = config.evaluation
         found = {name: self._split(config, name, sources, own.get(name, {})) for name in config.environments}
-        wanted = section.environments or tuple(
-            name
-            for name, split in found.items()
-            if split is not None or not (section.only or name in config.trained_environments)
-        )
-        if missing := [name for name in wanted if found[name] is None]:
-            raise _missing(config, missing, own)
-        if not wanted:
-            raise _missing(config, list(config.environments), own)
+        wanted = evaluated_environments(config, {name for name, split in found.items() if split is not None}, own)
         self.splits: dict[str, Split] = {name: split for name in wanted if (split := found[name]) is not None}
         self._tasks_at = [
             (name, index * len(split) // n)
@@ -115,32 +106,7 @@ class HeldOut:
             return sources.get(name)
         if split in own:
             return OwnSplit(name, split, own[split]) if len(own[split]) else None
-        if split in section.held_out:
-            if own:
-                raise ConfigurationError(
-                    f"environments.{name} has splits of its own ({', '.join(own)}), and held_out.{split} would add "
-                    "seeds that it may map to tasks of train: set evaluation.split to one of its own"
-                )
-            return SeedSplit(name, section, split)
-        return None
-
-
-def _missing(config: RunConfig, names: list[str], own: Mapping[str, Splits]) -> ConfigurationError:
-    split = config.evaluation.split
-    has = "; ".join(f"{name} has {', '.join(_names(config, name, own)) or 'none'}" for name in names)
-    return ConfigurationError(
-        f"evaluation.split is {split}, which is not there ({has}): set evaluation.split to another, or hold tasks out, "
-        f"for example environments: {{{names[0]}: {{held_out: {{{split}: 64}}}}}}, with tasks_from: "
-        f"{{splits: {{train: 0.9, {split}: 0.1}}}}"
-    )
-
-
-def _names(config: RunConfig, name: str, own: Mapping[str, Splits]) -> list[str]:
-    """Every split that the environment has, from wherever."""
-    section = config.environments[name]
-    if section.tasks_from is not None:
-        return list(section.tasks_from.splits)
-    return [*own.get(name, ()), *section.held_out]
+        return SeedSplit(name, section, split) if split in section.held_out else None
 
 
 class EvaluationRollouts:

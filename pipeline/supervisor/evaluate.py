@@ -22,7 +22,7 @@ from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, read_json, write_bytes_atomically, write_json_atomically
 from pipeline.store.evaluation_results import read_results
 from pipeline.supervisor.inventory import local_inventory
-from pipeline.supervisor.plan import plan
+from pipeline.supervisor.plan import plan, preflight_place
 from pipeline.supervisor.processes import specs_of
 from pipeline.supervisor.run import run_lock, supervise
 
@@ -83,7 +83,8 @@ def evaluate_checkpoint(
         write_bytes_atomically(directory.config_file, dump(config).encode())
         about = {"updates": weights.updates, "policy_version": weights.policy_version, "checkpoint": weights.name}
         write_json_atomically(directory.evaluated_file, about)
-        specs = specs_of(plan(config, inventory, EVALUATOR).places, config, directory)
+        places = (preflight_place(inventory), *plan(config, inventory, EVALUATOR).places)
+        specs = specs_of(places, config, directory)
         code = supervise(config, specs, directory, reaper, console, lambda: bool(_results(directory)))
     results = _results(directory)
     for file in directory.model.rglob("*.safetensors"):  # the tokenizer stays for afterplay show

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config.rollouts import HELD_OUT_MAX, HELD_OUT_SEED, EnvironmentConfig
 from pipeline.config.tasks import TRAIN
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Task
 from pipeline.schema.trajectory import SEED_MAX
+
+if TYPE_CHECKING:
+    from pipeline.config import RunConfig
 
 RUNS_MAX = 50_000
 """Arithmetic runs of one split on the wire: some 30 bytes each."""
@@ -95,6 +98,47 @@ def decode_splits(header: Mapping[str, Any]) -> dict[str, dict[str, Seeds]]:
 def is_held_out(splits: Splits, seed: int) -> bool:
     """True if ``seed`` is in a split other than train."""
     return any(seed in seeds for name, seeds in splits.items() if name != TRAIN)
+
+
+def split_names(config: RunConfig, own: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
+    """Every split of each environment, from wherever: of its data, of its own (``own``), or held out."""
+    return {
+        name: [*own.get(name, ()), *section.held_out] if section.tasks_from is None else [*section.tasks_from.splits]
+        for name, section in config.environments.items()
+    }
+
+
+def evaluated_environments(
+    config: RunConfig, having: Collection[str], own: Mapping[str, Collection[str]]
+) -> tuple[str, ...]:
+    """Environments that are evaluated. ``having``: those with the split ``evaluation.split``; ``own``: splits that
+    environments have themselves. Raises :class:`ConfigurationError` where a split is missing, and where seeds that are
+    held out may be tasks of ``train``."""
+    evaluation, split = config.evaluation, config.evaluation.split
+    for name, section in config.environments.items():
+        there = own.get(name, ()) if section.tasks_from is None else ()
+        if there and split in section.held_out and split not in there:
+            raise ConfigurationError(
+                f"environments.{name} has splits of its own ({', '.join(there)}), and held_out.{split} would add "
+                "seeds that it may map to tasks of train: set evaluation.split to one of its own"
+            )
+    wanted = evaluation.environments or tuple(
+        name
+        for name in config.environments
+        if name in having or not (evaluation.only or name in config.trained_environments)
+    )
+    if missing := [name for name in wanted or config.environments if name not in having]:
+        names = split_names(config, own)
+        has = "; ".join(f"{name} has {', '.join(names[name]) or 'none'}" for name in missing)
+        example = "eval" if split == TRAIN else split
+        remedy = f"held_out: {{{example}: 64}}"
+        if config.environments[missing[0]].tasks_from is not None:
+            remedy = f"tasks_from: {{splits: {{train: 0.9, {example}: 0.1}}}}"
+        raise ConfigurationError(
+            f"evaluation.split is {split}, which is not there ({has}): set evaluation.split to another, or hold tasks "
+            f"out, for example environments: {{{missing[0]}: {{{remedy}}}}}"
+        )
+    return wanted
 
 
 def _runs(seeds: Sequence[int]) -> Iterator[range]:

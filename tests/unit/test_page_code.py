@@ -203,7 +203,7 @@ def check(words: list[str], *, whole: bool) -> None:
 
 def check_afterplay(command: Any, words: list[str], *, whole: bool) -> None:
     while hasattr(command, "commands"):
-        if not words or words[0] in ("-h", "--help"):
+        if not words or words[0] in ("-h", "--help", *(name for p in command.params for name in p.opts)):
             return
         if words[0] not in command.commands and START in command.commands:
             words = [START, *words]

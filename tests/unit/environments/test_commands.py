@@ -75,6 +75,13 @@ def test_show_tells_options_splits_and_a_start():
     assert "from 0 to 99" in output and "train: any seed" in output
 
 
+def test_a_class_without_a_docstring_is_not_described_by_that_of_its_base(tmp_path):
+    file = tmp_path / "bare.py"
+    file.write_text("from actors.environments import Environment\n\nclass Bare(Environment): pass\n")
+    assert details(f"{file}:Bare", {}).doc == ""
+    assert "``" not in invoke("list").output
+
+
 def test_wrong_names_and_options_are_refused():
     assert isinstance(invoke("show", "nothing_of_the_kind").exception, ConfigurationError)
     assert isinstance(invoke("play", "number_guess", "--set", "hihg=3").exception, ConfigurationError)

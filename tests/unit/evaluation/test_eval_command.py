@@ -108,6 +108,19 @@ def test_options_that_do_not_fit_are_refused_and_leave_no_folder(run: RunDirecto
         evaluate_checkpoint(run.checkpoints, EvaluationRequest())
 
 
+def test_environments_are_checked_beside_its_start(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+
+    def supervise(config: Any, specs: Any, *rest: Any) -> ExitCode:
+        started.extend(spec.name for spec in specs)
+        return ExitCode.CONFIGURATION
+
+    monkeypatch.setattr("pipeline.supervisor.evaluate.supervise", supervise)
+    run.config_file.write_text(dump(loads("environments: {guess: {name: number_guess}}\nengine: {kind: embedded}")))
+    assert evaluate_checkpoint(run.path, EvaluationRequest()) is ExitCode.CONFIGURATION
+    assert started[0] == "preflight" and "evaluator" in started
+
+
 def result(score: float | None = 0.5, status: str = "complete", **more: Any) -> dict[str, Any]:
     told = {"tasks": 4, "score": score, "se": None if score is None else 0.1, "pass_at": {"1": score, "4": None},
             "truncated": 1, "failed": 2, "missing": 3}  # fmt: skip

@@ -61,6 +61,17 @@ def test_an_evaluation_without_a_result_raises_its_message(child: type[Child], t
         afterplay.evaluate(make_run(tmp_path / "some", ()))
 
 
+def test_an_evaluation_that_was_stopped_raises_its_reason_and_not_its_progress(
+    child: type[Child], tmp_path: Path
+) -> None:
+    made = tmp_path / "initial-1"
+    made.mkdir()
+    (made / "outcome.json").write_bytes(orjson.dumps({"exit_code": 2, "reason": "evaluation.split is exam"}))
+    child.stdout, child.code = f"run directory {made}  (logs in {made}/logs)\n0:00  preparing the model\n", 2
+    with pytest.raises(RunFailed, match=r"^evaluation.split is exam$"):
+        afterplay.evaluate(make_run(tmp_path / "some", ()))
+
+
 def test_a_run_keeps_its_own_environments(child: type[Child], tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="has its own environments"):
         afterplay.evaluate(make_run(tmp_path / "some", ()), "babyai")

@@ -167,6 +167,10 @@ def test_every_name_is_there(name: str) -> None:
     assert name in dir(afterplay)
 
 
+def test_a_notebook_completes_the_names_for_users_alone() -> None:
+    assert [name for name in dir(afterplay) if not name.startswith("_")] == sorted(afterplay.__all__)
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'afterplay' has no attribute 'trian'"):
         afterplay.trian  # noqa: B018

@@ -357,6 +357,11 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         lambda p: ["env", "play", p.write("bank.py", bank(start="return 1 // 0")) + ":Bank"],
         "environment start failed with ZeroDivisionError: integer division or modulo by zero (bank.py, line 14",
     ),
+    "nothing is held out": (
+        lambda p: p.check(evaluation={"every": 10}),
+        "evaluation.split is eval, which is not there (guess has none): set evaluation.split to another, or hold tasks "
+        "out, for example environments: {guess: {held_out: {eval: 64}}}",
+    ),
     # data
     "data is missing": (lambda p: p.asks(None), "got rows.jsonl, which does not exist"),
     "bad line": (lambda p: p.asks('{"prompt": "a", "answer": 1}\n{"prompt"\n'), "rows.jsonl, line 2: expected a JSON"),
@@ -365,6 +370,11 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     "column is missing": (
         lambda p: p.asks('{"q": 1}\n', columns={"prompt": "question"}),
         "expected the column 'question'",
+    ),
+    "rows are not held out": (
+        lambda p: [*p.asks('{"prompt": "a", "answer": 1}\n'), "--set", "evaluation.every=10"],
+        "(asked has train): set evaluation.split to another, or hold tasks out, for example environments: {asked: "
+        "{tasks_from: {splits: {train: 0.9, eval: 0.1}}}}",
     ),
     # model
     "model folder is missing": (lambda p: p.check(model={"source": "./nowhere"}), "nowhere is not a folder"),
@@ -451,6 +461,7 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         "--fresh: expected a run directory of Afterplay",
     ),
     "status of no run": (lambda p: ["status", "."], "expected a run directory, got ., which has no config.yaml"),
+    "curves of no run": (lambda p: ["plot", "."], "expected a run directory, got ., which has no config.yaml"),
     "rollouts of no run": (lambda p: ["show", "nowhere"], "expected a run directory"),
     "checkpoint is missing": (
         lambda p: ["eval", *p.resumes()[:0], str(p.run.path), "-c", "9"],

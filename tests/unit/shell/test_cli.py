@@ -173,6 +173,22 @@ def test_a_run_is_alive_while_its_directory_is_claimed(tmp_path):
     assert not is_alive(directory)
 
 
+def test_a_run_in_a_folder_that_may_only_be_read_has_a_status(tmp_path, monkeypatch):
+    directory = RunDirectory(tmp_path / "run").create()
+    directory.config_file.write_text("environments: {guess: {name: number_guess}}")
+    with run_lock(directory):
+        pass
+    opened = os.open
+
+    def refusing(path, flags, *rest, **more):
+        if flags & (os.O_WRONLY | os.O_RDWR) and str(path).startswith(str(tmp_path)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refusing)
+    assert "not running" in invoke("status", str(directory.path)).output
+
+
 def test_the_picture_is_drawn_from_full_partial_and_odd_lines(tmp_path):
     directory = RunDirectory(tmp_path)
     write_lines(

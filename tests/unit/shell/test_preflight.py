@@ -10,6 +10,7 @@ import pytest
 
 import actors.preflight
 from actors.preflight import check_environments
+from actors.rollout.rollout import classified
 from learner.models.tiny import build_tokenizer
 from pipeline.config import RunConfig
 from pipeline.config.load import loads
@@ -239,6 +240,7 @@ def test_an_error_of_user_code_has_its_line(game: Path, monkeypatch: pytest.Monk
         names["read"]()
     assert caught.value.line == "mine.py, line 4, in read"
     assert caught.value.sentence.endswith("(mine.py, line 4, in read)")
+    assert classified(caught.value).message.endswith("(mine.py, line 4, in read)")
     with pytest.raises(PlugInError) as caught, boundary("environment step"):
         raise SystemExit(3)
     assert "test_preflight.py" in caught.value.line

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from pipeline.cli.experience import open_run
-from pipeline.cli.push import push, write_folder
-from pipeline.errors import ConfigurationError
+from pipeline.cli.push import push, upload, write_folder
+from pipeline.errors import AfterplayError, ConfigurationError
 from pipeline.runtime.rundir import write_json_atomically
 from tests.unit.show.making import Rollout, make_run
 
@@ -37,6 +37,8 @@ def test_the_folder_has_the_model_and_a_card_with_curves_scores_configuration_an
     assert yaml.safe_load(header)["base_model"] == "org/base"
     assert "learning_rate: 0.25" in text and "| 2 | sums | 0.750 |  |" in text and "![Curves" in text
     assert "## Rollouts" in text and str(tmp_path) not in text
+    configuration = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    assert configuration["environments"] == {"guess": {"name": "number_guess"}}
     with pytest.raises(ConfigurationError, match="new or empty folder"):
         write_folder(config, directory, "latest", tmp_path / "out")
 
@@ -47,3 +49,11 @@ def test_the_folder_has_the_model_and_a_card_with_curves_scores_configuration_an
 def test_what_cannot_be_pushed_is_one_sentence(to: str | None, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=words):
         push(tmp_path, to=to)
+
+
+def test_an_upload_without_a_network_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(AfterplayError, match="me/model could not be uploaded") as caught:
+        upload(tmp_path, "me/model", private=True)
+    assert len(str(caught.value).splitlines()) == 1
