@@ -166,6 +166,11 @@ class Actor:
         return self._orders.slots
 
     @property
+    def offered(self) -> int:
+        """Slots of which the replay stage is told: none in a drain."""
+        return 0 if self._draining else self.slots
+
+    @property
     def in_flight(self) -> int:
         """Rollouts in progress."""
         return self._orders.in_flight
@@ -217,7 +222,7 @@ class Actor:
         self._draining = True
         with suppress(TransportClosed), anyio.move_on_after(seconds_max):
             if self._connected:
-                await self._link.send(WireMessage(Kind.SLOTS, {"slots": 0}))
+                await self._link.send(WireMessage(Kind.SLOTS, {"slots": self.offered}))
             while self._orders.in_flight:
                 await self._change()
         for scope in self._scopes.values():
@@ -396,9 +401,9 @@ class Actor:
             playing, ended = self._orders.in_flight, self._orders.ended
             known = (pool.router.prompt_tokens, pool.router.known_tokens)
             self._orders.slots = self._limit.observe(pool.reports(), playing, ended, *known)
-            if self._connected and not self._draining and self.slots != self._slots_told:
-                self._slots_told = self.slots
-                await self._link.send(WireMessage(Kind.SLOTS, {"slots": self.slots}))
+            if self._connected and self.offered != self._slots_told:
+                self._slots_told = self.offered
+                await self._link.send(WireMessage(Kind.SLOTS, {"slots": self.offered}))
             self._work()
 
     async def _change(self) -> None:
@@ -420,7 +425,7 @@ class _Hello(Mapping[str, Any]):
             "role": "actor",
             "name": self._actor._services.actor_id,
             "schema_version": SCHEMA_VERSION,
-            "slots": self._actor.slots,
+            "slots": self._actor.offered,
             "splits": self._actor._services.splits,
             "replayable": self._actor._services.replayable,
         }[key]

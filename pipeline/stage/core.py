@@ -199,7 +199,7 @@ class StageCore:
             elif message.kind is Kind.TRAJECTORY and peer in self.leases.actors:
                 self.ingest.accept(peer, header.get("trajectory_id"), message.frames)
             elif message.kind is Kind.SLOTS and peer in self.leases.actors:
-                self.leases.actors[peer].slots = self._slots(header, least=0)
+                self.leases.actors[peer].slots = self._slots(header)
             else:
                 raise WireError(f"{message.kind.value} from {peer} came before its HELLO")
         except (WireError, KeyError, TypeError, ValueError) as error:
@@ -313,8 +313,8 @@ class StageCore:
         self.journal.effect(Send(peer, Kind.WELCOME, {**header, "greeting": hello.get("greeting")}))
         self.leases.up(peer, slots, holding)
 
-    def _slots(self, header: Mapping[str, Any], least: int = 1) -> int:
-        return whole(header, "slots", least, SLOTS_FACTOR_MAX * self.config.actor.concurrency)
+    def _slots(self, header: Mapping[str, Any]) -> int:
+        return whole(header, "slots", 0, SLOTS_FACTOR_MAX * self.config.actor.concurrency)
 
     def _learn(self, peer: str, splits: dict[str, dict[str, Seeds]]) -> None:
         """The first actor says which seeds its environments hold out; nothing is drawn before."""

@@ -176,11 +176,14 @@ async def test_drain_lets_short_episodes_finish_and_aborts_the_rest(
     engine = StubEngine(latency_seconds=0.05)
     stuck = StubEngine("stub://stuck", latency_seconds=30)
     services = make_services([engine, stuck])
-    async with running_actor(services, slots=2) as (stage, actor, _):
+    async with running_actor(services, slots=2) as (stage, actor, network):
         await stage.order(*(make_order(seed) for seed in range(3)))
         await until(lambda: engine.in_flight == 1 and stuck.in_flight == 1)
         assert await actor.drain(2.0)
         assert stage.slots == [0], "so that the stage sends no more"
+        network.disconnect("actor-0")
+        await stage.until(lambda: len(stage.hellos) == 2)
+        assert stage.hellos[1]["slots"] == 0, "nor after a reconnection"
     outcomes = Counter(t.status for t in stage.trajectories.values())
     assert outcomes == {TrajectoryStatus.COMPLETE: 1, TrajectoryStatus.ABORTED: 2}
     assert services.pool.statistics().in_flight == 0

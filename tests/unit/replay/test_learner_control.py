@@ -109,7 +109,7 @@ def test_welcome_and_refusal_name_the_hello_that_they_answer() -> None:
     stage, _ = ready()
     hello = {"role": "actor", "schema_version": SCHEMA_VERSION, "slots": 1, "holding": []}
     stage.core.peer_up("actor-7", {**hello, "greeting": 3})
-    stage.core.peer_up("actor-7", {**hello, "greeting": 4, "slots": 0})
+    stage.core.peer_up("actor-7", {**hello, "greeting": 4, "slots": -1})
     told = [s for s in stage.round() if s.peer == "actor-7" and s.kind in (Kind.WELCOME, Kind.REFUSED)]
     assert [(s.kind, s.header["greeting"]) for s in told] == [(Kind.WELCOME, 3), (Kind.REFUSED, 4)]
 
@@ -202,7 +202,7 @@ def test_a_hello_of_a_learner_with_an_impossible_claim_changes_nothing(claim: di
     assert stage.core.dispatch.peer is None
 
 
-@pytest.mark.parametrize("slots", [0, -1, 10**6, 1e300, float("nan"), "4", None, True])
+@pytest.mark.parametrize("slots", [-1, 10**6, 1e300, float("nan"), "4", None, True])
 def test_an_actor_offers_no_more_slots_than_its_configuration_allows(slots: Any) -> None:
     stage = started()
     sent = stage.actor("actor-7", slots=slots)

@@ -132,6 +132,8 @@ def test_an_actor_that_drains_gets_no_order_and_its_answers_count() -> None:
     for order in stage.orders():
         stage.answer(order)
     assert len(stage.orders()) == 4 and stage.ledger().orders["delivered"] == 4
+    stage.actor(slots=0)
+    assert len(stage.orders()) == 4, "nor after a reconnection"
 
 
 def test_no_order_is_issued_before_the_first_version() -> None:
@@ -274,7 +276,7 @@ def test_an_order_that_is_never_answered_expires_while_its_actor_lives() -> None
     [
         ({"role": "actor", "schema_version": 99, "slots": 1, "holding": []}, "same Afterplay"),
         ({"role": "cook", "schema_version": SCHEMA_VERSION}, "role actor or learner"),
-        ({"role": "actor", "schema_version": SCHEMA_VERSION, "slots": 0, "holding": []}, "slots of 1 to 256"),
+        ({"role": "actor", "schema_version": SCHEMA_VERSION, "slots": 257, "holding": []}, "slots of 0 to 256"),
         ({"role": "actor", "schema_version": SCHEMA_VERSION}, "slots to be a whole number"),
         ({"role": "learner", "schema_version": SCHEMA_VERSION, "session": "t", "updates": 0}, "connected already"),
     ],
