@@ -167,7 +167,7 @@ class Actor:
 
     @property
     def offered(self) -> int:
-        """Slots of which the replay stage is told: none in a drain."""
+        """Slots that the replay stage may use: none while the actor drains."""
         return 0 if self._draining else self.slots
 
     @property
