@@ -167,6 +167,8 @@ def run(
                     f"--set run.total_steps={2 * finished['steps']}, or start over with --fresh",
                     soft_wrap=True,
                 )
+                if cluster is None and (changes := compare(directory, resolve(chosen.config)).changes):
+                    console.print(f"Changed since, without effect on a run that is finished: {', '.join(changes)}")
                 return ExitCode(finished["exit_code"])
             config = resolve(chosen.config if cluster is None else cluster.addressed(chosen.config))
             resumed = None if fresh else compare(directory, config)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.load import dump, load
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.rundir import RunDirectory, write_json_atomically
 from pipeline.supervisor.history import FIXED, compare, newest_checkpoint, record
+from pipeline.supervisor.run import run
 
 TINY = Path(__file__).resolve().parents[3] / "configs" / "tiny.yaml"
 
@@ -62,6 +65,18 @@ def test_changes_are_told_and_kept_with_the_step_after_which_they_apply(director
     assert first["step"] == 0 and first["configuration"]["learner"]["learning_rate"] == 1e-3
     changes = {"run.total_steps": [50, 80], "learner.learning_rate": [1e-3, 5e-4]}
     assert (second["step"], second["changes"]) == (12, changes)
+
+
+def test_a_finished_run_names_what_was_changed_since(directory: RunDirectory) -> None:
+    start(directory)
+    save(directory, 50)
+    write_json_atomically(directory.finished_file, {"steps": 50, "exit_code": 0})
+    for overrides, says in (((), []), (("learner.learning_rate=5e-4",), ["learner.learning_rate"])):
+        console = Console(file=StringIO(), width=400)
+        assert run(configured(directory, *overrides), console=console) == 0
+        finished, *changed = console.file.getvalue().splitlines()
+        assert "is finished: 50 steps" in finished
+        assert changed == [f"Changed since, without effect on a run that is finished: {key}" for key in says]
 
 
 def test_an_environment_may_be_added_and_a_batch_resized(directory: RunDirectory) -> None:
