@@ -143,6 +143,9 @@ class LearnerConfig(Section):
     ranks_timeout_seconds: float = Field(600.0, gt=0)
     """Seconds that a rank waits for the others before the learner ends with an error. Must exceed the longest
     micro-batch and the longest checkpoint write."""
+    ranks_port: int = Field(29500, ge=1, le=65535)
+    """Port at which ranks on several nodes meet, on the first of them. Runs that share that node need different
+    ones."""
     prefetch_batches: int = Field(1, ge=1, le=64)
     """Decoded batches that may wait at the learner, besides the one in training."""
     lora: LoraConfig = LoraConfig()

@@ -31,7 +31,7 @@ from pipeline.runtime.process import ExitCode, metrics_port
 from pipeline.runtime.rundir import PREPARE_SECONDS_MAX, write_bytes_atomically
 from pipeline.supervisor.cluster import require_own_addresses
 from pipeline.supervisor.inventory import Inventory, Node, given_inventory
-from pipeline.supervisor.plan import RENDEZVOUS_PORT, Place, Plan, plan
+from pipeline.supervisor.plan import Place, Plan, plan
 from pipeline.transport.curve import make_keys
 
 CHART = Path(__file__).with_name("chart")
@@ -186,7 +186,7 @@ def _roles(config: RunConfig, chosen: Plan) -> dict[str, dict[str, Any]]:
         "learner": {
             "pods": len(places["learner"]),
             "ranksPerPod": ranks.count if ranks else config.learner.ranks,
-            "ranksPort": RENDEZVOUS_PORT,
+            "ranksPort": config.learner.ranks_port,
             "restarts": config.supervisor.restarts_max,
             "metricsPort": metrics_port("learner", 0, METRICS_PORT),
         },

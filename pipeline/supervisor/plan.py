@@ -26,8 +26,6 @@ from pipeline.supervisor.restarts import Rule
 ACTORS, LEARNER, REPLAY, ENGINES = range(4)
 """Stages of the drain."""
 PREPARE, PREFLIGHT, REPORTER = "prepare", "preflight", "reporter"
-RENDEZVOUS_PORT = 29500
-"""Port at which the learner's ranks of several nodes meet, on the first of them."""
 
 
 class Wish(StrEnum):
@@ -55,6 +53,8 @@ class Gang:
     """Ranks of all nodes."""
     address: str
     """Address of the first node."""
+    port: int
+    """Port there at which the ranks meet."""
 
     @property
     def launcher(self) -> list[str]:
@@ -66,7 +66,7 @@ class Gang:
             f"--node-rank={self.node}",
             f"--nproc-per-node={self.count}",
             f"--master-addr={self.address}",
-            f"--master-port={RENDEZVOUS_PORT}",
+            f"--master-port={self.port}",
         ]
 
 
@@ -197,7 +197,9 @@ def _learner(config: RunConfig, division: Division, head: Node, role: str) -> It
     for i, share in enumerate(shares):
         name = role_name(role, i)
         count = len(share.gpus) or on_cpus
-        gang = Gang(i, len(shares), first, count, size, shares[0].node.address) if len(shares) > 1 else None
+        gang = None
+        if len(shares) > 1:
+            gang = Gang(i, len(shares), first, count, size, shares[0].node.address, config.learner.ranks_port)
         first += count
         yield Place(
             role,
@@ -216,7 +218,7 @@ def _learner(config: RunConfig, division: Division, head: Node, role: str) -> It
             cpus=1 + count * threads,
             environment=_environment(share.node, share.gpus),
             ports=({"metrics": metrics_port("learner", 0, config.metrics.port)} if i == 0 else {})
-            | ({"ranks": RENDEZVOUS_PORT} if gang is not None and i == 0 else {}),
+            | ({"ranks": gang.port} if gang is not None and i == 0 else {}),
             wish=Wish.PACK,
             gang=gang,
         )
