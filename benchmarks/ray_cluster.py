@@ -67,7 +67,7 @@ def report(run: RunHandle, store: Path, seconds: float, code: int) -> dict[str, 
 
 
 def said(run: RunHandle) -> list[str]:
-    """What the driver printed about losses, waits and restarts."""
+    """Lines of the driver about losses, waits and restarts."""
     words = ("is lost", "waits for", "resum", "; restart")
     return [line for line in run.output.read_text().splitlines() if any(word in line for word in words)][:20]
 

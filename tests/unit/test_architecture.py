@@ -237,7 +237,7 @@ def test_the_command_line_starts_without_heavy_libraries() -> None:
 
 
 def test_a_run_file_is_refused_without_heavy_libraries() -> None:
-    """What the machine lacks is said within a second: for that ``afterplay run`` needs no server and no model."""
+    """A lack of the machine is said within a second: for that ``afterplay run`` needs no server and no model."""
     heavy = {"torch", "vllm", "transformers", "matplotlib", "aiohttp"}
     command = ["run", "configs/gpu.yaml", "--set", "placement.engine_gpus=1000"]
     program = f"import sys; from pipeline.cli.app import entry; sys.argv[1:] = {command}\ntry: entry()\n"
