@@ -19,6 +19,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -270,7 +271,8 @@ def say(text):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "wheel", help="default: build/wheel")
+    folder = Path(tempfile.gettempdir(), "afterplay-wheel")  # not in the repository, whose settings pytest would find
+    parser.add_argument("--folder", type=Path, default=folder, help=f"default: {folder}")
     parser.add_argument("--torch", default=TORCH, help=f"what to install as PyTorch; may hold options ({TORCH})")
     parser.add_argument("--uv", metavar="PROGRAM", help="install with this uv instead of pip")
     try:
