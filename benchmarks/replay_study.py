@@ -218,8 +218,26 @@ def lines(name: str, report: Mapping[str, Any]) -> Iterator[str]:
                 text += f"  {quantity} {r['ratio']:.2f} ({r['low']:.2f}–{r['high']:.2f})"
         if "success" in known:
             mean, half = known["success"]["mean_and_half_width"]
+            values = known["success"]["by_seed"].values()
             text += f"  success {mean:.3f} ± {half if half is not None else math.nan:.3f}"
+            text += f" ({min(values):.3f}–{max(values):.3f})"
         yield text
+    if gains := gains_at_equal_tokens(report["arms"]):
+        mean, half = t_interval(gains)
+        yield f"{name:17} replay less {BASE}, {len(gains)} pairs: success {mean:+.3f} ± {half:.3f}"
+
+
+def gains_at_equal_tokens(arms: Mapping[str, Any]) -> list[float]:
+    """Success of each run with replay less that of its pair: the run of the same seed whose arm has :data:`BASE` in
+    place of the first part of the name."""
+    success = {arm: known["success"]["by_seed"] for arm, known in arms.items() if "success" in known}
+    return [
+        value - base[seed]
+        for arm, by_seed in success.items()
+        if (base := success.get(f"{BASE}_{arm.partition('_')[2]}", by_seed)) is not by_seed
+        for seed, value in by_seed.items()
+        if seed in base
+    ]
 
 
 def run_family(runs: Runs, at_once: int, until: float) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.replay_efficiency.records import Point, Result, Training, save
-from benchmarks.replay_study import Runs, best_rate, lines, read_plan, success_at
+from benchmarks.replay_study import Runs, best_rate, gains_at_equal_tokens, lines, read_plan, success_at
 from pipeline.errors import AfterplayError
 
 TRAINING = Training(0.2, 0.9, 0.8, 0.5, 1, 2.0, 1.0)
@@ -63,3 +63,18 @@ def test_an_arm_is_compared_once_it_is_tuned_and_no_run_is_made_twice(tmp_path: 
     assert report["arms"]["groups"]["ratios"]["tokens"]["ratio"] == pytest.approx(0.5)
     assert "tokens 0.50 (0.50–0.50)" in "\n".join(lines("locks", report))
     assert report["arms"]["off"]["runs"][0]["points"] == tuple(asdict(p) for p in result(100).points)
+
+
+def test_runs_with_replay_are_paired_by_seed_and_staleness() -> None:
+    arms = {
+        name: {"success": {"by_seed": by_seed}}
+        for name, by_seed in {
+            "off_0": {"1": 0.5, "2": 0.6},
+            "off_4": {"1": 0.7},
+            "groups_0": {"1": 0.75, "2": 0.5},
+            "groups_4": {"1": 0.75, "3": 1.0},
+            "groups_16": {"1": 1.0},
+        }.items()
+    }
+    assert gains_at_equal_tokens(arms) == pytest.approx([0.25, -0.1, 0.05])
+    assert gains_at_equal_tokens({"off": {}, "groups": {}}) == []
