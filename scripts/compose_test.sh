@@ -129,11 +129,22 @@ prometheus() { # QUERY: one number, or nothing
     | "$PYTHON" -c 'import json, sys; r = json.load(sys.stdin)["data"]["result"]; print(r[0]["value"][1] if r else "")'
 }
 
-diagnose() {
+fail() { # WHY: comes last, below the logs
   docker compose ps -a || true
   for service in prepare keys engine replay learner actor prometheus grafana; do
     echo "--- $service"; docker compose logs --no-log-prefix --tail 25 "$service" 2>&1 || true
   done
+  echo "COMPOSE FAILED: $*"
+  exit 1
+}
+
+until_at_least() { # NUMBER QUERY: waits two minutes until the query gives NUMBER, which is then in $value
+  for _ in $(seq 120); do
+    value=$(prometheus "$2")
+    [ "${value%.*}" -ge "$1" ] 2>/dev/null && return
+    sleep 1
+  done
+  false
 }
 
 cleanup() {
@@ -174,34 +185,28 @@ $NICE docker compose build -q >"$WORK/build.log" 2>&1 || { tail -30 "$WORK/build
 say "project image $(($(docker image inspect -f '{{.Size}}' afterplay:latest) / 1000000)) MB"
 
 UP=1
-docker compose up -d --scale actor=2 --wait --wait-timeout "${WAIT_SECONDS:-180}" >"$WORK/up.log" 2>&1 || { cat "$WORK/up.log"; diagnose; exit 1; }
+docker compose up -d --scale actor=2 --wait --wait-timeout "${WAIT_SECONDS:-180}" >"$WORK/up.log" 2>&1 || { cat "$WORK/up.log"; fail "up --wait failed"; }
 healthy=$(docker compose ps --format '{{.Service}} {{.Health}}' | sort | tr '\n' ',')
 say "up: $healthy"
 [ "$healthy" = "actor healthy,actor healthy,engine healthy,grafana healthy,learner healthy,prometheus healthy,replay healthy," ] \
-  || { echo "not all healthy"; diagnose; exit 1; }
+  || fail "not all healthy: $healthy"
 
-for _ in $(seq 120); do
-  steps=$(prometheus 'sum(afterplay_learner_steps_total)')
-  [ "${steps%.*}" -ge 3 ] 2>/dev/null && break
-  sleep 1
-done
-[ "${steps%.*}" -ge 3 ] 2>/dev/null || { echo "the learner made ${steps:-no} steps"; diagnose; exit 1; }
-say "learner steps $steps, trajectories trained $(prometheus 'sum(afterplay_replay_terminal_trajectories_total{state="trained"})')"
+until_at_least 3 'sum(afterplay_learner_steps_total)' || fail "the learner made ${value:-no} steps"
+say "learner steps $value, trajectories trained $(prometheus 'sum(afterplay_replay_terminal_trajectories_total{state="trained"})')"
 
-# both actors keep their places under names of their own, and Prometheus finds both
-actors=$(prometheus 'sum(afterplay_replay_connected_peers{peer="actor"})')
-scraped=$(prometheus 'count(up{job="afterplay-actor"} == 1)')
-[ "${actors%.*}" = 2 ] && [ "${scraped%.*}" = 2 ] || { echo "of 2 actors, $actors connected and $scraped scraped"; diagnose; exit 1; }
+# both actors keep their places under names of their own, and Prometheus finds both; it looks their names up every 5 s
+until_at_least 2 'sum(afterplay_replay_connected_peers{peer="actor"})' || fail "of 2 actors, ${value:-none} connected"
+until_at_least 2 'count(up{job="afterplay-actor"} == 1)' || fail "of 2 actors, ${value:-none} scraped"
 names=$(docker compose exec -T replay sh -c 'cd /runs/compose/processes && echo actor-*.json')
-[ "$names" = "actor-0.json actor-1.json" ] || { echo "the actors are $names"; diagnose; exit 1; }
+[ "$names" = "actor-0.json actor-1.json" ] || fail "the actors are $names"
 docker compose exec -T actor sh -c 'test ! -e /keys/learner.key_secret && ! touch /x 2>/dev/null && grep -q "^CapEff:.0*$" /proc/self/status' \
-  || { echo "an actor has the keys of others, a writable root, or capabilities"; exit 1; }
+  || fail "an actor has the keys of others, a writable root, or capabilities"
 password=$(docker compose exec -T grafana cat /secrets/grafana-password)
-[ ${#password} -ge 20 ] || { echo "Grafana's password is \"$password\""; exit 1; }
+[ ${#password} -ge 20 ] || fail "Grafana's password is \"$password\""
 say "2 actors connected and scraped; root read-only, no capabilities, own keys, a password"
 
 (cd "$ROOT" && PYTHONPATH=. in_namespace "$PYTHON" -m grafana.prove --url http://127.0.0.1:9090 --seconds 60 --engine embedded) \
-  || { diagnose; exit 1; }
+  || fail "the dashboard is not proved"
 say "dashboard proved against the Prometheus of the composition"
 for _ in $(seq 100); do # a published port needs a moment after its container is healthy
   in_namespace curl -sf --max-time 5 http://127.0.0.1:3000/api/health && break
@@ -214,17 +219,12 @@ begun='max(process_start_time_seconds{job="afterplay-actor"})'
 first=$(prometheus "$begun")
 kill -9 "$(docker inspect -f '{{.State.Pid}}' "$(docker compose ps -q actor | head -1)")"
 played="sum(afterplay_actor_trajectories_total{outcome=\"complete\"} and on (instance) process_start_time_seconds{job=\"afterplay-actor\"} > $first)"
-for _ in $(seq 120); do
-  again=$(prometheus "$played")
-  [ "${again%.*}" -gt 0 ] 2>/dev/null && break
-  sleep 1
-done
-[ "${again%.*}" -gt 0 ] 2>/dev/null || { echo "the killed actor did not play again: first started $first, now $(prometheus "$begun")"; diagnose; exit 1; }
-say "actor killed, restarted, $again trajectories since"
+until_at_least 1 "$played" || fail "the killed actor did not play again: first started $first, now $(prometheus "$begun")"
+say "actor killed, restarted, $value trajectories since"
 docker compose stop -t 15 >/dev/null 2>&1
 codes=$(docker compose ps -a --format '{{.Service}}={{.ExitCode}}' | sort | tr '\n' ' ')
 say "stopped by SIGTERM: $codes"
 for service in actor engine learner replay; do
-  case " $codes" in *" $service=0 "*) ;; *) echo "$service was expected to drain and exit 0"; diagnose; exit 1 ;; esac
+  case " $codes" in *" $service=0 "*) ;; *) fail "$service was expected to drain and exit 0" ;; esac
 done
 say "COMPOSE OK"
