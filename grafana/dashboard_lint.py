@@ -13,6 +13,8 @@ ALL = ".+"
 """Value of our variables when a reader has chosen nothing."""
 
 INTERVALS = {"$__rate_interval": "1m", "$__interval": "15s", "$__range": "5m"}
+GOAL = {"$goal": "-Inf"}
+"""Reward to reach that every run has reached."""
 _SUFFIXES = ("_bucket", "_sum", "_count")
 
 VLLM_UPDATE = "vllm:rl_weight_update_operation_duration_seconds"
@@ -43,7 +45,6 @@ RUNTIME = frozenset({"up", "ALERTS", "process_start_time_seconds"})
 NOT_SHOWN = {
     "afterplay_actor_leaked_tasks_total": "0 unless an environment is broken, and the actor's log then says so",
     "afterplay_build_info": "identifies a build: to be joined in ad-hoc queries",
-    "afterplay_run_info": "identifies a run: to be joined in ad-hoc queries",
     "afterplay_learner_evaluation_score": "what the learner was told of the replay stage's score, which is shown",
     "afterplay_replay_score_retries_total": "to look at when a judge or reward model is slow; what fails in spite of "
     "retries is in the panel of score failures",
@@ -98,7 +99,7 @@ def substitute(expr: str, values: dict[str, str] | None = None) -> str:
     >>> substitute('rate(a{job=~"$job"}[$__rate_interval])')
     'rate(a{job=~".+"}[1m])'
     """
-    for name, value in {**INTERVALS, **(values or {})}.items():
+    for name, value in {**INTERVALS, **GOAL, **(values or {})}.items():
         expr = expr.replace(name, value)
     return re.sub(r"\$\{?[a-z]\w*\}?", ALL, expr)
 

@@ -57,6 +57,8 @@ class Panel:
     """Heading of docs/RUNBOOK.md."""
     log_scale: bool = False
     stacked: bool = False
+    instant: bool = False
+    """Asked for the end of the time range alone."""
 
     @property
     def description(self) -> str:
@@ -77,6 +79,8 @@ class Board:
     title: str
     uid: str
     rows: tuple[Row, ...]
+    texts: Mapping[str, tuple[str, str]]
+    """Variables that a reader types: label and default by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,7 @@ def board(name: str) -> Board:
         row = shared[entry] if isinstance(entry, str) else entry
         of = role if row.get("of_role") else ""
         rows.append(Row(row["row"], tuple(panel(p, of) for p in row["panels"])))
-    return Board(facts["title"], facts["uid"], tuple(rows))
+    return Board(facts["title"], facts["uid"], tuple(rows), facts.get("texts", {}))
 
 
 def alerts() -> Iterator[Alert]:

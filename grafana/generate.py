@@ -46,7 +46,7 @@ def dashboard_json(spec: Board) -> str:
         .refresh("10s")
         .timezone("browser")
         .tooltip(models.DashboardCursorSync.CROSSHAIR)
-        .variables(_variables())
+        .variables(_variables(spec))
         .annotations(_annotations())
         .links([_link()])
     )
@@ -57,7 +57,7 @@ def dashboard_json(spec: Board) -> str:
     return JSONEncoder(sort_keys=True, indent=2).encode(board.build()) + "\n"
 
 
-def _variables() -> list[Builder[models.VariableModel]]:
+def _variables(spec: Board) -> list[Builder[models.VariableModel]]:
     source = builders.DatasourceVariable("datasource").label("Data source").type("prometheus")
     return [
         source,
@@ -66,6 +66,7 @@ def _variables() -> list[Builder[models.VariableModel]]:
         _query_variable(
             "environment", "Environment", "label_values(afterplay_replay_inserted_trajectories_total, env)"
         ),
+        *(builders.TextBoxVariable(n).label(label).default_value(value) for n, (label, value) in spec.texts.items()),
     ]
 
 
@@ -118,7 +119,8 @@ def build_panel(spec: Panel, panel_id: int) -> AnyPanel:
     if spec.decimals is not None:
         panel.decimals(spec.decimals)
     for index, (legend, query) in enumerate(spec.queries.items()):
-        panel.with_target(_target(query, legend, chr(ord("A") + index), heat=spec.kind == "heatmap"))
+        target = _target(query, legend, chr(ord("A") + index), heat=spec.kind == "heatmap")
+        panel.with_target(target.instant() if spec.instant else target)
     return panel
 
 

@@ -11,7 +11,9 @@ import promql_parser
 import pytest
 import yaml
 
+from grafana.dashboard_lint import queries, substitute
 from grafana.declarations import ALERTS, BOARDS, SIGNALS
+from grafana.prove import load
 from pipeline.config.replay import EssGuardConfig
 
 ROOT = Path(__file__).parents[3]
@@ -49,6 +51,32 @@ def test_no_alert_at_all_fires_in_a_run_whose_updates_take_eight_minutes(tmp_pat
     rules = [str(FOLDER / name) for name in examples["rule_files"]]
     path = tmp_path / "healthy.yml"
     path.write_text(yaml.safe_dump({"rule_files": rules, "tests": [{**healthy, "alert_rule_test": silent}]}))
+    promtool("test", "rules", str(path))
+
+
+@needs_promtool
+def test_tokens_to_a_reward_are_counted_for_each_run_also_across_the_restart_of_an_actor(tmp_path: Path) -> None:
+    """1,000 tokens a minute from minute 1 on. ``a`` has a reward of 1 from minute 20, hence a mean of 0.5 of five
+    minutes in minute 22; its actor restarts in minute 12. ``b`` has it from minute 40, ``c`` never."""
+    (query,) = [q for q in queries(load("afterplay-overview")) if q.panel == "Tokens to the reward to reach"]
+    values = {"$__range": "60m", "$__interval": "1m", "$goal": "0.5"}
+    tokens = {"a": "0 0+1000x10 0+1000x50", "b": "0 0+1000x60", "c": "0 0+1000x60"}
+    rewards = {"a": "0x19 1x41", "b": "0x39 1x21", "c": "0x60"}
+    series = []
+    for run in "abc":
+        for role in ("actor", "learner"):
+            where = f'job="afterplay-{role}",instance="{run}-{role}:1"'
+            series.append({"series": f'afterplay_run_info{{{where},run_id="{run}"}}', "values": "1x60"})
+        actor, learner = (f'job="afterplay-{r}",instance="{run}-{r}:1"' for r in ("actor", "learner"))
+        counter = f'afterplay_actor_tokens_total{{{actor},kind="generated"}}'
+        series.append({"series": counter, "values": tokens[run]})
+        series.append({"series": f'afterplay_learner_reward_mean{{{learner},env="e"}}', "values": rewards[run]})
+    samples = [{"labels": '{run_id="a"}', "value": 20_000}, {"labels": '{run_id="b"}', "value": 41_000}]
+    asked = {"expr": f"round({substitute(query.expr, values)}, 1000)", "eval_time": "60m", "exp_samples": samples}
+    path = tmp_path / "tokens.yml"
+    path.write_text(
+        yaml.safe_dump({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": [asked]}]})
+    )
     promtool("test", "rules", str(path))
 
 
