@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import stale_pool
-from benchmarks.stale_pool import done, record, share_factors, with_pool, write
+from benchmarks.stale_pool import GUARDS, done, record, share_factors, with_pool, write
 from pipeline.config.replay import EssGuardConfig
 from pipeline.store.experience_report import examine_run
 from tests.support.run_handle import RunHandle
@@ -42,7 +42,7 @@ def test_a_stale_pool_with_the_guard_on_neither_stops_nor_wrecks_a_run_and_the_m
     monkeypatch.setattr(stale_pool, "start_run", forked_run)
     monkeypatch.setattr(stale_pool, "afterplay", afterplay)
     pool = record(tmp_path, seed=0)
-    config = with_pool(0, STEPS, guard=True, start_ratio=MIXING / STEPS)
+    config = with_pool(0, STEPS, guard=GUARDS["on"], start_ratio=MIXING / STEPS)
     with forked_run(write(tmp_path, "stale", config, pool), tmp_path, "stale") as run:
         assert run.until("a shrunk share in /metrics", lambda: shrunk(run), SECONDS_MAX)
         steps = done(run)
@@ -53,7 +53,7 @@ def test_a_stale_pool_with_the_guard_on_neither_stops_nor_wrecks_a_run_and_the_m
     assert min(step["guard_lr_factor"] for step in replayed) < 1
     assert all(step["guard_lr_factor"] == 1 for step in steps if step["ess_ratio"] >= EssGuardConfig().target)
 
-    factors = share_factors(steps, EssGuardConfig(enabled=True))
+    factors = share_factors(steps, GUARDS["on"])
     assert min(factors) <= 0.5
     found = examine_run(run.directory.store_file)
     assert found.factor == pytest.approx(factors[-1])
