@@ -51,8 +51,10 @@ class EngineLoad:
             rests = asked_at - self._worked_at > REST_SECONDS
             keep = 1.0 if rests else 0.5 ** (seconds / PACE_SECONDS)
             running = (before.running + report.running) / 2
-            self._busy = keep * self._busy + seconds * running / (FREE_BATCH + running)
-            self._sampled = keep * self._sampled + report.sampled - before.sampled
+            self._busy, self._sampled = keep * self._busy, keep * self._sampled
+            if seconds <= PACE_SECONDS:  # what it did in a longer time is not known
+                self._busy += seconds * running / (FREE_BATCH + running)
+                self._sampled += report.sampled - before.sampled
             if running > 0 or report.sampled > before.sampled:
                 self._worked_at = asked_at
         elif before is not None:

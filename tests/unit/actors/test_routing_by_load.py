@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from actors.engine.base import EngineReport
-from actors.engine.load import FREE_BATCH, PREFILL_COST, REST_SECONDS, EngineLoad
+from actors.engine.load import FREE_BATCH, PACE_SECONDS, PREFILL_COST, REST_SECONDS, EngineLoad
 from actors.engine.pool import EnginePool
 from actors.engine.router import MARGIN, SPREAD_SECONDS, STALE_SECONDS, TURN_TOKENS, MoveReason, Placement, Router
 from pipeline.metrics.actor import ActorMetrics
@@ -100,6 +100,15 @@ def test_waiting_requests_and_a_full_cache_count_for_more_than_running_ones() ->
         load = EngineLoad()
         load.reported(report, 7, NOW)
         assert load.requests(8) - load.requests(7) == pytest.approx(more), report
+
+
+def test_a_long_time_between_two_reports_does_not_change_the_pace() -> None:
+    load = EngineLoad()
+    for second in range(10):
+        load.reported(EngineReport(8, sampled=100.0 * second), 8, NOW + second)
+    pace, later = load.pace(NOW + 9), NOW + 9 + 2 * PACE_SECONDS
+    load.reported(EngineReport(8, sampled=905.0), 8, later)  # it rested until just now
+    assert pace is not None and load.pace(later) == pytest.approx(pace)
 
 
 def paced(requests: dict[str, int], slow: dict[str, float]) -> Router:
