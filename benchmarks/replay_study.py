@@ -86,10 +86,11 @@ class Plan:
     arms: dict[str, Arm]
     families: dict[str, Family] = Field(min_length=1)
 
-    def arms_of(self, family: Family) -> dict[str, Arm]:
-        if isinstance(family.arms, dict):
-            return family.arms
-        return {name: self.arms[name] for name in family.arms or self.arms}
+    def arms_of(self, family: Family, names: Sequence[str] | None = None) -> dict[str, Arm]:
+        """Arms of a family in the order of the protocol; ``names``: only these."""
+        own = family.arms
+        found = own if isinstance(own, dict) else {name: self.arms[name] for name in own or self.arms}
+        return {name: arm for name, arm in found.items() if names is None or name in names}
 
 
 def read_plan(file: Path = PROTOCOL) -> Plan:
@@ -123,10 +124,12 @@ def success_at(points: Sequence[Point], tokens: int) -> float:
 class Runs:
     """Runs of one family: what is there, and what is still to be made."""
 
-    def __init__(self, plan: Plan, name: str, directory: Path, stop: threading.Event, first: int | None = None) -> None:
-        """``first``: so many arms, in the order of the protocol; None: all."""
+    def __init__(
+        self, plan: Plan, name: str, directory: Path, stop: threading.Event, arms: Sequence[str] | None = None
+    ) -> None:
+        """``arms``: only these; None: all."""
         self.family = plan.families[name]
-        self.arms = dict(list(plan.arms_of(self.family).items())[:first])
+        self.arms = plan.arms_of(self.family, arms)
         # a goal above 1 is never reached: the run has all its updates
         self.protocol = Protocol(min(self.family.goal, 2.0), plan.every, plan.plays, self.family.steps)
         self.bench = Bench(directory / name, self.protocol, plan.seconds_max, False, stop)
@@ -201,8 +204,8 @@ class Runs:
                 middle = _finite(t_interval([*values.values()]))
                 found["arms"][arm]["success"] = {"by_seed": values, "mean_and_half_width": middle}
             elif arm != BASE and len(shared) > 1:
-                costs = [{seed: cost(of[seed]) for seed in shared} for of in (runs, base)]
-                found["arms"][arm]["ratios"] = {q: asdict(ratio_of(*costs, q)) for q in QUANTITIES}
+                own, of_base = ({seed: cost(of[seed]) for seed in shared} for of in (runs, base))
+                found["arms"][arm]["ratios"] = {q: asdict(ratio_of(own, of_base, q)) for q in QUANTITIES}
         return found
 
 
@@ -260,10 +263,10 @@ def run_family(runs: Runs, at_once: int, until: float) -> list[str]:
     return [*faults.values()]
 
 
-def compare_family(plan: Plan, name: str, directory: Path, at_once: int) -> None:
+def compare_family(plan: Plan, name: str, directory: Path, at_once: int, names: Sequence[str] | None = None) -> None:
     """``afterplay compare`` of the family's arms."""
     family = plan.families[name]
-    arms = plan.arms_of(family)
+    arms = plan.arms_of(family, names)
     study = Study({arm: str(family.file) for arm in arms}, directory / name, Metric.EVAL, family.goal, 1, True)
     study.run(family.seeds, family.set, {arm: [*own.set] for arm, own in arms.items()}, at_once)
 
@@ -280,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--directory", type=Path, required=True, help="results and runs; a later call continues there")
     parser.add_argument("--families", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--first", type=int, metavar="N", help="only the first N arms of each family")
+    parser.add_argument("--arms", nargs="+", metavar="NAME", help="only these arms of each family")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; wall times then disturb each other")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after that")
     parser.add_argument("--report", action="store_true", help="run nothing")
@@ -290,6 +293,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = given.families or list(plan.families)
     if unknown := [name for name in names if name not in plan.families]:
         parser.error(f"--families {unknown[0]}: there are {', '.join(plan.families)}")
+    known = {arm for name in names for arm in plan.arms_of(plan.families[name])}
+    if unknown := [arm for arm in given.arms or () if arm not in known]:
+        parser.error(f"--arms {unknown[0]}: there are {', '.join(sorted(known))}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     faults: list[str] = []
@@ -297,9 +303,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in names:
         if plan.families[name].compare:
             if not given.report and time.monotonic() < until and not stop.is_set():
-                compare_family(plan, name, directory, given.jobs)
+                compare_family(plan, name, directory, given.jobs, given.arms)
             continue
-        runs = Runs(plan, name, directory, stop, given.first)
+        runs = Runs(plan, name, directory, stop, given.arms)
         if not given.report:
             faults += run_family(runs, given.jobs, until)
         report = runs.report()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.replay_efficiency.records import Point, Result, Training, save
-from benchmarks.replay_study import Runs, best_rate, gains_at_equal_tokens, lines, read_plan, success_at
+from benchmarks.replay_study import Runs, best_rate, gains_at_equal_tokens, lines, main, read_plan, success_at
 from pipeline.errors import AfterplayError
 
 TRAINING = Training(0.2, 0.9, 0.8, 0.5, 1, 2.0, 1.0)
@@ -63,6 +63,16 @@ def test_an_arm_is_compared_once_it_is_tuned_and_no_run_is_made_twice(tmp_path: 
     assert report["arms"]["groups"]["ratios"]["tokens"]["ratio"] == pytest.approx(0.5)
     assert "tokens 0.50 (0.50–0.50)" in "\n".join(lines("locks", report))
     assert report["arms"]["off"]["runs"][0]["points"] == tuple(asdict(p) for p in result(100).points)
+
+
+def test_arms_can_be_chosen_and_keep_the_order_of_the_protocol(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = read_plan()
+    assert [*plan.arms_of(plan.families["locks"], ["retire", "off"])] == ["off", "retire"]
+    with pytest.raises(SystemExit):
+        main(["--directory", str(tmp_path), "--families", "babyai", "--arms", "off", "retire"])
+    assert "--arms retire: there are both, groups, mix, off" in capsys.readouterr().err
 
 
 def test_runs_with_replay_are_paired_by_seed_and_staleness() -> None:
