@@ -99,10 +99,10 @@ class Study:
             done = sum(job.finished or self.is_enough(job) for job in jobs)
             typer.echo(f"stopped: {done} of {len(jobs)} runs are done. Run the command again to continue")
             return ExitCode.FAILED
-        arms = {name: read_arm(name, source, jobs, self.metric) for name, source in self.sources.items()}
-        report(arms, self.metric, self.target, self.window, self.out)
         for fault in faults:
             typer.echo(fault, err=True)
+        arms = {name: read_arm(name, source, jobs, self.metric) for name, source in self.sources.items()}
+        report(arms, self.metric, self.target, self.window, self.out)
         return ExitCode.FAILED if faults else ExitCode.FINISHED
 
     def is_enough(self, job: Job) -> bool:

@@ -10,7 +10,9 @@ import pytest
 
 from benchmarks.replay_efficiency.records import Point, Result, Training, save
 from benchmarks.replay_study import Runs, best_rate, gains_at_equal_tokens, lines, main, read_plan, success_at
+from pipeline.config.load import load
 from pipeline.errors import AfterplayError
+from pipeline.tasks.splits import evaluated_environments
 
 TRAINING = Training(0.2, 0.9, 0.8, 0.5, 1, 2.0, 1.0)
 
@@ -29,6 +31,13 @@ def test_every_run_of_the_protocol_is_a_valid_run_of_its_own(name: str, tmp_path
     jobs = [job for arm in runs.arms for job in runs.jobs(arm, 1.0, family.seeds[:1], "")]
     same = {"off", "off_as_is", "off_doubled"} & set(runs.arms)  # they differ in the rate only
     assert len({job.fingerprint for job in jobs}) == len(runs.arms) - max(0, len(same) - 1)
+
+
+def test_runs_that_are_compared_by_evaluations_have_held_out_tasks() -> None:
+    (family,) = (family for family in read_plan().families.values() if family.compare)
+    config = load(family.file, family.set)
+    having = [name for name, section in config.environments.items() if config.evaluation.split in section.held_out]
+    assert config.evaluation.every and evaluated_environments(config, having, {}) == tuple(config.environments)
 
 
 def test_the_rate_with_which_most_seeds_reach_the_goal_is_chosen_then_the_cheapest() -> None:

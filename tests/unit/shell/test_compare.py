@@ -106,6 +106,15 @@ def test_run_that_has_reached_the_target_is_not_continued_with_until_reached(mad
     assert run_jobs([job], 1, lambda job: True, threading.Event()) == [], "nothing was started that could fail"
 
 
+def test_where_no_run_of_an_arm_makes_an_update_their_logs_are_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        "pipeline.cli.study.run_jobs", lambda jobs, *_: [f"{job.arm} ended; see its log" for job in jobs]
+    )
+    with pytest.raises(ConfigurationError, match="found none"):
+        Study({"a": TINY}, tmp_path, Metric.REWARD, 0.8, 1, False).run([1], [], {"a": []}, 1)
+    assert capsys.readouterr().err == "a ended; see its log\n"
+
+
 def test_two_runs_of_one_seed_in_an_arm_are_refused(made_run, tmp_path):
     for name in ("a/x", "a/y", "b/x"):
         made_run(name, 1, 1.0, 1.0)
