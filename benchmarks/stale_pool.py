@@ -3,7 +3,7 @@
 ::
 
     python -m benchmarks.stale_pool --seeds 0 1 2            # 12 runs; 19 minutes on two cores that others used too
-    python -m benchmarks.stale_pool --turns 8 --picture docs/images/stale_pool_8_turns.png         # 15 longer runs
+    python -m benchmarks.stale_pool --turns 8 --steps 120 --picture docs/images/stale_pool_8_turns.png     # 15 runs
 
 The world: 8 locks, each opened by one number of 10, which the tiny model learns to say (:class:`Locks`). With
 ``--turns`` it is to be said in each turn, and any number of its parity will do. The pool comes from a run of its own
@@ -48,6 +48,11 @@ STEPS, LAST = 60, 10
 """Updates of a run, and those at its end that are compared."""
 RECORDED_STEPS = 20
 RUN_SECONDS_MAX = 900.0
+KEPT = (
+    *("step", "reward_mean", "n_replayed", "replay_age_max", "guard_lr_factor"),
+    *("ess_replay", "ess_carried", "sequence_ess_replay", "sequence_ess_carried"),
+)
+"""What is kept of each update."""
 ARMS = {
     "without": "without replay",
     "off": "stale pool, guard off",
@@ -207,18 +212,18 @@ def share_factors(steps: Steps, guard: EssGuardConfig) -> list[float]:
     return factors
 
 
-def play(directory: Path, arm: str, seed: int, pool: Path, turns: int = 1) -> Steps:
+def play(directory: Path, arm: str, seed: int, pool: Path, steps: int = STEPS, turns: int = 1) -> Steps:
     """One run; its steps, with ``share_factor``."""
     guard = GUARDS.get(arm, EssGuardConfig())
-    config = without_replay(seed, turns=turns) if arm == "without" else with_pool(seed, turns=turns, guard=guard)
+    config = without_replay(seed, steps, turns) if arm == "without" else with_pool(seed, steps, turns, guard=guard)
     file = write(directory, f"{arm}-{seed}", config, None if arm == "without" else pool)
     with start_run(file, directory, f"{arm}-{seed}") as run:
-        steps = done(run)
-    factors = share_factors(steps, guard)
+        made = done(run)
+    factors = share_factors(made, guard)
     stored = examine_run(run.directory.store_file).factor if guard.enabled else 1.0
     if not math.isclose(stored, factors[-1], abs_tol=1e-6):
         raise RuntimeError(f"expected the stage's share factor {stored} from the steps, got {factors[-1]}")
-    return [step | {"share_factor": factor} for step, factor in zip(steps, factors, strict=True)]
+    return [{k: step[k] for k in KEPT} | {"share_factor": f} for step, f in zip(made, factors, strict=True)]
 
 
 def mean(values: Sequence[float | None]) -> float:
@@ -233,7 +238,7 @@ def report(runs: dict[str, list[Steps]]) -> str:
     for arm, seeds in runs.items():
         guard = GUARDS.get(arm, EssGuardConfig())
         rewards = [mean([s["reward_mean"] for s in steps[-LAST:]]) for steps in seeds]
-        mixed = [s for steps in seeds for s in steps if s["step"] > STEPS // 4]
+        mixed = [s for steps in seeds for s in steps if s["step"] > len(steps) // 4]
         factors = [s["guard_lr_factor"] for s in mixed]
 
         def of(key: str, rows: Steps = mixed) -> str:
@@ -280,7 +285,7 @@ def draw(runs: dict[str, list[Steps]], picture: Path) -> None:
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("update", fontsize=8)
         axis.grid(alpha=0.25)
-        axis.set_xlim(1, STEPS)
+        axis.set_xlim(1, max(len(steps) for seeds in runs.values() for steps in seeds))
     figure.axes[0].legend(fontsize=8)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, format="png")
@@ -290,6 +295,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--turns", type=int, default=1, help="of a rollout; more than 1 adds the arm sequence")
+    parser.add_argument("--steps", type=int, default=STEPS, help="updates of a run")
     parser.add_argument("--directory", type=Path, default=Path("runs/stale_pool"), help="must not hold these runs yet")
     parser.add_argument("--picture", type=Path, default=Path("docs/images/stale_pool.png"))
     arguments = parser.parse_args()
@@ -299,7 +305,7 @@ def main() -> None:
         pool = record(directory, seed, turns=arguments.turns)
         for arm in runs:
             begun = time.monotonic()
-            runs[arm].append(play(directory, arm, seed, pool, arguments.turns))
+            runs[arm].append(play(directory, arm, seed, pool, arguments.steps, arguments.turns))
             reward = mean([s["reward_mean"] for s in runs[arm][-1][-LAST:]])
             print(f"seed {seed}, {ARMS[arm]}: reward {reward:.2f}, {time.monotonic() - begun:.0f} s", flush=True)
     print(report(runs))
