@@ -3,7 +3,7 @@
 ::
 
     python -m benchmarks.stale_pool --seeds 0 1 2            # 12 runs; 19 minutes on two cores that others used too
-    python -m benchmarks.stale_pool --turns 8 --steps 120 --picture docs/images/stale_pool_8_turns.png     # 15 runs
+    python -m benchmarks.stale_pool --turns 8 --picture docs/images/stale_pool_8_turns.png         # 15 longer runs
 
 The world: 8 locks, each opened by one number of 10, which the tiny model learns to say (:class:`Locks`). With
 ``--turns`` it is to be said in each turn, and any number of its parity will do. The pool comes from a run of its own
