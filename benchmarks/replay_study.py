@@ -68,6 +68,8 @@ class Family:
     """Success rate to reach; infinite where all runs have ``steps`` updates."""
     tokens: int | None = None
     """Generated tokens at which success is compared, instead of tokens to a goal."""
+    plays: int | None = None
+    """Plays of each task in a measurement; None: those of the study."""
     rates: tuple[float, ...] = (1.0,)
     tuning_seeds: tuple[int, ...] = ()
     arms: tuple[str, ...] | dict[str, Arm] | None = None
@@ -130,8 +132,9 @@ class Runs:
         """``arms``: only these; None: all."""
         self.family = plan.families[name]
         self.arms = plan.arms_of(self.family, arms)
+        plays = self.family.plays or plan.plays
         # a goal above 1 is never reached: the run has all its updates
-        self.protocol = Protocol(min(self.family.goal, 2.0), plan.every, plan.plays, self.family.steps)
+        self.protocol = Protocol(min(self.family.goal, 2.0), plan.every, plays, self.family.steps)
         self.bench = Bench(directory / name, self.protocol, plan.seconds_max, False, stop)
         self._jobs: dict[tuple[str, float, str], list[Job]] = {}
         self.rate = float(load(self.family.file, self.family.set).learner.learning_rate)

@@ -31,6 +31,7 @@ def test_every_run_of_the_protocol_is_a_valid_run_of_its_own(name: str, tmp_path
     jobs = [job for arm in runs.arms for job in runs.jobs(arm, 1.0, family.seeds[:1], "")]
     same = {"off", "off_as_is", "off_doubled"} & set(runs.arms)  # they differ in the rate only
     assert len({job.fingerprint for job in jobs}) == len(runs.arms) - max(0, len(same) - 1)
+    assert runs.protocol.plays == (family.plays or plan.plays)
 
 
 def test_runs_that_are_compared_by_evaluations_have_held_out_tasks() -> None:
