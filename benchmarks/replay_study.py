@@ -8,9 +8,9 @@
 
 ``benchmarks/replay_study.yaml`` is the protocol: arms, seeds, order and analysis, written before the first run. A
 finished run is one JSON file in ``DIRECTORY/FAMILY/results`` and is not made again, so the study can be stopped at any
-time and continued. Runs are measured as :mod:`benchmarks.replay_efficiency` says; those of a family with ``compare`` by
-``afterplay compare``. Run it from one revision, and name that with the results: a run that was made with other settings
-is refused.
+time and continued. ``DIRECTORY/FAMILY.json`` and a picture beside it have what is known by then. Runs are measured as
+:mod:`benchmarks.replay_efficiency` says; those of a family with ``compare`` by ``afterplay compare``. Run it from one
+revision, and name that with the results: a run that was made with other settings is refused.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from pydantic.dataclasses import dataclass
 
 from benchmarks.replay_efficiency.arms import Job, Protocol, jobs_of
 from benchmarks.replay_efficiency.measure import Bench
+from benchmarks.replay_efficiency.picture import draw
 from benchmarks.replay_efficiency.records import Point, Result
 from pipeline.cli.study import Study
 from pipeline.cli.viewer.comparison import QUANTITIES, Cost, ratio_of, t_interval
@@ -176,6 +177,11 @@ class Runs:
         rate = self.chosen(arm)
         return [] if rate is None else self.jobs(arm, rate, self.family.seeds, "")
 
+    def results(self, arm: str) -> list[Result]:
+        """Finished runs of the comparison."""
+        kept = [self.bench.kept(job) for job in self.compared(arm)]
+        return [r for r in kept if r is not None]
+
     def missing(self) -> list[Job]:
         """What can be run now: first all of tuning, seed by seed, then all of the comparison."""
         tuning = [job for arm in self.arms for jobs in self.tuning(arm).values() for job in jobs]
@@ -190,8 +196,7 @@ class Runs:
         by_arm: dict[str, dict[int, Result]] = {}
         for arm in self.arms:
             tuned = {rate: self.kept(jobs) for rate, jobs in self.tuning(arm).items()}
-            kept = [self.bench.kept(job) for job in self.compared(arm)]
-            by_arm[arm] = {r.seed: r for r in kept if r is not None}
+            by_arm[arm] = {r.seed: r for r in self.results(arm)}
             found["arms"][arm] = {
                 "rate": self.chosen(arm),
                 "tuning": {
@@ -313,6 +318,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             faults += run_family(runs, given.jobs, until)
         report = runs.report()
         write_json_atomically(directory / f"{name}.json", report)
+        compared = [r for arm in runs.arms for r in runs.results(arm)]
+        if compared and math.isfinite(runs.family.goal):
+            draw(compared, runs.protocol, directory / f"{name}.png")
         print("\n".join(lines(name, report)), flush=True)
     for fault in faults:
         print(fault, file=sys.stderr)

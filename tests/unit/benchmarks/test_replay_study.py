@@ -75,6 +75,19 @@ def test_an_arm_is_compared_once_it_is_tuned_and_no_run_is_made_twice(tmp_path: 
     assert report["arms"]["off"]["runs"][0]["points"] == tuple(asdict(p) for p in result(100).points)
 
 
+def test_what_is_known_is_reported_and_drawn_also_while_runs_are_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = Runs(read_plan(), "babyai", tmp_path, threading.Event(), ["off", "groups"])
+    while waiting := [job for job in runs.missing() if job.seed != runs.family.seeds[-1]]:
+        for job in waiting:
+            done = replace(result(100 if "off" in job.arm else 50, seed=job.seed), arm=job.arm)
+            save(replace(done, fingerprint=job.fingerprint), runs.bench.result_file(job))
+    assert main(["--directory", str(tmp_path), "--families", "babyai", "--arms", "off", "groups", "--report"]) == 0
+    assert "5 of  5 reach it" in (said := capsys.readouterr().out) and "tokens 0.50 (0.50–0.50)" in said
+    assert (tmp_path / "babyai.json").is_file() and (tmp_path / "babyai.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_arms_can_be_chosen_and_keep_the_order_of_the_protocol(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
