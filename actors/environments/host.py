@@ -27,7 +27,7 @@ from actors.environments.base import Environment, Episode, Reply, Step
 from actors.environments.discovery import build
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout, boundary, described
-from pipeline.schema import Message, Task
+from pipeline.schema import ROLES, Message, Task
 from pipeline.tasks.splits import encode_splits
 
 T = TypeVar("T")
@@ -238,6 +238,8 @@ class EnvironmentHost:
         for message in messages:
             if not (isinstance(message.role, str) and isinstance(message.content, str)):
                 raise self._wrong(where, f"{what} to have text as role and content", message)
+            if message.role not in ROLES:
+                raise self._wrong(where, f"{what} to have one of the roles {', '.join(sorted(ROLES))}", message.role)
         n_characters = sum(len(message.content) for message in messages)
         if n_characters > MESSAGE_CHARACTERS_MAX:
             raise self._wrong(

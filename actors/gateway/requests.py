@@ -7,7 +7,7 @@ in ``ignored``, as the run file says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -127,7 +127,7 @@ class _Reader:
         value = self.body.get(name)
         if value is None or any(value == accepted for accepted in same):
             return
-        self._left_out(
+        self.refuse_or_ignore(
             name,
             self.rules.sampling,
             f"{name}={shown(value)} would change how the policy is sampled, which the run file decides; leave it "
@@ -139,19 +139,23 @@ class _Reader:
         value = self.body.get(name)
         if value is None or any(value == accepted for accepted in same):
             return
-        self._left_out(
+        self.refuse_or_ignore(
             name, self.rules.unsupported, f"{name}={shown(value)}: {why}; leave it out, or set unsupported: ignore"
         )
 
-    def _left_out(self, name: str, rule: str, message: str) -> None:
+    def refuse_or_ignore(self, name: str, rule: str, message: str) -> None:
+        """Raises :class:`Refusal` where ``rule`` says so."""
         if rule == "refuse":
             raise Refusal(400, message, code="unsupported_parameter", param=name)
         self.ignored.append(name)
 
     def unknown(self, understood: frozenset[str]) -> None:
-        """Parameters that nobody knows are left out, and named where a header can hold the name."""
-        names = sorted(name for name in self.body.keys() - understood if self.body[name] is not None)
-        self.ignored += [name for name in names if name.isascii() and name.isidentifier() and len(name) <= 64][:32]
+        """Parameters that nobody knows are left out."""
+        self.leave_out(sorted(name for name in self.body.keys() - understood if self.body[name] is not None))
+
+    def leave_out(self, names: Sequence[str]) -> None:
+        """Names fields without effect, as far as a header can hold their names."""
+        self.ignored += [n for n in names if n.isascii() and n.replace(".", "_").isidentifier() and len(n) <= 64][:32]
 
     def whole(self, name: str, low: int, high: int) -> int | None:
         value = self.body.get(name)
@@ -184,7 +188,10 @@ def read_chat(data: bytes, sampling: Sampling, rules: ParameterRules) -> ChatReq
     options = body.get("stream_options")
     reader.unknown(_CHAT)
     messages, keys = read_messages(body.get("messages"))
-    reader.ignored += dropped_from(body)
+    if any(message.get("function_call") for message in body["messages"]):
+        why = "functions were replaced by tools: give tool_calls instead"
+        reader.refuse_or_ignore("messages.function_call", reader.rules.unsupported, f"messages.function_call: {why}")
+    reader.leave_out([name for name in dropped_from(body) if name not in reader.ignored])
     tokens_max = reader.whole("max_completion_tokens", 1, 2**31)
     return ChatRequest(
         messages,

@@ -30,6 +30,7 @@ from typing import Any
 
 from actors.rendering.special_text import Span, SpecialText
 from actors.rendering.tool_messages import ToolSchema, style_of
+from pipeline.cli.viewer.vocabulary import bytes_of_tokens
 from pipeline.errors import ConfigurationError, boundary
 from pipeline.schema import Message
 
@@ -88,6 +89,7 @@ class Renderer:
             )
         self._backend = _plain_backend(tokenizer)
         self._decoder = _plain_decoder(tokenizer, self._backend)
+        self._bytes_of = bytes_of_tokens(tokenizer)
         self._special_ids = frozenset(int(i) for i in tokenizer.all_special_ids)
         self._special = SpecialText(tokenizer, self._backend, self.template)
         self._style = style_of(self.template, self._render)
@@ -157,6 +159,11 @@ class Renderer:
         """The text of ids."""
         with boundary(RENDERER):
             return self._decode(list(ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one id: a part of a character where it is only that, and with the space it begins with."""
+        with boundary(RENDERER):
+            return self._bytes_of(token_id)
 
     def completed(self, completion_ids: Sequence[int]) -> Completed:
         """Decode a completion for the environment, without the end-of-turn token that closed it."""

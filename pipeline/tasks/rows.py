@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from pipeline.config.tasks import FilterConfig, TasksFromConfig
+from pipeline.schema import ROLES
 from pipeline.tasks.reader import BadRow, Row
 
 MISSING: Any = object()
@@ -116,11 +117,16 @@ def _check_question(payload: Mapping[str, Any]) -> None:
             if not value.strip():
                 raise BadRow(f"expected a {name} that says something, got an empty text")
         elif not (isinstance(value, list) and value and all(map(_is_message, value))):
-            raise BadRow(f"expected {name} as text or as a list of messages with role and content, got {value!r:.100}")
+            raise BadRow(
+                f"expected {name} as text or as a list of messages with content and one of the roles "
+                f"{', '.join(sorted(ROLES))}, got {value!r:.100}"
+            )
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    return value["role"] in ROLES and isinstance(value.get("content"), str)
 
 
 def _meets(row: Row, condition: FilterConfig) -> bool:

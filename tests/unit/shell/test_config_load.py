@@ -1,5 +1,6 @@
 """A run file that is wrong is answered with what to change."""
 
+import json
 import socket
 import sys
 from pathlib import Path
@@ -116,6 +117,10 @@ def test_a_list_element_can_be_set():
         ("run: {seed: 1", "run.yaml, line 1"),
         ("- 1", "expected sections like 'run:'"),
         ("1: 2", "expected a text as key, got 1"),
+        *[
+            (f"environments: {{{json.dumps(name)}: {{name: arithmetic}}}}", "expected names of at most 100 letters")
+            for name in ("a/b", "", "'a'", 'a"b', "a b", "a\n", "ä", "x" * 101, "-a", ".", "..", "a\\b", "{a}", "a,b")
+        ],
         ("loss: {policy: pppo}", "line 1: loss.policy: expected one of ppo, gspo, gspo_token, gmpo,"),
         ("advantage: {estimator: 3}", "or your own as module:function or file.py:function, got 3"),
         (

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from actors.adapters.question import Question
 from pipeline.errors import ConfigurationError
+from pipeline.tasks.jsonl import JsonlRows
+from pipeline.tasks.reader import BadRow
 from tests.unit.tasks.conftest import Opened, questions, write_jsonl
 
 
@@ -218,3 +224,20 @@ def test_a_package_that_is_not_installed_is_named(
     (tmp_path / "q.parquet").write_bytes(b"")
     with pytest.raises(ConfigurationError, match=rf"needs {package} .*pip install 'afterplay\[data\]'"):
         opened(kind=kind, path=tmp_path)
+
+
+WHOLE = st.integers(-(2**80), 2**80) | st.sampled_from([2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1])
+
+
+@given(answer=WHOLE, where=st.sampled_from(["{}", "[{}]", '{{"a": [1.5, {}]}}']))
+def test_a_whole_number_is_read_exactly_or_the_row_is_refused(answer: int, where: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "q.jsonl"
+        path.write_text(f'{{"prompt": "?", "float": 1e30, "answer": {where.format(answer)}}}\n')
+        rows = JsonlRows([path])
+        (row,) = rows.scan()
+        if -(2**63) <= answer < 2**64:
+            assert row == rows.read(0) == json.loads(path.read_text())
+        else:
+            assert isinstance(row, BadRow) and f"of at most 64 bits, got {answer} in 'answer'" in str(row)
+        rows.close()
