@@ -144,7 +144,7 @@ class _Reader:
         )
 
     def refuse_or_ignore(self, name: str, rule: str, message: str) -> None:
-        """Raises :class:`Refusal` where ``rule`` says so."""
+        """Raises :class:`Refusal` under the rule ``refuse``."""
         if rule == "refuse":
             raise Refusal(400, message, code="unsupported_parameter", param=name)
         self.ignored.append(name)
