@@ -176,7 +176,7 @@ def _lesson_source(config: LessonsConfig) -> LessonSource | None:
 def _vocabulary(path: Path) -> int | None:
     """The model's vocabulary size, or None where its configuration does not say."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
         size = value.get("vocab_size") or value.get("text_config", {}).get("vocab_size")
     except (OSError, ValueError, AttributeError):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
 import os
 import resource
@@ -458,21 +459,34 @@ def status(run_directory: Run) -> None:
 
 
 @app.command()
-def plot(run_directory: Run) -> None:
-    """Draw curves.png from the metrics.jsonl of a run. Works while the run is alive.
+def plot(
+    run_directories: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The picture of several runs.")] = Path(
+        "curves.png"
+    ),
+) -> None:
+    """Draw curves.png from the metrics.jsonl of a run, or the curves of several runs over each other. Works while a run
+    is alive.
 
-    afterplay plot runs/tiny
+      afterplay plot runs/tiny
+      afterplay plot runs/first runs/second -o both.png
     """
-    from pipeline.cli.viewer.plots import draw
+    from pipeline.cli.viewer.plots import draw, draw_runs
     from pipeline.runtime.rundir import RunDirectory
 
-    directory = RunDirectory(run_directory)
-    if not directory.config_file.exists() and not directory.metrics_file.exists():
-        _refuse(f"expected a run directory, got {run_directory}, which has no config.yaml")
-    problem = draw(directory.metrics_file, directory.curves_file)
-    if problem:
-        _refuse(problem)
-    typer.echo(str(directory.curves_file))
+    directories = [RunDirectory(path) for path in run_directories]
+    for directory in directories:
+        if not directory.config_file.exists() and not directory.metrics_file.exists():
+            _refuse(f"expected a run directory, got {directory.path}, which has no config.yaml")
+        if len(directories) > 1 and not directory.metrics_file.exists():
+            _refuse(f"not drawn: {directory.path} has no steps yet")
+    if len(directories) == 1:
+        output = directories[0].curves_file
+        if problem := draw(directories[0].metrics_file, output):
+            _refuse(problem)
+    else:
+        draw_runs({str(directory.path): directory.metrics_file for directory in directories}, output)
+    typer.echo(str(output))
 
 
 @app.command()
@@ -635,6 +649,9 @@ def entry() -> None:
     """Console script. Expected errors are printed as one message on stderr, without a traceback."""
     append_working_folder()
     allow_descriptors()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a locale without our characters ends nothing
     try:
         sys.exit(app(prog_name="afterplay", standalone_mode=False))
     except USAGE_ERROR as error:

@@ -17,6 +17,10 @@ from pipeline.tasks.reader import BadRow, Row, Rows
 
 LINE_BYTES_MAX = 64 * 1024 * 1024
 """A longer line is taken for something that is not JSONL."""
+_REMEDY = (
+    "Make other forms JSONL with pandas: read_json(FILE) for an array or read_csv(FILE), then "
+    "to_json('data.jsonl', orient='records', lines=True)"
+)
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -79,9 +83,10 @@ def _parsed(line: bytes) -> Row:
     try:
         value = orjson.loads(line.removeprefix(_BOM))
     except orjson.JSONDecodeError as error:
-        raise BadRow(f"expected a JSON object, got {line.strip()[:60]!r} ({error})") from error
+        came = "the start of a JSON array" if line.lstrip(_BOM + b" \t").startswith(b"[") else repr(line.strip()[:60])
+        raise BadRow(f"expected a JSON object on each line, got {came} ({error}). {_REMEDY}") from error
     if not isinstance(value, dict):
-        raise BadRow(f"expected a JSON object, got a {type(value).__name__}")
+        raise BadRow(f"expected a JSON object on each line, got a {type(value).__name__}. {_REMEDY}")
     for name, column in value.items():
         if _may_be_rounded(column):
             _require_exact(name, json.loads(line.removeprefix(_BOM))[name])

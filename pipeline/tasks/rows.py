@@ -85,7 +85,7 @@ class Reading:
             bad = next((name for name, value in chosen.items() if not _is_json(value)), "one")
             raise BadRow(
                 f"expected JSON values, got {type(chosen.get(bad)).__name__} as {bad!r} ({error}): name the columns "
-                "that are used in tasks_from.columns"
+                "that are used in tasks_from.columns. Images and audio cannot be trained"
             ) from error
         if len(content) > self._bytes_max:
             raise BadRow(f"expected at most row_bytes_max={self._bytes_max} bytes of JSON, got {len(content)}")
@@ -119,8 +119,15 @@ def _check_question(payload: Mapping[str, Any]) -> None:
         elif not (isinstance(value, list) and value and all(map(_is_message, value))):
             raise BadRow(
                 f"expected {name} as text or as a list of messages with content and one of the roles "
-                f"{', '.join(sorted(ROLES))}, got {value!r:.100}"
+                f"{', '.join(sorted(ROLES))}, got {value!r:.100}{_NO_PARTS if _has_parts(value) else ''}"
             )
+
+
+_NO_PARTS = ". Content is text: images and audio cannot be trained"
+
+
+def _has_parts(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(m, dict) and isinstance(m.get("content"), list) for m in value)
 
 
 def _is_message(value: Any) -> bool:

@@ -73,7 +73,8 @@ def test_a_number_in_a_path_is_a_place_in_a_list(path: str, value: Any) -> None:
         ({"q": [{"role": "user"}]}, "as text or as a list of messages"),
         *[({"q": [{"role": role, "content": "x"}]}, "one of the roles .*, user, got")
           for role in ("human", "gpt", "User", "", 3, ["user"], None)],
-        ({"q": b"\x00"}, "expected JSON values, got bytes as 'prompt'"),
+        ({"q": b"\x00"}, "expected JSON values, got bytes as 'prompt'.*Images and audio cannot be trained"),
+        ({"q": [{"role": "user", "content": [{"type": "image_url"}]}]}, "Content is text: images and audio cannot"),
         ({"q": "x" * 300_000}, "row_bytes_max"),
     ],
 )  # fmt: skip
