@@ -485,7 +485,8 @@ def plot(
         if problem := draw(directories[0].metrics_file, output):
             _refuse(problem)
     else:
-        draw_runs({str(directory.path): directory.metrics_file for directory in directories}, output)
+        named = [f"{number}: {directory.path.name[-20:]}" for number, directory in enumerate(directories, 1)]
+        draw_runs(dict(zip(named, (d.metrics_file for d in directories), strict=True)), output)
     typer.echo(str(output))
 
 
