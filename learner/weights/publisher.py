@@ -380,7 +380,8 @@ def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, m
     _check_dtype(config, policy)
     write = _writer(config, policy)
     loader = _loader(config, directory, write, policy)
-    addresses = engine_addresses(config.engine, directory)
+    key = find_key(config.engine, "learner_key")
+    addresses = engine_addresses(config.engine, directory, key)
     return Publisher(
         addresses.fixed,
         directory,
@@ -391,7 +392,7 @@ def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, m
         loader.write if isinstance(loader, DeltaLoader) else write,
         SharedDevice(addresses.fixed, metrics) if config.engine.colocate == "sleep" else None,
         config.engine.sleep_level,
-        find_key(config.engine, "learner_key"),
+        key,
         config.run.id,
         make_probe(config, directory.model, metrics),
         addresses,
