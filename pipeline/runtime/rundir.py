@@ -258,20 +258,31 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def take_index(
-    directory: RunDirectory, role: str, index: int | None = None, first: int = 0
+    directory: RunDirectory, role: str, index: int | None = None, first: int = 0, keys: Path | None = None
 ) -> tuple[int, FileLock | None]:
     """``index``, or the least from ``first`` on that no other ``role`` of the run holds. It is ours until the lock is
-    released. On a file system without locks ``index`` is taken without one.
+    released. On a file system without locks ``index`` is taken without one. In a container that may not write to the
+    run directory the lock is on the key of that index in the folder ``keys``.
 
     Raises :class:`StoreError` if another process holds ``index``.
     """
-    directory.processes.mkdir(parents=True, exist_ok=True)
 
     def take(index: int) -> FileLock:
-        return FileLock(
-            directory.processes / f"{role}-{index}.lock",
-            f"{role}-{index} of the run {directory.path} is alive in another process: expected an --index of its own",
-        )
+        name = f"{role}-{index}"
+        taken = f"{name} of the run {directory.path} is alive in another process: expected an --index of its own"
+        try:
+            directory.processes.mkdir(parents=True, exist_ok=True)
+            return FileLock(directory.processes / f"{name}.lock", taken)
+        except OSError as error:
+            key = None if keys is None else keys / f"{name}.key_secret"
+            if error.errno != errno.EROFS or key is None:
+                raise
+            if not key.exists():
+                raise ConfigurationError(
+                    f"expected a key of {name} in {keys}, and others have all that are there: "
+                    f"`afterplay keys {keys} --actors {index + 1}` makes more"
+                ) from error
+            return FileLock(key, taken, os.O_RDONLY)
 
     if index is not None:
         try:
@@ -287,13 +298,13 @@ def take_index(
 
 
 class FileLock:
-    """Exclusive lock on ``file``, which is created if missing and never removed. It ends with the process.
+    """Exclusive lock on ``file``, which is created if missing (by default) and never removed. It ends with the process.
 
     Raises :class:`StoreError` with the message ``taken`` when another process holds it, else :class:`OSError`.
     """
 
-    def __init__(self, file: Path, taken: str) -> None:
-        self.descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    def __init__(self, file: Path, taken: str, flags: int = os.O_RDWR | os.O_CREAT) -> None:
+        self.descriptor = os.open(file, flags | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
