@@ -236,7 +236,7 @@ class Publisher:
         initial = initial or (tensors is None and weights is None)
         if not initial and weights is not None:
             n_bytes = weights.n_bytes
-            folder.mkdir(parents=True, exist_ok=True)  # its name says that the version was used
+            folder.mkdir(exist_ok=True)  # its name says that the version was used
         elif not initial and tensors is not None:
             n_bytes = await _write_version(self._write, folder, version, tensors)
         target = Target(
@@ -453,7 +453,7 @@ def _folder_writer(config: RunConfig, policy: Policy) -> Callable[[Path, Mapping
 
 def _record_version(folder: Path, tensors: Mapping[str, Tensor]) -> int:
     """An empty folder, whose name says that the version was used: engines get the weights from memory."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     return sum(tensor.nbytes for tensor in tensors.values())
 
 

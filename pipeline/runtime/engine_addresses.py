@@ -54,7 +54,7 @@ RENEW_SECONDS = 5.0
 """Time between two announcements."""
 URL_MAX = 500
 CONTENT_BYTES_MAX = 4096
-"""Of the file of one engine."""
+"""Longest file of one engine."""
 
 Changed = Callable[[tuple[str, ...]], None]
 
@@ -83,7 +83,8 @@ class EngineRegistry:
         self._announcements += 1
         value = {"url": check_url(url), "process": os.getpid(), "announcement": self._announcements}
         signatures = [_signature(digest, name, value) for digest in self._digests]
-        write_json_atomically(self.folder / f"{name}.json", value | {"signatures": signatures})
+        self.folder.mkdir(exist_ok=True)
+        write_json_atomically(self.folder / f"{name}.json", value | {"signatures": signatures}, make_folder=False)
 
     def withdraw(self, name: str) -> None:
         """The engine takes no new requests. Harmless when it was not announced."""
@@ -245,7 +246,7 @@ def _url_of(content: bytes) -> str:
 
 
 def _signature(digest: str, name: str, value: dict[str, Any]) -> str:
-    """That who knows ``digest`` announced ``value`` as ``name``."""
+    """Proof that who knows ``digest`` announced ``value`` as ``name``."""
     signed = orjson.dumps([name, *(value.get(key) for key in ("url", "process", "announcement"))])
     return hmac.new(digest.encode(), signed, "sha256").hexdigest()
 

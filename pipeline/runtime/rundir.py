@@ -216,17 +216,20 @@ def await_model(folder: Path, seconds_max: float | None = None) -> None:
         time.sleep(LOOK_SECONDS)
 
 
-def write_json_atomically(path: Path, value: Any, *, durable: bool = False) -> None:
+def write_json_atomically(path: Path, value: Any, *, durable: bool = False, make_folder: bool = True) -> None:
     """Replace ``path`` by ``value`` as JSON so that a reader sees the old file or the new one, never a part.
 
-    ``durable``: when this returns, the new one also survives a power loss.
+    ``durable``: when this returns, the new one also survives a power loss. ``make_folder``: false for files of a run
+    that is alive, whose directory must not come back when it was removed.
     """
-    write_bytes_atomically(path, orjson.dumps(value, option=orjson.OPT_INDENT_2), durable=durable)
+    data = orjson.dumps(value, option=orjson.OPT_INDENT_2)
+    write_bytes_atomically(path, data, durable=durable, make_folder=make_folder)
 
 
-def write_bytes_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
+def write_bytes_atomically(path: Path, data: bytes, *, durable: bool = False, make_folder: bool = True) -> None:
     """Write beside ``path`` and rename. The name is per process, so two writers cannot mix their bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if make_folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(data)
@@ -295,6 +298,38 @@ def take_index(
         with suppress(StoreError):
             return free, take(free)
     raise AssertionError
+
+
+class PathWatch:
+    """Tells when a path leads no longer to the folder or file that it led to at first, which must be open in this
+    process: what is written there is lost then. A file system that cannot be asked does not count."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        # closing a file that SQLite has open would release its locks, and an open folder keeps its number from others
+        self._folder = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if self.path.is_dir() else None
+        self._first = os.stat(self.path)
+        self._gone = 0
+
+    def gone(self, looks: int = 2) -> str:
+        """What became of it, once so many calls in a row have found that; else empty."""
+        try:
+            found = os.stat(self.path)
+            became = "" if os.path.samestat(found, self._first) else "replaced by another"
+        except (FileNotFoundError, NotADirectoryError):
+            became = "moved or removed"
+        except OSError:
+            became = ""
+        self._gone = self._gone + 1 if became else 0
+        if not self._gone or self._gone < looks:
+            return ""
+        return f"{self.path} was {became} while the run used it (put it back, and start the run again to resume it)"
+
+    def close(self) -> None:
+        """Harmless when done already."""
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
 
 
 class FileLock:
