@@ -73,7 +73,7 @@ async def main(ctx: RoleContext) -> None:
     """Serve orders until ``ctx.stopping``. Raises :class:`ConfigurationError` for errors that the user can
     fix."""
     config = ctx.config
-    addresses = engine_addresses(config.engine, ctx.directory)
+    addresses = engine_addresses(config.engine, ctx.directory, find_key(config.engine, "actor_key"))
     metrics = ActorMetrics(ctx.registry, tuple(config.environments), addresses.fixed)
     ctx.report(RoleState.LOADING, "the tokenizer")
     environments = {

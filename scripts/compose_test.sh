@@ -70,13 +70,11 @@ project = tomllib.load(open(sys.argv[1], "rb"))
 print("\n".join(project["build-system"]["requires"] + project["project"]["dependencies"]))
 PY
 )
-  # the versions that this machine's tests run with, where they are installed; a torch build such as +cpu is pip's choice
-  "$PYTHON" -m pip freeze --exclude-editable 2>/dev/null | grep -E '^[A-Za-z0-9._-]+==' | sed 's/^\(torch==[^+]*\)+.*/\1/' >"$WORK/constraints"
-  key=$(cat <(echo "$spec") "$WORK/constraints" | sha256sum | cut -c1-12)
+  key=$(cat <(echo "$spec") "$ROOT/constraints.txt" | sha256sum | cut -c1-12)
   WHEELS=$CACHE/wheels-$key
   [ -d "$WHEELS" ] && return
   $NICE "$PYTHON" -m pip download -q --only-binary=:all: --python-version $PY -d "$WORK/wheels" \
-    -c "$WORK/constraints" -r <(echo "$spec") 2>"$WORK/wheels.log" \
+    -c "$ROOT/constraints.txt" -r <(echo "$spec") 2>"$WORK/wheels.log" \
     || { grep -v '^WARNING' "$WORK/wheels.log" | tail -5; cannot "the wheels cannot be downloaded"; }
   mv "$WORK/wheels" "$WHEELS"
 }
@@ -197,10 +195,12 @@ say "learner steps $value, trajectories trained $(prometheus 'sum(afterplay_repl
 # both actors keep their places under names of their own, and Prometheus finds both; it looks their names up every 5 s
 until_at_least 2 'sum(afterplay_replay_connected_peers{peer="actor"})' || fail "of 2 actors, ${value:-none} connected"
 until_at_least 2 'count(up{job="afterplay-actor"} == 1)' || fail "of 2 actors, ${value:-none} scraped"
-names=$(docker compose exec -T replay sh -c 'cd /runs/compose/processes && echo actor-*.json')
-[ "$names" = "actor-0.json actor-1.json" ] || fail "the actors are $names"
-docker compose exec -T actor sh -c 'test ! -e /keys/learner.key_secret && ! touch /x 2>/dev/null && grep -q "^CapEff:.0*$" /proc/self/status' \
-  || fail "an actor has the keys of others, a writable root, or capabilities"
+names=$(docker compose logs --no-log-prefix actor | grep -oE ' actor-[0-9]+ INFO' | sort -u | tr -d '\n')
+[ "$names" = " actor-0 INFO actor-1 INFO" ] || fail "the actors are$names"
+docker compose exec -T actor sh -c 'test ! -e /keys/learner.key_secret && ! touch /x 2>/dev/null && ! touch /runs/compose/x 2>/dev/null && grep -q "^CapEff:.0*$" /proc/self/status' \
+  || fail "an actor has the keys of others, a writable root or run directory, or capabilities"
+docker compose exec -T actor sh -c 'cd /tmp && afterplay env new my_game >/dev/null && cd afterplay-my-game && python -c "import afterplay, afterplay_my_game.environment"' \
+  || fail "an environment that afterplay env new wrote cannot be imported in the image"
 password=$(docker compose exec -T grafana cat /secrets/grafana-password)
 [ ${#password} -ge 20 ] || fail "Grafana's password is \"$password\""
 say "2 actors connected and scraped; root read-only, no capabilities, own keys, a password"

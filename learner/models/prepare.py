@@ -32,7 +32,7 @@ from learner.models.tiny import TinyOptions, write_tiny_model
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError, DamagedFiles
 from pipeline.runtime.contents import CONTENTS, find_damage, set_aside
-from pipeline.runtime.disk_wait import wait_for_room
+from pipeline.runtime.disk_wait import FULL, wait_for_room
 from pipeline.runtime.rundir import PREPARE_SECONDS_MAX, read_json
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def prepare_model(config: RunConfig, target: Path, give_up: Callable[[], bool] =
                 )
         else:
             make = partial(_make, config, request, target, give_up)
-            info = wait_for_room(make, target, "the initial model")
+            info = wait_for_room(make, target, "the initial model", FULL)  # it also reads what the user names
     if config.model.max_length > info.max_position:
         raise ConfigurationError(
             f"model.max_length is {config.model.max_length}, but {info.source!r} supports at most "

@@ -336,7 +336,8 @@ def actor(
 
     config = _load_of_run(file, sets) if join else _load(file, sets)
     directory = RunDirectory(config.run.path)
-    take = partial(take_index, directory, "actor", None if free_index or join else index)
+    own = None if free_index or join else index
+    take = partial(take_index, directory, "actor", own, keys=config.transport.curve)
     if join:
         take = partial(take, first=config.actor.replicas)
     found, _lock = wait_for_room(take, directory.path, "the lock of the actor's index")

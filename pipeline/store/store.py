@@ -12,6 +12,7 @@ A store that went back (its ``-wal`` was lost, or it is an older copy) is notice
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import operator
@@ -21,7 +22,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,13 @@ import orjson
 
 from pipeline.config import RunConfig
 from pipeline.errors import DamagedFiles, StoreError
+from pipeline.runtime.disk_wait import size
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.store import tables
 from pipeline.store.high_water import HighWaterFile, Mark
 from pipeline.store.journal import Changes, Row
 from pipeline.store.snapshot import POOL_COLUMNS, REPLAY_COLUMNS, STORED_GROUP_COLUMNS, Snapshot, SnapshotRows, build
+from pipeline.store.sqlite import users_of
 from pipeline.store.tables import STORE
 from pipeline.transport.protocol import Buffer, Frames
 
@@ -44,6 +47,8 @@ CHECK_SECONDS_MAX = 10.0
 """Longest check of the payloads when a store is opened; what is left of a larger one is checked when it is read."""
 CHECK_BYTES_MAX = 4 * 10**9
 """Size from which on only the tables without payloads are checked page by page, which cannot be interrupted."""
+WAL_BYTES_MAX = 128 * 1024 * 1024
+"""Of the ``-wal``, beyond which a reader must keep it from being emptied: 16 times the size at which it is."""
 _CHECK_STEPS = 10_000
 """Instructions of SQLite's machine between two looks at the clock."""
 _VACUUM_PAGES = 4096
@@ -261,6 +266,17 @@ class ReplayStore:
         """Harmless when done already."""
         self._opened.close()
 
+    def held_back(self) -> str:
+        """Who keeps ``-wal`` from being emptied, in a sentence, where it is large; else empty. Blocks."""
+        wal = self.path.with_name(self.path.name + "-wal")
+        with suppress(OSError):
+            if (n_bytes := wal.stat().st_size) > WAL_BYTES_MAX:
+                return (
+                    f"{wal} has {size(n_bytes)} and grows while {users_of(self.path)} reads the replay store: end that "
+                    "reader, or read a copy (afterplay replay export)"
+                )
+        return ""
+
     def load(self) -> Snapshot:
         """State that the stage starts from."""
         with self._explained("read"):
@@ -349,6 +365,9 @@ class ReplayStore:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
-            if getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
                 raise self._damaged(str(error)) from error
+            if code == sqlite3.SQLITE_BUSY:
+                error = OSError(errno.EBUSY, f"{error}: {users_of(self.path)} has it open")
             raise StoreError(f"the replay store {self.path} could not be {done}: {error}. {STORE.remedy}") from error

@@ -199,10 +199,10 @@ class Machine:
         """Drain. Does nothing when draining already."""
         return self._drain(ExitCode.FINISHED, reason, now)
 
-    def force(self, now: float, reason: str) -> list[Action]:
+    def force(self, now: float, reason: str, code: ExitCode = ExitCode.FORCED) -> list[Action]:
         """Kill everything now."""
-        self._drain(ExitCode.FORCED, reason, now)
-        self.code, self.reason = ExitCode.FORCED, reason
+        self._drain(code, reason, now)
+        self.code, self.reason, self.culprit = code, reason, None
         return self._kill(p for p in self.processes.values() if p.alive)
 
     def tick(self, now: float) -> list[Action]:

@@ -8,7 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from pipeline.config.explain import resolve
 from pipeline.config.load import dump
 from pipeline.errors import AfterplayError, ConfigurationError, StoreError
 from pipeline.runtime.children import OrphanReaper
-from pipeline.runtime.disk_wait import unless_full, wait_for_room
+from pipeline.runtime.disk_wait import left_out, wait_for_room
 from pipeline.runtime.engine_keys import LEARNER_DIGEST_FILE
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import FileLock, RunDirectory, read_json, write_bytes_atomically
@@ -86,7 +86,7 @@ def run_lock(directory: RunDirectory, mark: bool = True) -> Iterator[int]:
         if mark:
             os.ftruncate(lock.descriptor, 0)
             holder = orjson.dumps({"pid": os.getpid(), "started_at": time.time()})
-            unless_full(partial(os.write, lock.descriptor, holder), directory.path)
+            left_out(partial(os.write, lock.descriptor, holder), directory.path)
         yield lock.descriptor
     finally:
         lock.release()
@@ -193,7 +193,8 @@ def run(
                 specs = specs_of(places, config, directory, cluster)
                 host = None if host_of is None else host_of(places, config)
                 code = supervise(config, specs, directory, reaper, console, host=host)
-            (directory.path / LEARNER_DIGEST_FILE).unlink(missing_ok=True)
+            with suppress(OSError):
+                (directory.path / LEARNER_DIGEST_FILE).unlink()
             remove_socket_folder(directory.path)
             return code
     except RunIsAlive as error:
@@ -246,11 +247,12 @@ def supervise(
         console.print(sentence, style="yellow" if succeeded else "red", soft_wrap=True)
     reason = "\n".join(filter(None, [machine.reason, *failures, supervisor.log_tail()]))
     outcome = orjson.dumps({"exit_code": code, "reason": reason})
-    unless_full(partial(write_bytes_atomically, directory.outcome_file, outcome), directory.outcome_file)
+    write = partial(write_bytes_atomically, make_folder=False)
+    left_out(partial(write, directory.outcome_file, outcome), directory.outcome_file)
     removed = remove_published(config, directory) if machine.reason == "finished" else []
     if machine.reason == "finished" and is_done is None:
         finished = orjson.dumps({"steps": config.run.total_steps, "exit_code": code})
-        unless_full(partial(write_bytes_atomically, directory.finished_file, finished), directory.finished_file)
+        left_out(partial(write, directory.finished_file, finished), directory.finished_file)
     if lines := read_lines(directory.metrics_file):
         console.print("\n".join(describe_disk(directory, lines, removed)), soft_wrap=True)
     console.print(f"run directory {directory.path}", soft_wrap=True)
@@ -262,7 +264,7 @@ def _failures(config: RunConfig, directory: RunDirectory) -> dict[str, bool]:
     None where nothing is known."""
     try:
         outcomes = read_ledger(store_path(config, directory)).outcomes
-    except StoreError:
+    except (StoreError, OSError):
         return {}
     trained = {} if config.evaluation.only else config.trained_environments
     failing = {name: found for name, found in outcomes.items() if found.failed and name in trained}

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +18,9 @@ import anyio.to_thread
 
 from pipeline.cli.viewer.progress import MetricsTail, describe_evaluation
 from pipeline.runtime.children import OrphanReaper, describe_exit
-from pipeline.runtime.disk_wait import free_bytes, size, unless_full
+from pipeline.runtime.disk_wait import left_out
 from pipeline.runtime.process import ExitCode
-from pipeline.runtime.rundir import RunDirectory, write_json_atomically
+from pipeline.runtime.rundir import PathWatch, RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
 from pipeline.supervisor.host import Child, LocalHost, ProcessHost, ProcessLost
 from pipeline.supervisor.processes import HealthAnswer, ProcessSpec
@@ -60,12 +61,14 @@ class Supervisor:
         self._changed = anyio.Event()
         self._group: anyio.abc.TaskGroup | None = None
         self._display: Display | None = None
-        self._disk_full = False
-        """``processes.json`` could not be written the last time."""
+        self._unwritten = ""
+        """Why ``processes.json`` could not be written the last time."""
+        self._watched: PathWatch | None = None
 
     async def run(self, display: Display, tail: MetricsTail) -> ExitCode:
         """Start, watch and drain. Returns when no process is left; when cancelled, all are killed."""
         self._display = display
+        self._watched = PathWatch(self._directory.path)
         self._reaper.on_restart = lambda code: display.say(
             f"the process that ends what a killed supervisor leaves behind had ended ({describe_exit(code)}); "
             "it runs again"
@@ -82,6 +85,7 @@ class Supervisor:
         finally:
             for child in self._children.values():
                 child.kill()
+            self._watched.close()
         for line in tail.read():
             display.progress(line)
         self._write_states()
@@ -134,7 +138,9 @@ class Supervisor:
             code, why = -signal.SIGKILL, str(error)
         self._children.pop(spec.name, None)
         self.answers.pop(spec.name, None)
-        self._directory.process_file(spec.name).unlink(missing_ok=True)
+        with suppress(OSError):
+            self._directory.process_file(spec.name).unlink()
+        await self._end_without_directory(looks=1 if code == ExitCode.CONFIGURATION else 2)
         self._perform(self.machine.exited(spec.name, code, time.monotonic(), finished=code == 0 and self._work_done()))
         self._report_exit(spec.name, code, why)
 
@@ -150,6 +156,8 @@ class Supervisor:
         if child is None:
             return -signal.SIGTERM
         self._children[spec.name] = child
+        if spec.here and not (log := self._directory.log_file(spec.name)).is_file() and self._display is not None:
+            self._display.say(f"what {spec.name} says is lost: {log} cannot be written")
         if state.killed:
             child.kill()
         elif state.phase is Phase.STOPPING:
@@ -188,9 +196,15 @@ class Supervisor:
                 for name, process in list(self._children.items()):
                     if self._specs[name].probed and self.machine.processes[name].phase is not Phase.STOPPING:
                         group.start_soon(self._probe, name, process)
+            await self._end_without_directory()
             self._write_states()
             await anyio.to_thread.run_sync(self._bound_logs)
             await anyio.sleep(PROBE_EVERY_SECONDS)
+
+    async def _end_without_directory(self, looks: int = 2) -> None:
+        """End the run where its directory is gone: nothing that it does is kept."""
+        if self._watched is not None and (why := await anyio.to_thread.run_sync(self._watched.gone, looks)):
+            self._perform(self.machine.force(time.monotonic(), why, ExitCode.CONFIGURATION))
 
     def _bound_logs(self) -> None:
         for name in self._specs:
@@ -248,10 +262,10 @@ class Supervisor:
                 "progress_age_seconds": answer.progress_age_seconds if answer else None,
             }
         path = self._directory.processes_file
-        full = not unless_full(partial(write_json_atomically, path, states), path)
-        if full and not self._disk_full and self._display is not None:
-            self._display.say(f"waiting for disk: {path.parent} has {size(free_bytes(path))} free")
-        self._disk_full = full
+        why = left_out(partial(write_json_atomically, path, states, make_folder=False), path)
+        if why and not self._unwritten and self._display is not None:
+            self._display.say(f"waiting for disk: {why}")
+        self._unwritten = why
 
 
 def bound_log(path: Path, bytes_max: int) -> None:
@@ -261,10 +275,10 @@ def bound_log(path: Path, bytes_max: int) -> None:
         if path.stat().st_size <= bytes_max:
             return
         older = path.with_name(path.name + ".1")
-        if not unless_full(partial(shutil.copyfile, path, older), path):
+        if left_out(partial(shutil.copyfile, path, older), path):
             older.unlink(missing_ok=True)
         os.truncate(path, 0)
-    except FileNotFoundError:
+    except OSError:  # it is not there, or cannot be looked at now
         return
 
 

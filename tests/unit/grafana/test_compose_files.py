@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,22 @@ def test_each_role_gets_its_own_keys_and_no_other() -> None:
         "learner": {"keys_learner", "engine_learner"},
         "actor": {"keys_actor", "engine_actor"},
     }
+
+
+def test_actors_write_nothing_that_the_others_read() -> None:
+    """The run directory says, among others, where the engines are."""
+    writable = {volume for volume in COMPOSE["services"]["actor"]["volumes"] if not volume.endswith(":ro")}
+    assert writable == set() == mounts("actor") & mounts("replay") - {"runs"}
+
+
+def test_the_image_has_every_package_of_the_wheel_in_the_tested_versions() -> None:
+    copied = set(re.findall(r"^COPY (\w+) \1$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert copied == {*wheel["packages"], *wheel["force-include"]}
+    context = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {f"!{name}" for name in (*copied, "constraints.txt", "pyproject.toml")} <= set(context)
+    installs = (ROOT / "Dockerfile").read_text().partition("ENV PIP_CONSTRAINT=/src/constraints.txt")
+    assert "pip install" not in installs[0] and "pip install" in installs[2]
 
 
 def test_grafana_has_no_password_that_is_known() -> None:

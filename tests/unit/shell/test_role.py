@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import anyio
 import anyio.lowlevel
@@ -293,6 +294,30 @@ def test_an_index_belongs_to_one_process_whoever_gives_it(tmp_path, monkeypatch)
     monkeypatch.setattr(fcntl, "flock", without_locks)
     assert take_index(directory, "actor", 7) == (7, None)
     with pytest.raises(OSError, match="No locks"):
+        take_index(directory, "actor")
+
+
+def test_an_actor_that_may_not_write_to_the_run_directory_holds_the_key_of_its_index(tmp_path, monkeypatch):
+    directory, keys, opened = RunDirectory(tmp_path / "run"), tmp_path / "keys", os.open
+    keys.mkdir()
+    for index in range(2):
+        (keys / f"actor-{index}.key_secret").touch(0o400)
+
+    def read_only(path, flags, *mode, **options):
+        if Path(path).is_relative_to(directory.path):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return opened(path, flags, *mode, **options)
+
+    monkeypatch.setattr(os, "open", read_only)
+    found = [take_index(directory, "actor", keys=keys) for _ in range(2)]
+    assert [index for index, _ in found] == [0, 1]
+    with pytest.raises(ConfigurationError, match=r"expected a key of actor-2 .* --actors 3"):
+        take_index(directory, "actor", keys=keys)
+    with pytest.raises(StoreError, match="alive in another process"):
+        take_index(directory, "actor", 1, keys=keys)
+    found[1][1].release()
+    assert take_index(directory, "actor", 1, keys=keys)[0] == 1
+    with pytest.raises(OSError, match="Read-only"):
         take_index(directory, "actor")
 
 
