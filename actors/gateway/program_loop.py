@@ -232,8 +232,16 @@ class ProgramLoop(AgentLoop):
         self._renderer = renderer
         self._threads = host.threads
         self._reaper = OrphanReaper(grace_seconds=0)
-        self._parse = parser_of(self.parser, renderer.template, renderer.tokenizer, f"{where}.options.parser")
-        self._rules = ParameterRules(self.sampling_parameters, self.unsupported)
+        parser, refused = f"{where}.options.parser", ""
+        try:
+            self._parse = parser_of(self.parser, renderer.template, renderer.tokenizer, parser)
+        except ConfigurationError as error:
+            if self.parser != "auto":
+                raise
+            # Only a program that states tools needs a parser.
+            self._parse = parser_of("hermes", renderer.template, renderer.tokenizer, parser)
+            refused = str(error)
+        self._rules = ParameterRules(self.sampling_parameters, self.unsupported, refused)
         self._function = None if self.function is None else attribute(self.function, f"{where}.options.function")
         token = None
         if self.token_env is not None:

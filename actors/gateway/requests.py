@@ -79,6 +79,8 @@ class ParameterRules:
     """Treatment of sampling parameters, which would change the run's policy."""
     unsupported: Literal["ignore", "refuse"] = "refuse"
     """Treatment of parameters that a program may rely on in the answer."""
+    tools_refused: str = ""
+    """The reason why calls with tools are refused: no parser reads what the model writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,8 @@ def read_chat(data: bytes, sampling: Sampling, rules: ParameterRules) -> ChatReq
     for name, (why, same) in _RELIED_ON.items():
         reader.unsupported(name, why, *same)
     tools = read_tools(body.get("tools"))
+    if tools and rules.tools_refused:
+        raise Refusal(400, rules.tools_refused, code="unsupported_parameter", param="tools")
     if body.get("tool_choice") != "none":
         reader.unsupported("tool_choice", "the policy chooses itself", "auto")
     n = reader.whole("n", 1, CHOICES_MAX) or 1

@@ -3,6 +3,7 @@ theirs."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
@@ -762,6 +763,25 @@ async def test_options_that_cannot_work_stop_the_actor_with_the_key(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         serve(echoing(words), loop_options=options)
+
+
+async def test_tools_are_refused_where_no_parser_reads_what_the_model_writes(
+    serve: Serve, long_order: Order, words: Any
+) -> None:
+    tokenizer = copy.deepcopy(words)
+    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + words.chat_template
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+    async def program(task: Any, client: Caller) -> Any:
+        body = {"model": "m", "messages": [user("say")], "tools": [tool]}
+        status, answer, _ = await client.post("/chat/completions", body)
+        assert status == 400 and answer["error"]["param"] == "tools", answer
+        assert "options.parser: auto found no parser" in answer["error"]["message"]
+        await client.chat([user("say")])
+        return {"reward": 1}
+
+    services = serve(echoing(words), program, tokenizer=tokenizer)
+    assert (await run_order(services, long_order)).status is TrajectoryStatus.COMPLETE
 
 
 async def test_a_port_that_is_taken_is_told_with_what_to_do(serve: Serve, words: Any) -> None:

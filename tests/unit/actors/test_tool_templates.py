@@ -129,7 +129,7 @@ THREE = {
 def test_three_answers_of_one_turn_stand_as_the_template_says(smollm2: Any, name: str, append: bool) -> None:
     tokenizer = dressed(smollm2, name)
     renderer = Renderer(tokenizer)
-    form = FORMATS[format_of_template(renderer.template)]
+    form = FORMATS[format_of_template(renderer.template, renderer.tokenizer)]
     first = renderer.start([Message("user", "Add.")], TOOLS)
     assert '"add"' in first.text and first.tools == TOOLS
     second, ids = go_on(renderer, first, form.render(CALLS), answers("3", "7", "11"), CALLS, append)
@@ -142,7 +142,7 @@ def test_three_answers_of_one_turn_stand_as_the_template_says(smollm2: Any, name
 @pytest.mark.parametrize("name", [*THREE])
 def test_a_whole_tool_dialogue_is_token_exact_in_every_branch(smollm2: Any, name: str, append: bool) -> None:
     renderer = Renderer(dressed(smollm2, name))
-    form = FORMATS[format_of_template(renderer.template)]
+    form = FORMATS[format_of_template(renderer.template, renderer.tokenizer)]
     conversation = renderer.start([Message("user", "Add.")], TOOLS)
     for turn in range(3):
         call = [ToolCall("add", {"a": turn, "b": 1})]
