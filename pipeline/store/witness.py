@@ -17,7 +17,7 @@ import orjson
 
 from pipeline.store.ledger import GROUP_OPEN
 from pipeline.store.queries import meta, reading
-from pipeline.store.records import OrderKey, group_id, parse_group_id
+from pipeline.store.records import ZERO_VARIANCE, Drop, OrderKey, group_id, parse_group_id
 
 EXAMPLES = 3
 """Ids that a problem names."""
@@ -149,6 +149,7 @@ class RolloutOutcome:
     order: str | None
     trajectory: str | None = None
     reward: float | None = None
+    reason: str = ""
 
 
 @dataclass(slots=True)
@@ -158,6 +159,8 @@ class StoredOutcomes:
 
     groups: dict[int, GroupOutcome] = field(default_factory=dict)
     rollouts: dict[str, RolloutOutcome] = field(default_factory=dict)
+    imported: set[str] = field(default_factory=set)
+    """Trajectories of the pool that came from a file."""
     updates: int = 0
     rolled_below: int = 0
     """Groups with smaller numbers are rolled up; those that were not read before are not compared."""
@@ -169,6 +172,8 @@ class StoredOutcomes:
         with reading(path) as connection:
             facts = meta(connection)
             self.updates, self.rolled_below = facts.get("consumed", 0), facts.get("rolled_below", 0)
+            query = "SELECT trajectory_id FROM trajectories WHERE group_number < 0"
+            self.imported.update(name for (name,) in connection.execute(query))
             low = 0 if end else self._low
             query = "SELECT group_number, state, update_number, reason, kept FROM groups WHERE group_number >= ?"
             rows = connection.execute(query, (low,)).fetchall()
@@ -190,10 +195,10 @@ class StoredOutcomes:
             if key[0] in wanted
         }
         self.rollouts |= {name: RolloutOutcome(state) for name, state in orders.items()}
-        query = f"SELECT group_number, trajectory_id, state, reward FROM trajectories WHERE {between}"
-        for number, name, state, reward in connection.execute(query, (low, high)):
+        query = f"SELECT group_number, trajectory_id, state, reward, reason FROM trajectories WHERE {between}"
+        for number, name, state, reward, reason in connection.execute(query, (low, high)):
             if number in wanted:
-                self.rollouts[name] = RolloutOutcome(orders.get(name), state, reward)
+                self.rollouts[name] = RolloutOutcome(orders.get(name), state, reward, reason)
                 if state == "trained":
                     trained[number].add(name)
         query = (
@@ -234,7 +239,7 @@ def audit(witness: Witness, stored: StoredOutcomes, environment_weight: float | 
     problems = _Problems()
     for name in witness.unreadable:
         problems.add("witness files with a line that cannot be read", name)
-    _audit_arrivals(witness, stored, problems)
+    _audit_arrivals(witness, stored, environment_weight, problems)
     updates = _updates_of_the_weights(witness.learners, problems)
     _audit_versions(witness.learners, problems)
     _audit_groups(updates, stored, problems)
@@ -256,21 +261,34 @@ def unread_groups(witness: Witness, stored: StoredOutcomes) -> int:
     return sum(stored.unread(parse_group_id(name)) for name in names)
 
 
-def _audit_arrivals(witness: Witness, stored: StoredOutcomes, problems: _Problems) -> None:
+def _audit_arrivals(
+    witness: Witness, stored: StoredOutcomes, environment_weight: float | None, problems: _Problems
+) -> None:
     for name in sorted(witness.acknowledged):
-        key, outcome = OrderKey.parse(name), stored.rollouts.get(name)
+        key, outcome, answers = OrderKey.parse(name), stored.rollouts.get(name), witness.made.get(name, ())
         if key is not None and stored.unread(key.group):
             continue
         group = None if key is None else stored.groups.get(key.group)
         if outcome is None or (outcome.order == "delivered" and outcome.trajectory is None):
             problems.add("trajectories acknowledged and not in the store", name)
         elif outcome.order in ("failed", "aborted"):
-            if witness.made.get(name) and all(made.usable for made in witness.made[name]):
-                problems.add(f"trajectories acknowledged that count as {outcome.order}, and were not", name)
+            if all(answer.usable for answer in answers):
+                problems.add("trajectories acknowledged that count as failed, and were not", name)
         elif outcome.order != "delivered":
             problems.add(f"trajectories acknowledged and not in the store, their orders {outcome.order}", name)
         elif outcome.trajectory == "held" and (group is None or group.state not in (*GROUP_OPEN, "evaluating")):
             problems.add("trajectories acknowledged that wait for groups that have ended", name)
+        elif outcome.trajectory == "dropped" and group is not None:
+            scored = environment_weight is not None and all(answer.environment is not None for answer in answers)
+            unfounded: dict[str, bool] = {
+                Drop.FAILED: True,
+                Drop.ABORTED: True,
+                Drop.UNSCORED: scored,
+                Drop.CANCELLED: group.state != "cancelled",
+                Drop.UNINFORMATIVE: ZERO_VARIANCE not in (group.state, group.reason),
+            }
+            if unfounded.get(outcome.reason):
+                problems.add(f"trajectories acknowledged and dropped as {outcome.reason}, which they were not", name)
     for name, outcome in stored.rollouts.items():
         if outcome.trajectory is not None and name not in witness.made:
             problems.add("trajectories in the store that no actor made", name)
@@ -358,8 +376,8 @@ def _audit_rollout(
     outcome = stored.rollouts.get(name)
     if outcome is not None and outcome.reward != rollout.reward:
         problems.add("trajectories trained with another reward than the store has", name)
-    if OrderKey.parse(name) is None:
-        return  # imported: no actor of this run made it
+    if rollout.replayed and name in stored.imported:
+        return
     answers = made.get(name, ())
     if not answers:
         problems.add("trajectories trained that no actor made", name)

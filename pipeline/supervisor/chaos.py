@@ -431,8 +431,8 @@ def read_processes() -> Processes:
 def run_chaos(
     config: RunConfig, command: Sequence[str], faults: Sequence[Fault], seconds: float, stall_seconds_max: float
 ) -> ExitCode:
-    """Run, inject, report. FAILED when the books do not balance, something was lost, or nothing was new for longer than
-    ``stall_seconds_max``. Raises :class:`AfterplayError` when the run cannot continue."""
+    """Run, inject, report. FAILED when the books do not balance, something was lost, nothing was new for longer than
+    ``stall_seconds_max``, or the run did not go on. Raises :class:`AfterplayError` when there is nothing to audit."""
     console = Console(highlight=False)
     with OrphanReaper() as reaper:
         chaos = Chaos(config, command, reaper, console)

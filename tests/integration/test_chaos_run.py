@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 MUTANTS = ROOT / "tests" / "support" / "chaos_mutants"
 
 
-def chaos(tmp_path: Path, *settings: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def chaos(tmp_path: Path, *settings: str, mutants: str = "") -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, (str(MUTANTS), str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    environment = {"PYTHONPATH": path, "AFTERPLAY_TEST_MUTANTS": mutants} if mutants else {}
     options = ["--minutes", "0.25", "--seed", "3", "--every", "4"]
     settings += (
         f"run.directory={tmp_path}",
@@ -44,11 +46,10 @@ def test_a_run_under_chaos_goes_on_and_its_books_balance(tmp_path: Path) -> None
 @pytest.mark.timeout(300)
 def test_what_the_store_cannot_know_is_found(tmp_path: Path) -> None:
     """All mutants in one run: each is found by a sentence of its own."""
-    path = os.pathsep.join(filter(None, (str(MUTANTS), str(ROOT), os.environ.get("PYTHONPATH", ""))))
     names = "ack_not_stored,ack_before_write,swap_rewards,alter_tokens,skip_rows,train_twice"
     # short leases: orders whose answers were thrown away are soon ordered again
     settings = ("environments.guess.max_seconds=1", "engine.start_seconds_max=90", "supervisor.stuck_seconds_max=30")
-    done = chaos(tmp_path, *settings, PYTHONPATH=path, AFTERPLAY_TEST_MUTANTS=names)
+    done = chaos(tmp_path, *settings, mutants=names)
     said = " ".join(done.stdout.split())
     assert done.returncode == 1, said + done.stderr[-3000:]
     for problem in (
@@ -60,3 +61,13 @@ def test_what_the_store_cannot_know_is_found(tmp_path: Path) -> None:
         "groups that the store counts as trained and that are in no update",
     ):
         assert problem in said
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_stands_still_is_audited(tmp_path: Path) -> None:
+    settings = ("engine.start_seconds_max=35", "supervisor.stuck_seconds_max=5")
+    done = chaos(tmp_path, *settings, mutants="ack_not_stored:1")
+    said = " ".join(done.stdout.split())
+    assert done.returncode == 1, said + done.stderr[-3000:]
+    assert "the run did not come to its first update within 40 s" in said
+    assert "trajectories acknowledged and not in the store" in said

@@ -76,7 +76,7 @@ class Run:
         if self.rng.random() < 0.9:
             self.witness.acknowledged.add(name)
         reward = WEIGHT * score if usable else None
-        self.stored.rollouts[name] = RolloutOutcome(order, state, reward)
+        self.stored.rollouts[name] = RolloutOutcome(order, state, reward, order if state == "dropped" else "")
 
     def group(self) -> int:
         """A group that is complete; some of its orders failed before."""
@@ -90,14 +90,20 @@ class Run:
             self.rollout(OrderKey(number, slot, 0), "held")
         self.stored.groups[number] = GroupOutcome("ready", None)
         if self.rng.random() < 0.2:
-            self.end(number, "dropped", GroupOutcome("cancelled", None, "late"))
+            reason = self.rng.choice(["cancelled", "uninformative"])
+            self.end(number, "dropped", GroupOutcome("cancelled", None, reason), reason)
+            return self.group()
+        if self.rng.random() < 0.1:
+            self.end(number, "dropped", GroupOutcome("uninformative", 0, "uninformative"), "uninformative")
             return self.group()
         return number
 
-    def end(self, number: int, state: str, outcome: GroupOutcome) -> None:
+    def end(self, number: int, state: str, outcome: GroupOutcome, reason: str = "") -> None:
         for slot in range(ROLLOUTS):
             name = OrderKey(number, slot, 0).text
-            self.stored.rollouts[name] = dataclasses.replace(self.stored.rollouts[name], trajectory=state)
+            self.stored.rollouts[name] = dataclasses.replace(
+                self.stored.rollouts[name], trajectory=state, reason=reason
+            )
         self.stored.groups[number] = outcome
 
     def trained(self, name: str, version: int, *, replayed: bool = False) -> TrainedRollout:
@@ -196,7 +202,14 @@ def forget_trajectory(h: History, rng: random.Random) -> None:
 
 def fail_good_trajectory(h: History, rng: random.Random) -> None:
     name = acked(h, rng, ("trained",))
-    h.stored.rollouts[name] = RolloutOutcome("failed", "dropped")
+    h.stored.rollouts[name] = RolloutOutcome("failed", "dropped", None, "failed")
+
+
+def drop_good_trajectory(h: History, rng: random.Random) -> None:
+    """As what it was not: its group was trained with another."""
+    name, reason = acked(h, rng, ("trained",)), rng.choice(["unscored", "cancelled", "uninformative", "failed"])
+    outcome = dataclasses.replace(h.stored.rollouts[name], trajectory="dropped", reason=reason)
+    h.stored.rollouts[name] = outcome
 
 
 def hold_for_ever(h: History, rng: random.Random) -> None:
@@ -293,33 +306,77 @@ def write_garbage(h: History, rng: random.Random) -> None:
     h.witness.unreadable.append("actor-0.jsonl")
 
 
-MUTATIONS: list[Callable[[History, random.Random], None]] = [
-    forget_trajectory, fail_good_trajectory, hold_for_ever, invent_trajectory, train_group_twice,
-    train_group_again_later, skip_group, report_dropped_group_as_trained, forget_trained_group, move_trained_group,
-    count_other_trajectories, lose_update, swap_rewards, use_version_again, begin_with_old_version,
-    resume_from_nothing, skip_update, write_garbage,
-]  # fmt: skip
-FACTS: list[dict[str, object]] = [
-    {"id": "g009999.0.0"}, {"reward": 77.0}, {"reward": None}, {"environment": 77.0}, {"environment": None},
-    {"digests": "0:altered", "whole": True}, {"digests": "", "whole": False}, {"version_max": 10**6}, {"tokens": 0},
-    {"tokens_in_loss": 3}, {"tokens_in_loss": 0},
-]  # fmt: skip
+def publish_other_weights(h: History, rng: random.Random) -> None:
+    learner = rng.choice(h.witness.learners)
+    learner.published.append((2**61, learner.version + 3, learner.updates + 2))
+
+
+Mutation = Callable[[History, random.Random], None]
+MUTATIONS: dict[Mutation, str] = {
+    forget_trajectory: "acknowledged and not in the store",
+    fail_good_trajectory: "acknowledged that count as failed",
+    drop_good_trajectory: "acknowledged and dropped as",
+    hold_for_ever: "wait for groups that have ended",
+    invent_trajectory: "in the store that no actor made",
+    train_group_twice: "groups trained twice in one update",
+    train_group_again_later: "groups trained in two updates",
+    skip_group: "counts as trained and that are in no update",
+    report_dropped_group_as_trained: "counts as trained and that are in no update",
+    forget_trained_group: "the store does not count as trained in that update",
+    move_trained_group: "the store does not count as trained in that update",
+    count_other_trajectories: "with other trajectories than the store counts",
+    lose_update: "updates in the store and not in the weights",
+    swap_rewards: "another reward than their score gives",
+    use_version_again: "updates from another version than the one before them gave",
+    begin_with_old_version: "began with a version that others were published as",
+    publish_other_weights: "versions published of other weights",
+    resume_from_nothing: "resumed from and that no process wrote",
+    skip_update: "whose updates do not follow each other",
+    write_garbage: "a line that cannot be read",
+}
+FACTS: list[tuple[dict[str, object], str]] = [
+    ({"id": "g009999.0.0"}, "trained that no actor made"),
+    ({"id": "g009999.0.0"}, "with other trajectories than the store counts"),
+    ({"reward": 77.0}, "another reward than the store has"),
+    ({"reward": None}, "another reward than the store has"),
+    ({"environment": 77.0}, "another score than their environment gave"),
+    ({"environment": None}, "another score than their environment gave"),
+    ({"digests": "0:altered", "whole": True}, "other tokens than their actor sent"),
+    ({"digests": "", "whole": False}, "other tokens than their actor sent"),
+    ({"version_max": 10**6}, "tokens of a version to come"),
+    ({"tokens": 0, "tokens_in_loss": 0}, "tokens were not in its loss"),
+    ({"tokens_in_loss": 3}, "tokens were not in its loss"),
+]
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 @given(seed=st.integers(0, 2**32))
-def test_every_change_of_a_history_is_found(mutation: Callable[[History, random.Random], None], seed: int) -> None:
+def test_every_change_of_a_history_is_found(mutation: Mutation, seed: int) -> None:
     changed = history(seed, trained=2)
     mutation(changed, random.Random(seed))
-    assert changed.problems != []
+    assert MUTATIONS[mutation] in "; ".join(changed.problems)
 
 
-@pytest.mark.parametrize("facts", FACTS, ids=str)
+@pytest.mark.parametrize(("facts", "problem"), FACTS, ids=str)
 @given(seed=st.integers(0, 2**32))
-def test_every_change_of_what_was_trained_is_found(facts: dict[str, object], seed: int) -> None:
+def test_every_change_of_what_was_trained_is_found(facts: dict[str, object], problem: str, seed: int) -> None:
     changed = history(seed, trained=1)
     change_rollout(changed, random.Random(seed), **facts)
+    assert problem in "; ".join(changed.problems)
+
+
+def test_an_imported_trajectory_is_trained_although_no_actor_made_it() -> None:
+    changed = history(0, trained=1)
+    update = changed.weights[0]
+    name = sorted(update.groups)[0]
+    imported = TrainedRollout("g000777.0.0", True, 1.0, None, None, True, 0, 4, 4)
+    replace_update(changed, update, {**update.groups, name: [(*update.groups[name][0], imported)]})
+    group = changed.stored.groups[int(name[1:])]
+    trained_with = dataclasses.replace(group, replayed=group.replayed | {imported.id})
+    changed.stored.groups[int(name[1:])] = trained_with
     assert changed.problems != []
+    changed.stored.imported.add(imported.id)
+    assert changed.problems == []
 
 
 @given(st.integers(0, 2**32))

@@ -1,5 +1,5 @@
 """Faults that the store cannot see, for ``afterplay chaos``: Python runs this file at its start where this folder is on
-``PYTHONPATH``. ``AFTERPLAY_TEST_MUTANTS`` names them, with commas between.
+``PYTHONPATH``. ``AFTERPLAY_TEST_MUTANTS`` names them, with commas between; ``NAME:1`` is always.
 
 ack_not_stored   the stage acknowledges one trajectory in 200 and throws it away
 ack_before_write the stage acknowledges one in 20 and stores it with the next one: a kill in between loses it
@@ -18,13 +18,13 @@ import sys
 from collections import defaultdict
 from dataclasses import replace
 
-MUTANTS = set(filter(None, os.environ.get("AFTERPLAY_TEST_MUTANTS", "").split(",")))
+MUTANTS = dict(f"{name}:".split(":")[:2] for name in os.environ.get("AFTERPLAY_TEST_MUTANTS", "").split(",") if name)
 calls = defaultdict(int)
 
 
 def every(n, what):
     calls[what] += 1
-    return what in MUTANTS and calls[what] % n == 0
+    return what in MUTANTS and calls[what] % int(MUTANTS[what] or n) == 0
 
 
 def ingest(module):
