@@ -23,6 +23,7 @@ from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
 from pipeline.errors import LimitExceeded, SchemaError, TransportClosed, WireError
 from pipeline.metrics.actor import ActorMetrics
+from pipeline.runtime.witness import WitnessFile
 from pipeline.schema import SCHEMA_VERSION, Failure, Order, Trajectory, TrajectoryStatus
 from pipeline.schema.state import RoleState
 from pipeline.transport.codec import check_limits, decode_order, encode_trajectory
@@ -141,10 +142,12 @@ class Actor:
         slots_min: int | None = None,
         outbox_bytes_max: int,
         limits: Limits,
+        witness: WitnessFile | None = None,
     ) -> None:
         self._services = services
         self._link = link
         self._memory = MemoryClient(link)
+        self._witness = witness
         self._limits = limits
         self._limit = ConcurrencyLimit(slots if slots_min is None else slots_min, slots)
         self._orders = OrderQueue(self._limit.value)
@@ -279,7 +282,10 @@ class Actor:
             logger.warning("expected ORDER, CANCEL, ACK or LESSONS of the replay stage, got %s", message.kind)
 
     def _acknowledged(self, message: WireMessage) -> None:
-        for trajectory_id in message.header.get("trajectory_ids", ()):
+        acknowledged = message.header.get("trajectory_ids", ())
+        if self._witness is not None and acknowledged:
+            self._witness.write("acknowledged", ids=acknowledged)
+        for trajectory_id in acknowledged:
             self._outbox.acknowledge(trajectory_id)
         for trajectory_id, reason in (message.header.get("refused") or {}).items():
             if self._outbox.refuse(trajectory_id) is not None:
@@ -351,6 +357,8 @@ class Actor:
             )
             frames = self._encoded(trajectory)
         self._count(trajectory, order)
+        if self._witness is not None:
+            self._witness.made(trajectory)
         self._outbox.add(trajectory.trajectory_id, frames, sum(memoryview(f).nbytes for f in frames))
 
     def _encoded(self, trajectory: Trajectory) -> Frames:

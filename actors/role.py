@@ -37,6 +37,7 @@ from pipeline.runtime.engine_addresses import engine_addresses
 from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.plugin_guard import interrupting_blocks
 from pipeline.runtime.process import RoleContext
+from pipeline.runtime.witness import open_witness
 from pipeline.schema.state import RoleState
 from pipeline.transport.zeromq import limits_of, open_link
 
@@ -104,6 +105,7 @@ async def main(ctx: RoleContext) -> None:
                 slots_min=config.actor.concurrency_min,
                 outbox_bytes_max=config.actor.outbox_bytes_max,
                 limits=limits_of(config),
+                witness=open_witness(ctx.name),
             )
             stack.enter_context(interrupting_blocks())
             stack.enter_context(gc_policy())

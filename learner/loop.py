@@ -49,10 +49,12 @@ from learner.weights.device_weights import DeviceWeights
 from learner.weights.engine_keeper import Publication
 from learner.weights.probe import WeightProbe
 from learner.weights.publisher import published_dtype, sent_from_device, weights_to_publish
+from learner.witness import trained_line
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.disk_wait import when_room
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.progress import AdaptiveLimit
+from pipeline.runtime.witness import WitnessFile
 from pipeline.schema.state import RoleState
 
 log = logging.getLogger(__name__)
@@ -96,6 +98,7 @@ class LearnerLoop:
         version: int,
         tracer: Tracer | None = None,
         device: DeviceTurn | None = None,
+        witness: WitnessFile | None = None,
     ) -> None:
         self.version = version
         """Policy version of the trainer's weights."""
@@ -110,6 +113,7 @@ class LearnerLoop:
         self._metrics = metrics
         self._lines = lines
         self._tracer = tracer or Tracer()
+        self._witness = witness
         self._saved_updates = session.progress.durable_updates
         self._last_publication: dict[str, Any] = {}
         self._prefetcher = Prefetcher(session, self._config.replay)
@@ -135,6 +139,8 @@ class LearnerLoop:
         """Until ``run.total_steps`` updates are made. ``initial``: the weights are those the engines were started
         with."""
         total = self._config.run.total_steps
+        if self._witness is not None:
+            self._witness.write("resumed", updates=self._trainer.updates, version=self.version)
         async with anyio.create_task_group() as tasks:
             served = initial and self._config.publish.lora == "merged"
             self._clock.lap()
@@ -193,6 +199,8 @@ class LearnerLoop:
         replay, trainer = self._config.replay, self._trainer
         made = prefetched or make_batch(update, groups, replay, trainer.mean_entropies, self._scorer.scores(update))
         report = self._trainer.train(made.batch, self.version)
+        if self._witness is not None:
+            self._witness.write("trained", **trained_line(made.batch, report))
         if report.skipped is not None:
             write_skipped(self._ctx.directory.skipped, report.skipped)
         report.seconds["choose"] += made.choose_seconds
@@ -313,6 +321,8 @@ class LearnerLoop:
                 await self._publisher.until_live(version)
             live = self._publisher.live(version)
             await self._session.announce(version, updates)
+            if self._witness is not None:
+                self._witness.write("published", version=version, updates=updates)
         finally:
             self._unserved = None
             done.set()
@@ -331,6 +341,8 @@ class LearnerLoop:
         async with self._writer.slot(updates) as submit:
             unacknowledged, trained = self._session.unacknowledged()
             state = CheckpointState(updates, self.version, unacknowledged, trained=trained)
+            if self._witness is not None:
+                self._witness.write("saving", updates=updates, version=self.version)
             submit(await anyio.to_thread.run_sync(take_image, self._trainer, state))
         self._saved_updates = updates
         now = time.monotonic()

@@ -33,6 +33,7 @@ from pipeline.runtime.contents import damaged_folders
 from pipeline.runtime.disk_wait import when_room
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.witness import open_witness
 from pipeline.schema.state import RoleState
 from pipeline.transport.protocol import Link
 from pipeline.transport.zeromq import limits_of, open_link
@@ -132,7 +133,8 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
             device = None
             if publisher.device is not None:
                 device = DeviceTurn(publisher.device, start.trainer, offload=config.learner.offload)
-            loop = LearnerLoop(ctx, start.trainer, session, publisher, writer, metrics, lines, version, tracer, device)
+            parts = (ctx, start.trainer, session, publisher, writer, metrics, lines, version, tracer, device)
+            loop = LearnerLoop(*parts, open_witness("learner"))
             try:
                 await loop.run(initial=start.checkpoint is None)
                 await best.settle()

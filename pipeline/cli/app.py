@@ -254,8 +254,8 @@ def chaos(
 
     Faults come at random times drawn from the seed: SIGKILL to a process or to the whole run, SIGSTOP for some seconds,
     no free cores, a damaged copy of the store. Afterwards the run must make two more updates and end. The exit code is
-    0 if every sum adds up, nothing was lost, and it never stood still. The run directory is that of FILE with -chaos
-    behind it; it is emptied first.
+    0 if every sum adds up, the store agrees with what actors and learner recorded themselves, and the run never stood
+    still. The run directory is that of FILE with -chaos behind it; it is emptied first.
 
       afterplay chaos @replay_tiny --minutes 60 --seed 1
     """

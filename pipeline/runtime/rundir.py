@@ -28,6 +28,7 @@
       run.lock           held by the supervisor while the run lives
       hub                link to the folder of the replay stage's socket (transport/socket_folder.py), while it lives
       keys/              CURVE keys that ``afterplay run`` made, if the stage listens on TCP
+      chaos/             what ``afterplay chaos`` did, and what the processes recorded for it (runtime/witness.py)
       slurm.sh, slurm.yaml, slurm.log  job script, its run file and its output, if the run was submitted to SLURM
 """
 
