@@ -55,7 +55,7 @@ def train(
             )
         directory.outcome_file.unlink(missing_ok=True)
         file = run_file.write()
-    grace = run_file.config.supervisor.drain_seconds_max
+    grace = run_file.config.checkpoint.drain_seconds_max
     return Run(directory, Supervised(directory, file, grace, run_file.variables))
 
 

@@ -13,6 +13,9 @@ weights that engines get straight from the device; at most one publication is un
 during training too (:mod:`learner.prefetch`). A checkpoint is copied in memory and written by
 :class:`learner.checkpoints.writer.CheckpointWriter`: the loop waits for the disk only when the previous write is not
 done.
+
+When the process is asked to stop, :meth:`LearnerLoop.run` is cancelled, and :meth:`LearnerLoop.save` makes a checkpoint
+of the last update. An update that has not changed the weights yet is given up: it is made from the same groups later.
 """
 
 from __future__ import annotations
@@ -114,7 +117,7 @@ class LearnerLoop:
         self._lines = lines
         self._tracer = tracer or Tracer()
         self._witness = witness
-        self._saved_updates = session.progress.durable_updates
+        self._first_update = self._saved_updates = trainer.updates
         self._last_publication: dict[str, Any] = {}
         self._prefetcher = Prefetcher(session, self._config.replay)
         tokens = self._config.learner.tokens_per_microbatch * trainer.policy.ranks.size
@@ -169,29 +172,47 @@ class LearnerLoop:
             await self._acquire_device()
         self._ctx.report(RoleState.TRAINING, "", step=update + 1, groups=len(groups))
         prefetched = self._prefetcher.take(update, groups)
-        async with anyio.create_task_group() as prefetching:
-            if update + 1 < self._config.run.total_steps:
-                prefetching.start_soon(self._prefetcher.prefetch, update + 1)
-            batch, report, choice = await anyio.to_thread.run_sync(self._train, update, groups, prefetched)
-            report.seconds["choose"] += scored - complete
-            prefetching.cancel_scope.cancel()
-        await self._session.consumed(update, trained_facts(batch, report, choice, self._config.replay.ess_guard.level))
-        self.version += 1
         try:
+            async with anyio.create_task_group() as prefetching:
+                if update + 1 < self._config.run.total_steps:
+                    prefetching.start_soon(self._prefetcher.prefetch, update + 1)
+                with anyio.CancelScope(shield=True):  # what is trained is reported, also while the process stops
+                    batch, report, choice = await anyio.to_thread.run_sync(self._train, update, groups, prefetched)
+                    report.seconds["choose"] += scored - complete
+                    facts = trained_facts(batch, report, choice, self._config.replay.ess_guard.level)
+                    await self._session.consumed(update, facts)
+                    self.version += 1
+                prefetching.cancel_scope.cancel()
             with self._clock.stage("publish"):
                 await self._start_publication(tasks, await self._snapshot())
-        finally:  # the update is made and reported, also where the process is stopped now
-            times = self._clock.lap()
-            left_out = self._config.groups.groups_per_step - len(batch.groups)
-            done = Update(batch, report, times, self._last_publication, choice, self._writer.saved, left_out)
-            record_step(self._metrics, done)
-            write = partial(self._lines.write, step_line(done))
-            await when_room(write, self._ctx.directory.metrics_file, f"the line of step {update + 1} in metrics.jsonl")
+        finally:
+            if self._trainer.updates > update:
+                times = self._clock.lap()
+                left_out = self._config.groups.groups_per_step - len(batch.groups)
+                done = Update(batch, report, times, self._last_publication, choice, self._writer.saved, left_out)
+                record_step(self._metrics, done)
+                write = partial(self._lines.write, step_line(done))
+                what = f"the line of step {update + 1} in metrics.jsonl"
+                await when_room(write, self._ctx.directory.metrics_file, what)
         self._log_step(batch, report)
         updates = self._trainer.updates
         if updates % self._config.checkpoint.every == 0 or self._keeps_best(updates):
             with self._clock.stage("save"):
                 await self._checkpoint()
+
+    async def save(self) -> None:
+        """Make a checkpoint of the last update, unless there is one, and wait until it is durable. Unbounded: the
+        caller sets the bound."""
+        updates = self._trainer.updates
+        if self._saved_updates < updates and not self._trainer.policy.interrupt.mid_update:
+            await self._checkpoint()
+        self._ctx.report(RoleState.SAVING, f"the disk to take the checkpoint of step {updates}", step=updates)
+        await self._writer.idle()
+
+    @property
+    def unsaved(self) -> int:
+        """Updates that no durable checkpoint has."""
+        return self._trainer.updates - int(self._writer.saved.get("updates", self._first_update))
 
     def _train(
         self, update: int, groups: tuple[Group, ...], prefetched: PrefetchedBatch | None

@@ -97,7 +97,7 @@ class CheckpointImage:
 
 def take_image(trainer: Trainer, state: CheckpointState) -> CheckpointImage:
     """Copies of everything that a checkpoint holds. Raises :class:`TrainingError` in the middle of an update."""
-    if trainer.mid_update:
+    if trainer.policy.interrupt.mid_update:
         raise TrainingError("expected the weights of complete updates, got an unfinished one: nothing is saved")
     with trainer.policy.ranks.together("image", facts={"updates": state.updates}):
         return _image(trainer, state)

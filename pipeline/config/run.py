@@ -107,8 +107,6 @@ class SupervisorConfig(Section):
     """Seconds before the first restart. Doubles with each failure."""
     backoff_seconds_max: float = Field(30.0, gt=0)
     """Upper bound of the wait between restarts, in seconds."""
-    drain_seconds_max: float = Field(8.0, gt=0)
-    """Seconds between SIGTERM and SIGKILL, for all processes together."""
     stuck_seconds_max: float = Field(300.0, gt=0)
     """Seconds without a health answer, or without progress beyond the limit of its state, after which a process is
     restarted. The alert comes at the limit."""

@@ -353,14 +353,14 @@ class RayHost:
 
         group, index, seat = self._seats[name]
         self._count += 1
-        section = self._config.supervisor
+        stuck, drain = self._config.supervisor.stuck_seconds_max, self._config.checkpoint.drain_seconds_max
         return self._keepers.options(
             name=f"{name}/{os.getpid()}-{self._count}",
             lifetime="detached",
             num_cpus=seat.cpus,
             num_gpus=seat.gpus,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[group.name], index),
-        ).remote(str(self._directory.path), os.getcwd(), section.stuck_seconds_max, section.drain_seconds_max)
+        ).remote(str(self._directory.path), os.getcwd(), stuck, drain)
 
     async def _await_bundle(self, name: str, waiting: Waiting) -> Node:
         """The node of the bundle of ``name``, once Ray has one."""

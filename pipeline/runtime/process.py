@@ -5,7 +5,7 @@
 * uvloop, standard logging on stderr, ``/metrics`` and ``/healthz`` from a thread;
 * a watchdog thread writes the stacks of a role without progress to its log, and later ends it (:mod:`.progress`);
 * SIGTERM or SIGINT sets ``ctx.stopping``: the main coroutine finishes what it must and returns. A second signal, or a
-  drain longer than ``supervisor.drain_seconds_max``, ends the process at once. SIGTERM that comes twice within
+  drain longer than ``checkpoint.drain_seconds_max``, ends the process at once. SIGTERM that comes twice within
   ``SAME_SIGNAL_SECONDS`` is one signal: SLURM may tell a step of a preempted job twice;
 * the exit code is one of :class:`ExitCode`.
 """
@@ -83,7 +83,19 @@ SAME_SIGNAL_SECONDS = 2.0
 BLOCKED_SECONDS_MAX = 1.0
 """Beyond the drain's own limit, before a process with a blocked event loop is ended by force."""
 
+LAST_SECONDS = 4.0
+"""End of a drain that is for the replay stage and the engines: they end after actors and learner."""
+
 Main = Callable[["RoleContext"], Awaitable[None]]
+
+
+def working_seconds(drain_seconds_max: float) -> float:
+    """Part of a drain in which actors and learner finish their work. Most of it is for the last checkpoint.
+
+    >>> [working_seconds(seconds) for seconds in (2.0, 60.0)]
+    [1.5, 56.0]
+    """
+    return drain_seconds_max - min(LAST_SECONDS, drain_seconds_max / 4)
 
 
 class ExitCode(IntEnum):
@@ -331,7 +343,7 @@ async def _live(name: str, index: int, config: RunConfig, main: Main) -> int:
             background.start_soon(_measure_lag, ctx)
             background.start_soon(ctx.watch_paths)
             _announce(ctx, server.port, background)
-            await _run_main(ctx, main, config.supervisor.drain_seconds_max)
+            await _run_main(ctx, main, config.checkpoint.drain_seconds_max)
             background.cancel_scope.cancel()
     log.info("finished")
     return ExitCode.FINISHED
@@ -355,7 +367,7 @@ async def _run_main(ctx: RoleContext, main: Main, drain_seconds_max: float) -> N
         group.cancel_scope.cancel()
     if overdue:
         raise ForcedExit(
-            f"{ctx.name} was expected to drain within supervisor.drain_seconds_max={drain_seconds_max} s, and did not "
+            f"{ctx.name} was expected to drain within checkpoint.drain_seconds_max={drain_seconds_max} s, and did not "
             f"(it was {ctx.status.state}{' for ' + ctx.status.waiting_for if ctx.status.waiting_for else ''})"
         )
 
@@ -408,7 +420,7 @@ def _signals(ctx: RoleContext) -> Iterator[None]:
     drained ignores SIGTERM: only its exit code is left to give.
     """
     loop = asyncio.get_running_loop()
-    seconds_max = ctx.config.supervisor.drain_seconds_max + BLOCKED_SECONDS_MAX
+    seconds_max = ctx.config.checkpoint.drain_seconds_max + BLOCKED_SECONDS_MAX
     watchdog: list[threading.Timer] = []
     stopped_at = 0.0
 

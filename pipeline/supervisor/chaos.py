@@ -48,7 +48,7 @@ LOOK_SECONDS = 0.5
 """Interval at which the run is looked at: there is no event to wait for across processes."""
 SAMPLE_SECONDS = 5.0
 """Interval at which memory and disk are measured, and ended groups read from the store before it rolls them up."""
-DRAIN_SECONDS_MAX = 60.0
+DRAIN_SECONDS_MAX = 90.0
 STEPS_AFTERWARDS = 2
 """Updates that the run must make after the last fault."""
 OVERRIDES = ("run.total_steps=1000000", "supervisor.restarts_max=1000000", "replay.start_ratio=0")

@@ -9,8 +9,9 @@ Each method is an event; it returns the actions to carry out. Times are seconds 
                    │  └────┬────┘ exit
                    └─ BACKOFF   (waits longer each time)        any ──► STOPPING ──► DONE   while draining
 
-The drain goes stage by stage (actors, learner, replay, engines): a stage gets SIGTERM when the one before it has ended
-or used up its share of ``drain_seconds_max``; at the end of that time the remaining processes are killed.
+The drain goes stage by stage (actors and learner, replay, engines): a stage gets SIGTERM when the one before it has
+ended or used up its share of ``drain_seconds_max``, that of the first being most (:func:`working_seconds`); at the end
+of that time the remaining processes are killed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pipeline.runtime.children import describe_exit
-from pipeline.runtime.process import ExitCode
+from pipeline.runtime.process import ExitCode, working_seconds
 
 STEADY_SECONDS = 60.0
 """A process that ran for so long has recovered: its next back-off begins small again."""
@@ -118,7 +119,7 @@ class RestartLimits:
     restarts_max: int = 20
     backoff_seconds: float = 0.5
     backoff_seconds_max: float = 30.0
-    drain_seconds_max: float = 8.0
+    drain_seconds_max: float = 60.0
 
 
 @dataclass(slots=True)
@@ -334,9 +335,11 @@ class Machine:
     def _stage_end(self, stage: int) -> float:
         """Time at which the next stage no longer waits for this one."""
         assert self.draining_since is not None
-        stages = sorted({rule.stage for rule in self.rules})
-        share = (stages.index(stage) + 1) / len(stages)
-        return self.draining_since + self.limits.drain_seconds_max * share
+        first, *later = sorted({rule.stage for rule in self.rules})
+        total = self.limits.drain_seconds_max
+        working = working_seconds(total) if later else total
+        share = 0.0 if stage == first else (later.index(stage) + 1) / len(later)
+        return self.draining_since + working + (total - working) * share
 
     def _kill(self, processes: Iterable[Process], cause: str = "") -> list[Action]:
         """``cause``: the member of their gang that failed."""

@@ -40,7 +40,7 @@ from pipeline.store.store import store_path
 from pipeline.supervisor.cluster import Cluster
 from pipeline.supervisor.disk import describe_disk, remove_published
 from pipeline.supervisor.display import Display, clock
-from pipeline.supervisor.history import compare, record
+from pipeline.supervisor.history import compare, newest_checkpoint, record
 from pipeline.supervisor.host import ProcessHost
 from pipeline.supervisor.inventory import local_inventory
 from pipeline.supervisor.plan import Place, plan, preflight_place
@@ -218,7 +218,7 @@ def supervise(
     tail.skip()
     section = config.supervisor
     limits = RestartLimits(
-        section.restarts_max, section.backoff_seconds, section.backoff_seconds_max, section.drain_seconds_max
+        section.restarts_max, section.backoff_seconds, section.backoff_seconds_max, config.checkpoint.drain_seconds_max
     )
 
     def work_done() -> bool:
@@ -231,7 +231,9 @@ def supervise(
     started_at = time.monotonic()
     console.print(f"run directory {directory.path}  (logs in {directory.logs})", soft_wrap=True)
     if tail.last is not None:
-        console.print(f"resuming after step {step_of(tail.last)} (--fresh starts over)", soft_wrap=True)
+        step, saved = step_of(tail.last), newest_checkpoint(directory)
+        again = f"; steps to make again: {step - saved}" if step > saved else ""
+        console.print(f"resuming after step {min(step, saved)} (--fresh starts over{again})", soft_wrap=True)
     machine, answers = supervisor.machine, supervisor.answers
     with Display(
         config.run.name, config.run.total_steps, machine.processes, answers, console, _engine_name(config), tail.last
@@ -240,7 +242,7 @@ def supervise(
     failures = _failures(config, directory)
     if code is ExitCode.FINISHED and machine.reason == "finished" and not all(failures.values()):
         code = ExitCode.ENVIRONMENT
-    _print_result(supervisor, directory, code, time.monotonic() - started_at, console)
+    _print_result(supervisor, directory, code, time.monotonic() - started_at, console, trains=is_done is None)
     for tracker in config.report_to:
         console.print(describe_delivery(directory, tracker), soft_wrap=True)
     for sentence, succeeded in failures.items():
@@ -279,7 +281,7 @@ def _engine_name(config: RunConfig) -> str:
 
 
 def _print_result(
-    supervisor: Supervisor, directory: RunDirectory, code: ExitCode, seconds: float, console: Console
+    supervisor: Supervisor, directory: RunDirectory, code: ExitCode, seconds: float, console: Console, *, trains: bool
 ) -> None:
     machine = supervisor.machine
     finished = machine.reason == "finished"
@@ -289,6 +291,8 @@ def _print_result(
     if log_tail:
         console.print(log_tail, markup=False, soft_wrap=True)
     print_stage_times(directory.metrics_file, console)
+    if not finished and trains and (sentence := _where_it_goes_on(directory)):
+        console.print(sentence, soft_wrap=True)
     if finished and (results := read_results(directory.evaluations_file)):
         console.print(describe_evaluation(results[-1]), soft_wrap=True)
     if finished and directory.metrics_file.exists():
@@ -296,6 +300,20 @@ def _print_result(
         console.print(f"curves {problem or directory.curves_file}", soft_wrap=True)
     elif directory.metrics_file.exists():
         console.print(f"draw the curves with: afterplay plot {_short(directory)}", soft_wrap=True)
+
+
+def _where_it_goes_on(directory: RunDirectory) -> str:
+    """A sentence about the newest checkpoint of a run that has not finished; empty before the first step."""
+    tail = MetricsTail(directory.metrics_file)
+    tail.skip()
+    step, saved = step_of(tail.last), newest_checkpoint(directory)
+    if step <= saved:
+        return f"the checkpoint has step {saved}: the run continues with step {saved + 1}" if saved else ""
+    log = directory.log_file("learner")
+    return (
+        f"the newest checkpoint has step {saved} of {step}: the run continues from there, steps to make again: "
+        f"{step - saved} ({log} says why there is no newer one)"
+    )
 
 
 def _draw(directory: RunDirectory) -> str | None:

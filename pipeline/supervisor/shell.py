@@ -194,7 +194,7 @@ class Supervisor:
         while True:
             async with anyio.create_task_group() as group:
                 for name, process in list(self._children.items()):
-                    if self._specs[name].probed and self.machine.processes[name].phase is not Phase.STOPPING:
+                    if self._specs[name].probed:
                         group.start_soon(self._probe, name, process)
             await self._end_without_directory()
             self._write_states()

@@ -162,7 +162,7 @@ def test_counters_survive(kit, tmp_path, initial):
 
 def test_torn_weights_are_never_saved(kit, tmp_path, initial):
     trainer = trainer_of(kit)
-    trainer.mid_update = True
+    trainer.policy.interrupt.mid_update = True
     with pytest.raises(TrainingError, match="complete updates"):
         save_checkpoint(tmp_path / "c", trainer, state_of(trainer), initial, keep=1)
 

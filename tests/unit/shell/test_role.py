@@ -29,13 +29,15 @@ from pipeline.schema.state import RoleState
 PROGRAM = """
 import sys, threading, time, anyio, anyio.to_thread
 from pipeline.config import RunConfig
+from pipeline.config.learner import CheckpointConfig
 from pipeline.config.run import RunSection, SupervisorConfig
 from pipeline.errors import ConfigurationError, FormatMismatch, StoreError
 from pipeline.runtime.process import run_role
 from pipeline.schema.state import RoleState
 
-LIMITS = SupervisorConfig(drain_seconds_max=1, stuck_seconds_max=1, progress_seconds_max=0.2)
-config = RunConfig(run=RunSection(directory=sys.argv[1], name="r"), supervisor=LIMITS)
+LIMITS = SupervisorConfig(stuck_seconds_max=1, progress_seconds_max=0.2)
+DRAIN = CheckpointConfig(drain_seconds_max=1)
+config = RunConfig(run=RunSection(directory=sys.argv[1], name="r"), supervisor=LIMITS, checkpoint=DRAIN)
 
 async def drains(ctx):
     ctx.report(RoleState.PLAYING, "a signal", episodes=3)
