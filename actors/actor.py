@@ -160,6 +160,7 @@ class Actor:
         self._connected = False
         self._slots_told = 0
         self._changed = anyio.Event()
+        self._blocked_since: float | None = None
         self._group: TaskGroup | None = None
         link.describe(_Hello(self))
 
@@ -387,19 +388,25 @@ class Actor:
         )
 
     async def _send(self) -> None:
-        blocked = self._services.metrics.send_blocked_seconds_total
         while True:
             taken = self._outbox.take()
-            started = time.perf_counter()
+            out_of_credit = taken is None and self._outbox.n_bytes > self._outbox.in_flight_bytes
+            if taken is not None or out_of_credit:
+                self._blocked_since = time.perf_counter()
             if taken is None:
-                out_of_credit = self._outbox.n_bytes > self._outbox.in_flight_bytes
                 await self._change()
-                if out_of_credit:
-                    blocked.inc(time.perf_counter() - started)
-                continue
-            trajectory_id, frames = taken
-            await self._link.send(WireMessage(Kind.TRAJECTORY, {"trajectory_id": trajectory_id}, frames))
-            blocked.inc(time.perf_counter() - started)
+            else:
+                trajectory_id, frames = taken
+                await self._link.send(WireMessage(Kind.TRAJECTORY, {"trajectory_id": trajectory_id}, frames))
+            self.count_blocked()
+            self._blocked_since = None
+
+    def count_blocked(self) -> None:
+        """Add the time since the last call, so that the counter moves while the actor is blocked."""
+        if self._blocked_since is not None:
+            now = time.perf_counter()
+            self._services.metrics.send_blocked_seconds_total.inc(now - self._blocked_since)
+            self._blocked_since = now
 
     async def _follow_engines(self) -> None:
         """Play more or fewer rollouts at once, by the load of the engines, and tell the replay stage."""

@@ -156,6 +156,7 @@ async def _keep_reporting(ctx: RoleContext, actor: Actor) -> None:
 
 
 def _report(ctx: RoleContext, actor: Actor) -> None:
+    actor.count_blocked()
     state, waiting_for = actor.doing()
     ctx.report(
         RoleState.STOPPING if ctx.stopping.is_set() else state,

@@ -100,7 +100,7 @@ build() { # TAG CONTEXT: a Dockerfile from stdin
 
 stand_ins() {
   $NICE docker import "$CACHE/python.tar" standin/python >/dev/null
-  $NICE docker import "$CACHE/monitoring.tar" standin/monitoring >/dev/null
+  $NICE docker import "$CACHE/monitors.tar" standin/monitoring >/dev/null
   # `python` on the PATH and no PEP 668 marker, like the official image; the wheels ride along
   build python:3.11-slim-bookworm "$WHEELS" <<'EOF'
 FROM standin/python
@@ -112,6 +112,10 @@ EOF
   build "$PROMETHEUS_IMAGE" "$WORK/empty" <<'EOF'
 FROM standin/monitoring
 ENTRYPOINT ["/usr/bin/prometheus"]
+EOF
+  build "$ALERTMANAGER_IMAGE" "$WORK/empty" <<'EOF'
+FROM standin/monitoring
+ENTRYPOINT ["/usr/bin/prometheus-alertmanager"]
 EOF
   build "$GRAFANA_IMAGE" "$ROOT/tests/end_to_end/compose" <<'EOF'
 FROM standin/monitoring
@@ -129,7 +133,7 @@ prometheus() { # QUERY: one number, or nothing
 
 fail() { # WHY: comes last, below the logs
   docker compose ps -a || true
-  for service in prepare keys engine replay learner actor prometheus grafana; do
+  for service in prepare keys engine replay learner actor prometheus alertmanager alerts grafana; do
     echo "--- $service"; docker compose logs --no-log-prefix --tail 25 "$service" 2>&1 || true
   done
   echo "COMPOSE FAILED: $*"
@@ -163,6 +167,7 @@ WORK=$(mktemp -d "${TMPDIR:-/tmp}/afterplay-compose-XXXXXX")
 NS=afterplay-$$
 export DOCKER_HOST=unix://$WORK/docker.sock DOCKER_CONFIG=$WORK/client
 export COMPOSE_PROJECT_NAME=afterplay PROMETHEUS_IMAGE=standin/prometheus GRAFANA_IMAGE=standin/grafana
+export ALERTMANAGER_IMAGE=standin/alertmanager
 export PIP_EXTRA="--no-index --find-links=/wheels" TORCH=torch
 trap 'set +e; cleanup' EXIT
 trap 'exit 130' INT TERM
@@ -171,7 +176,7 @@ requirements
 compose_plugin
 say "tools are there: $(docker compose version --short)"
 root_file_system python python3,python3-venv,python3-pip,ca-certificates
-root_file_system monitoring python3,prometheus,wget
+root_file_system monitors python3,prometheus,prometheus-alertmanager,wget
 wheelhouse
 say "root file systems $(du -cm "$CACHE"/*.tar | tail -1 | cut -f1) MB, wheels $(du -sm "$WHEELS" | cut -f1) MB"
 start_engine
@@ -186,7 +191,7 @@ UP=1
 docker compose up -d --scale actor=2 --wait --wait-timeout "${WAIT_SECONDS:-180}" >"$WORK/up.log" 2>&1 || { cat "$WORK/up.log"; fail "up --wait failed"; }
 healthy=$(docker compose ps --format '{{.Service}} {{.Health}}' | sort | tr '\n' ',')
 say "up: $healthy"
-[ "$healthy" = "actor healthy,actor healthy,engine healthy,grafana healthy,learner healthy,prometheus healthy,replay healthy," ] \
+[ "$healthy" = "actor healthy,actor healthy,alertmanager healthy,alerts healthy,engine healthy,grafana healthy,learner healthy,prometheus healthy,replay healthy," ] \
   || fail "not all healthy: $healthy"
 
 until_at_least 3 'sum(afterplay_learner_steps_total)' || fail "the learner made ${value:-no} steps"

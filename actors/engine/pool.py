@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import sys
 from collections import Counter
@@ -316,7 +317,8 @@ class EnginePool:
         fit = sum(e.fit(0, now) for e in states)
         self._metrics.engines.labels(state="fit").set(fit)
         self._metrics.engines.labels(state="unfit").set(len(states) - fit)
-        self._metrics.policy_version.set(max((e.version for e in states if e.alive), default=UNSTAMPED))
+        known = [e.version for e in states if e.alive and e.version != UNSTAMPED]
+        self._metrics.policy_version.set(max(known, default=math.nan))
 
     async def _read_loads(self) -> None:
         """Ask one engine after another, each once in ``report_seconds``, without waiting for the answers. Close the

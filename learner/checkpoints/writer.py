@@ -72,7 +72,8 @@ class CheckpointWriter:
             seconds = time.perf_counter() - start
             self.saved = {"updates": image.updates, "seconds": seconds}
             self._metrics.checkpoint_duration_seconds.observe(seconds)
-            self._metrics.checkpoint_timestamp_seconds.set(time.time())
+            durable_at = time.monotonic()
+            self._metrics.checkpoint_age_seconds.set_function(lambda at=durable_at: time.monotonic() - at)
             log.info("checkpoint of %d updates is durable after %.1f s", image.updates, seconds)
             self.writing = None  # the next line wakes tasks that wait for this checkpoint
             await self._durable(image.updates)

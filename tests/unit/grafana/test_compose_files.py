@@ -40,6 +40,22 @@ def test_engine_is_scraped_and_probed_where_the_others_expect_it() -> None:
     assert [f"http://{t}" for t in targets("afterplay-engine")] == list(CONFIG.engine.addresses())
 
 
+def test_alerts_reach_the_service_whose_log_has_them() -> None:
+    prometheus = yaml.safe_load((ROOT / "grafana" / "prometheus" / "prometheus.yml").read_text())
+    (manager,) = prometheus["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"]
+    assert manager == f"alertmanager:{probed_port(COMPOSE['services']['alertmanager'])}"
+    (receiver,) = yaml.safe_load((ROOT / "grafana" / "alertmanager" / "alertmanager.yml").read_text())["receivers"]
+    assert receiver["webhook_configs"][0]["url"] == f"http://alerts:{probed_port(COMPOSE['services']['alerts'])}/"
+
+
+def test_every_target_of_the_composition_has_the_run_as_its_label() -> None:
+    for section in yaml.safe_load((ROOT / "grafana" / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]:
+        static = [group.get("labels", {}).get("run") for group in section.get("static_configs", [])]
+        rules = section.get("relabel_configs", [])
+        relabelled = [rule["replacement"] for rule in rules if rule["target_label"] == "run"]
+        assert {*static, *relabelled} == {CONFIG.run.name}, section["job_name"]
+
+
 def scrape(job: str) -> dict[str, Any]:
     jobs = yaml.safe_load((ROOT / "grafana" / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
     return next(s for s in jobs if s["job_name"] == job)
@@ -104,7 +120,7 @@ def test_grafana_has_no_password_that_is_known() -> None:
 
 
 def test_images_of_others_have_a_version() -> None:
-    for name in ("prometheus", "grafana"):
+    for name in ("prometheus", "alertmanager", "grafana"):
         assert re.search(r":-[\w/]+:v?\d+\.\d+\.\d+\}$", COMPOSE["services"][name]["image"]), name
 
 
