@@ -91,7 +91,7 @@ def _blind_to_pauses(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dead_at_once(self: EnginePool, lease: Any, error: EngineError) -> None:
-    self.router.failed(lease, 0.0, str(error), down=True)
+    self.router.probed(lease.engine, 0.0, healthy=False, problem=str(error))
     self.poke(lease.engine)
 
 

@@ -24,8 +24,9 @@ UNREACHABLE_SECONDS_MAX = 3.0
 PAUSED_SECONDS_MAX = 35.0
 """Longest time in which an engine may be paused, or have another label, while the learner counts it as live: a learner
 that was replaced may do that while its successor proves the engine's weights, which may take 30 s."""
-UNNOTICED_SECONDS_MAX = 16.0
-"""Longest time in which actors may count on an engine that does not serve: two probes of 5 s without an answer."""
+UNNOTICED_SECONDS_MAX = 8.0
+"""Longest time in which actors may count on an engine that does not serve: 5 s of silence, as simulated engines answer
+probes at once."""
 
 
 class Violation(AssertionError):

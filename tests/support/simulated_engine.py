@@ -40,9 +40,9 @@ WEIGHTS_FILE = "weights"
 GENERATE, RELOAD = "/inference/v1/generate", "/collective_rpc"
 CONTROL = ("/pause", "/resume", RELOAD, "/update_weight_version")
 BUSY = ("429", "503")
-OUTAGE_SECONDS, CUT_SECONDS = 2.0, 6.0
+OUTAGE_SECONDS, CUT_SECONDS = 2.0, 11.0
 """After an outage ends, for so long it may be the reason for which an actor avoids the engine: until its next probe,
-which may wait for 5 s where the connection was cut."""
+which may wait for 10 s where the connection was cut."""
 
 
 def token_of(weights: int) -> int:
