@@ -93,7 +93,7 @@ class Auditor:
             for actor, pool in self._sim.playing.pools.items()
             for state, url in ((state, state.name) for state in pool.router.members)
             if state.breaker.closed and state.version >= 0
-            and (not engines[url].up or not engines[url].stamped or actor in engines[url].cut_from)
+            and not engines[url].serves(actor)
         ]  # fmt: skip
         self._within("used", used, UNNOTICED_SECONDS_MAX, "gets conversations and does not serve")
 
