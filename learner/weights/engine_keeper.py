@@ -21,7 +21,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -195,6 +195,8 @@ class EngineKeeper:
         self._served = False
         """True once it has served a version to this process."""
         self._left = False
+        self._shield = anyio.CancelScope()
+        """Of the newest call that must not be cancelled."""
         self._wake = anyio.Event()
         self._changed = anyio.Event()
 
@@ -306,6 +308,7 @@ class EngineKeeper:
                 silence.tick()
                 if silence.seconds >= PROBE_SECONDS and not asking:
                     probes.start_soon(ask)
+            self._shield.cancel()
             attempt.cancel()
 
     async def _bring_to(self, target: Target) -> None:
@@ -338,16 +341,23 @@ class EngineKeeper:
             await self.control.pause()
             await self._replace_weights(target)
         except BaseException:
-            if not self.control.silence.too_long:  # else it could not be told
-                with anyio.CancelScope(shield=True):
-                    await (self._resume() if self._whole else self._withdraw())
+            with self._shielded():
+                await (self._resume() if self._whole else self._withdraw())
             raise
         finally:
             self.loading = None
-        with anyio.CancelScope(shield=True):
+        with self._shielded():
             await self.control.resume()
         self.state.loads += 1
         self.state.load_seconds = time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def _shielded(self) -> Iterator[None]:
+        """Inside, only an engine that hangs ends a call."""
+        with anyio.CancelScope(shield=True) as self._shield:
+            if self.control.silence.too_long:
+                self._shield.cancel()
+            yield
 
     async def _replace_weights(self, target: Target) -> None:
         """Load into an engine that is paused, and stamp."""
