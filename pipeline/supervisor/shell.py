@@ -58,6 +58,8 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._starts: dict[str, anyio.CancelScope] = {}
         """Processes that are being started."""
+        self._probing: set[str] = set()
+        """Processes whose health is being checked."""
         self._changed = anyio.Event()
         self._group: anyio.abc.TaskGroup | None = None
         self._display: Display | None = None
@@ -190,16 +192,17 @@ class Supervisor:
         self._write_states()
 
     async def _watch(self) -> None:
-        """Check the health of all processes, concurrently."""
-        while True:
-            async with anyio.create_task_group() as group:
+        """Check the health of all processes, concurrently; one that hangs delays no other."""
+        async with anyio.create_task_group() as group:
+            while True:
                 for name, process in list(self._children.items()):
-                    if self._specs[name].probed:
+                    stopping = self.machine.processes[name].phase is Phase.STOPPING
+                    if self._specs[name].probed and not stopping and name not in self._probing:
                         group.start_soon(self._probe, name, process)
-            await self._end_without_directory()
-            self._write_states()
-            await anyio.to_thread.run_sync(self._bound_logs)
-            await anyio.sleep(PROBE_EVERY_SECONDS)
+                await self._end_without_directory()
+                self._write_states()
+                await anyio.to_thread.run_sync(self._bound_logs)
+                await anyio.sleep(PROBE_EVERY_SECONDS)
 
     async def _end_without_directory(self, looks: int = 2) -> None:
         """End the run where its directory is gone: nothing that it does is kept."""
@@ -211,7 +214,12 @@ class Supervisor:
             bound_log(self._directory.log_file(name), self._log_bytes_max)
 
     async def _probe(self, name: str, child: Child) -> None:
-        answer = await self._host.check(self._specs[name], child)
+        self._probing.add(name)
+        asked_at = time.monotonic()
+        try:
+            answer = await self._host.check(self._specs[name], child)
+        finally:
+            self._probing.remove(name)
         if self._children.get(name) is not child:
             return
         now = time.monotonic()
@@ -219,7 +227,7 @@ class Supervisor:
         if answer.healthy:
             self._perform(self.machine.healthy(name, now, answer.worked))
         else:
-            self._perform(self.machine.unhealthy(name, now))
+            self._perform(self.machine.unhealthy(name, now, silent_since=None if answer.answered else asked_at))
 
     async def _follow(self, tail: MetricsTail) -> None:
         assert self._display is not None

@@ -24,8 +24,9 @@ UNREACHABLE_SECONDS_MAX = 3.0
 PAUSED_SECONDS_MAX = 35.0
 """Longest time in which an engine may be paused, or have another label, while the learner counts it as live: a learner
 that was replaced may do that while its successor proves the engine's weights, which may take 30 s."""
-UNNOTICED_SECONDS_MAX = 16.0
-"""Longest time in which actors may count on an engine that does not serve: two probes of 5 s without an answer."""
+UNNOTICED_SECONDS_MAX = 8.0
+"""Longest time in which actors may count on an engine that does not serve: 5 s of silence, as simulated engines answer
+probes at once."""
 
 
 class Violation(AssertionError):
@@ -92,7 +93,7 @@ class Auditor:
             for actor, pool in self._sim.playing.pools.items()
             for state, url in ((state, state.name) for state in pool.router.members)
             if state.breaker.closed and state.version >= 0
-            and (not engines[url].up or not engines[url].stamped or actor in engines[url].cut_from)
+            and not engines[url].serves(actor)
         ]  # fmt: skip
         self._within("used", used, UNNOTICED_SECONDS_MAX, "gets conversations and does not serve")
 
