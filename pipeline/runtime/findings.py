@@ -24,7 +24,7 @@ class Findings:
         try:
             yield
         except PlugInError as error:
-            (self.notes if self.forgiving else self.problems).append(where + _one_line(error.sentence))
+            (self.notes if self.forgiving else self.problems).append(where + _one_line(str(error)))
         except AfterplayError as error:
             self.problems.append(where + _one_line(str(error)))
 

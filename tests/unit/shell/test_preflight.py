@@ -239,7 +239,7 @@ def test_an_error_of_user_code_has_its_line(game: Path, monkeypatch: pytest.Monk
     with pytest.raises(PlugInError) as caught, boundary("environment step"):
         names["read"]()
     assert caught.value.line == "mine.py, line 4, in read"
-    assert caught.value.sentence.endswith("(mine.py, line 4, in read)")
+    assert str(caught.value).endswith("(mine.py, line 4, in read)")
     assert classified(caught.value).message.endswith("(mine.py, line 4, in read)")
     with pytest.raises(PlugInError) as caught, boundary("environment step"):
         raise SystemExit(3)
