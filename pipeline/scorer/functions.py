@@ -24,7 +24,15 @@ import anyio.to_process
 import anyio.to_thread
 
 from pipeline.config.rewards import ScoreFunction
-from pipeline.errors import ConfigurationError, PlugInError, described, failure_of, is_failure
+from pipeline.errors import (
+    AfterplayError,
+    ConfigurationError,
+    PlugInError,
+    boundary,
+    described,
+    failure_of,
+    is_failure,
+)
 from pipeline.runtime.plugin_guard import TaskOwner, watch_tasks
 from pipeline.schema import Trajectory
 from pipeline.scorer.conversation import UserFunction, resolve
@@ -158,14 +166,17 @@ class Call:
 
     async def tried(self, trajectory: Trajectory, in_thread: InThread, *, worker: bool = False) -> Outcome:
         """The outcome of a call that nobody logs and that has no limit on its time, in this process or in a worker. A
-        function of several trajectories gets this one twice. Raises what it raises in this process, and
-        :class:`anyio.BrokenWorkerProcess`."""
+        function of several trajectories gets this one twice."""
         what = trajectory if self._per == "trajectory" else [trajectory] * 2
-        if worker:
-            async with self._workers.slot(self._path, self._needs):
-                value = await self._in_worker(what)
-        else:
-            value = await self._here(what, in_thread)
+        try:
+            with boundary(self.name):
+                if worker:
+                    async with self._workers.slot(self._path, self._needs):
+                        value = await self._in_worker(what)
+                else:
+                    value = await self._here(what, in_thread)
+        except AfterplayError as error:
+            return self._raised(error if isinstance(error, PlugInError) else failure_of(self.name, error))
         if isinstance(value, ScoreFailure):
             return value
         if self._per == "trajectory":

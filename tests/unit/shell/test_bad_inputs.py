@@ -267,23 +267,23 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     ),
     "own reward is a text": (
         lambda p: p.scored(path=p.write("pay.py", "def pay(trajectory): return 'good'") + ":pay"),
-        "scorer.functions: pay.py:pay: expected a finite number or None: expected a number or None, got str: good",
+        "scorer.functions: pay.py:pay: no number for the scripted episode of guess (every reply is '1'): expected a number or None, got str: good",
     ),
     "own reward is NaN": (
         lambda p: p.scored(path=p.write("nan.py", "def pay(trajectory): return float('nan')") + ":pay"),
-        "scorer.functions: nan.py:pay: expected a finite number or None: it returned nan",
+        "scorer.functions: nan.py:pay: no number for the scripted episode of guess (every reply is '1'): it returned nan",
     ),
     "own async reward is a text": (
         lambda p: p.scored(path=p.write("later.py", "async def pay(trajectory): return 'good'") + ":pay"),
-        "later.py:pay: expected a finite number or None: expected a number or None, got str: good",
+        "later.py:pay: no number for the scripted episode of guess (every reply is '1'): expected a number or None, got str: good",
     ),
     "own reward in a worker is a text": (
         lambda p: p.scored(path=p.write("apart.py", "def pay(trajectory): return 'good'") + ":pay", worker=True),
-        "apart.py:pay: expected a finite number or None: expected a number or None, got str: 'good'",
+        "apart.py:pay: no number for the scripted episode of guess (every reply is '1'): expected a number or None, got str: 'good'",
     ),
     "own reward of a group is one number": (
         lambda p: p.scored(path=p.write("mean.py", "def pay(trajectories): return 1.0") + ":pay", per="group"),
-        "mean.py:pay: expected a finite number or None: expected a list of 2 numbers, got float: 1.0",
+        "mean.py:pay: no number for the scripted episode of guess (every reply is '1'): expected a list of 2 numbers, got float: 1.0",
     ),
     "grader without an answer": (
         lambda p: p.asks('{"prompt": "a", "solution": 1}\n'),
