@@ -230,7 +230,8 @@ async def _play(host: EnvironmentHost, tasks: Sequence[Task], found: Findings) -
             if isinstance(error, PlugInTimeout):
                 break
         finally:
-            await loop.close()
+            with boundary(f"environments.{host.section}.loop: close"):
+                await loop.close()
     assert first is not None
     again = f"afterplay env play {host.section} --config FILE shows it"
     raise PlugInError(

@@ -148,8 +148,8 @@ class PlugInError(AfterplayError):
     """
 
     def __init__(self, boundary: str, kind: str, message: str, details: str = "", line: str = "") -> None:
-        shown = f"{': ' if message else ''}{message}{f' ({line})' if line else ''}"
-        super().__init__(f"{boundary} failed with {kind}{shown}")
+        self.shown = f"{': ' if message else ''}{message}{f' ({line})' if line else ''}"
+        super().__init__(f"{boundary} failed with {kind}{self.shown}")
         self.boundary = boundary
         self.kind = kind
         self.message = message
@@ -215,10 +215,12 @@ def boundary(name: str) -> Iterator[None]:
 
 
 def failure_of(name: str, error: BaseException) -> PlugInError:
-    """An error of user code as a failure at the boundary ``name``."""
+    """An error of user code as a failure at the boundary ``name``, unless it is one already."""
+    if isinstance(error, PlugInError):
+        return error
     inner = _innermost(error)
     kind = PlugInTimeout if isinstance(inner, TimeoutError) else PlugInError
-    return kind(name, type(inner).__name__, _words(inner), traceback_of(error), line_of(inner))
+    return kind(name, type(inner).__name__, _words(inner), traceback_of(error), line_of(inner) or line_of(error))
 
 
 @contextmanager
@@ -301,12 +303,8 @@ def described(error: BaseException) -> str:
     >>> described(KeyError("x"))
     "KeyError: 'x'"
     """
-    if isinstance(error, PlugInError):
-        kind, words, line = error.kind, error.message, error.line
-    else:
-        error = _innermost(error)
-        kind, words, line = type(error).__name__, _words(error), line_of(error)
-    return f"{kind}{': ' if words else ''}{words}{f' ({line})' if line else ''}"
+    found = failure_of("", error)
+    return f"{found.kind}{found.shown}"
 
 
 WORDS_CHARACTERS_MAX, DETAILS_CHARACTERS_MAX = 4_000, 8_000

@@ -272,25 +272,31 @@ async def episode(
     try:
         with boundary(AGENT_LOOP):
             agent = loop.begin(game)
-            if type(agent).run is not AgentEpisode.run:
-                raise OwnCompletions(
-                    f"environments.{host.section}: {type(loop).__name__} requests completions itself, which afterplay "
-                    "env play does not support: use it in a run, or in afterplay env eval"
-                )
-            try:
-                async with anyio.create_task_group() as serving:
-                    serving.start_soon(loop.serve)
+        if type(agent).run is not AgentEpisode.run:
+            raise OwnCompletions(
+                f"environments.{host.section}: {type(loop).__name__} requests completions itself, which afterplay env "
+                "play does not support: use it in a run, or in afterplay env eval"
+            )
+        try:
+            async with anyio.create_task_group() as serving:
+                serving.start_soon(_serve, loop)
+                with boundary(AGENT_LOOP):
                     score = await _turns(agent, turns_max, speak, show)
-                    serving.cancel_scope.cancel()
-                return score
-            except BaseExceptionGroup as group:
-                raise only(group) from None
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await agent.close()
+                serving.cancel_scope.cancel()
+            return score
+        except BaseExceptionGroup as group:
+            raise only(group) from None
+        finally:
+            with anyio.CancelScope(shield=True), boundary(AGENT_LOOP):
+                await agent.close()
     finally:
         with anyio.CancelScope(shield=True):
             await game.close()
+
+
+async def _serve(loop: AgentLoop) -> None:
+    with boundary("agent loop serve"):
+        await loop.serve()
 
 
 async def _turns(agent: AgentEpisode, turns_max: int, speak: Speak, show: Show) -> float | None:

@@ -27,6 +27,7 @@ from actors.environments.base import Environment, Episode, Reply, Step
 from actors.environments.discovery import build
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout, boundary, explained
+from pipeline.runtime.plugin_guard import called
 from pipeline.schema import Message, Task
 from pipeline.tasks.splits import encode_splits
 
@@ -58,9 +59,7 @@ class BlockingCalls:
             value: T | None = None
             failure: BaseException | None = None
             try:
-                value = function(*args)
-            except StopIteration:  # which a future cannot hold
-                failure = RuntimeError("StopIteration escaped")
+                value = called(function, *args)
             except BaseException as error:
                 failure = error
             try:

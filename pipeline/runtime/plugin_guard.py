@@ -121,7 +121,7 @@ class _WithoutExit(Coroutine[Any, Any, Any]):
     def _step(self, step: Callable[..., Any], *args: Any) -> Any:
         try:
             return step(*args)
-        except (SystemExit, KeyboardInterrupt) as error:
+        except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
             if not is_failure(error):
                 raise
             raise failure_of("a task of the plug-in", error) from error
@@ -134,6 +134,15 @@ class _WithoutExit(Coroutine[Any, Any, Any]):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._coroutine, name)
+
+
+def called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """``function(*args, **options)``, for a thread. Exceptions that mean something else to those who await them are
+    ordinary failures."""
+    try:
+        return function(*args, **options)
+    except (StopIteration, GeneratorExit) as error:
+        raise failure_of("a call in a thread", error) from error
 
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from pipeline.errors import (
     failure_of,
     is_failure,
 )
-from pipeline.runtime.plugin_guard import TaskOwner, watch_tasks
+from pipeline.runtime.plugin_guard import TaskOwner, called, watch_tasks
 from pipeline.schema import Trajectory
 from pipeline.scorer.conversation import UserFunction, resolve
 from pipeline.scorer.graders import BUILT_IN
@@ -176,7 +176,7 @@ class Call:
                 else:
                     value = await self._here(what, in_thread)
         except AfterplayError as error:
-            return self._raised(error if isinstance(error, PlugInError) else failure_of(self.name, error))
+            return self._raised(failure_of(self.name, error))
         if isinstance(value, ScoreFailure):
             return value
         if self._per == "trajectory":
@@ -248,7 +248,7 @@ class Call:
         what = [_copy(t) for t in what] if isinstance(what, list) else _copy(what)
         if self._async:
             return await self._awaited(what)
-        return await in_thread(partial(self._function, what, **self._options))
+        return await in_thread(partial(called, self._function, what, **self._options))
 
     async def _awaited(self, what: Trajectory | list[Trajectory]) -> object:
         """Tasks that it leaves running are cancelled."""
