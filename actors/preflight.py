@@ -13,7 +13,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import anyio
 
@@ -22,14 +22,16 @@ from actors.env_commands.play import NewMessages, OwnCompletions, Typed, episode
 from actors.environments.base import Episode, Reply, Step
 from actors.environments.host import START, STEP, BlockingCalls, EnvironmentHost
 from actors.environments.plugins import make_source
+from actors.gateway.program_loop import ProgramLoop
 from actors.rendering.renderer import Renderer, load_tokenizer
-from actors.rollout.agent_loop import Opening
+from actors.rollout.agent_loop import AgentLoop, Opening
+from actors.rollout.multi_turn import MultiTurn, SingleTurn
 from actors.rollout.services import build_loop, can_restart
 from pipeline.config import RunConfig
-from pipeline.config.rewards import ScorerConfig
+from pipeline.config.rewards import JudgeConfig, RewardModelConfig, ScorerConfig
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.config.tasks import TRAIN
-from pipeline.errors import AfterplayError, ConfigurationError, PlugInError, PlugInTimeout, described
+from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout, boundary
 from pipeline.experience.memory import close_source
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import CollectorRegistry
@@ -42,7 +44,9 @@ from pipeline.runtime.plugin_guard import (
     watch_tasks,
 )
 from pipeline.schema import FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
-from pipeline.scorer.functions import Call, Workers
+from pipeline.scorer.functions import Call, Outcome, Workers
+from pipeline.scorer.judge import Judge
+from pipeline.scorer.reward_model import RewardModel
 from pipeline.scorer.verdict import ENVIRONMENT, ScoreFailure
 from pipeline.tasks.splits import evaluated_environments, split_names
 
@@ -56,6 +60,13 @@ SCORE_SECONDS_MAX = 2.0
 """For the calls of a score function; a slower one is not checked."""
 WORKER_SECONDS_MAX = 10.0
 """For those of a function with ``worker: true``, whose process must start first."""
+ASK_SECONDS_MAX = 5.0
+"""For the answer of a judge or reward model."""
+STARTS, STARTS_SECONDS_MAX = 4, 0.5
+"""Rounds in which tasks are started again, to see whether they start alike, and the time after which no more are."""
+DIFFERENCE_CHARACTERS = 80
+"""Part of two texts that is shown where they differ."""
+HINT = "; it gets a Trajectory, not prompts and completions, and afterplay.reply(trajectory) is the last reply"
 TRIES = 3
 """Tasks that are tried where an environment raises: a run takes rollouts that fail now and then."""
 
@@ -75,7 +86,9 @@ def telling(what: str, seconds_max: float = BLOCKED_SECONDS_MAX) -> Iterator[Non
 
 
 class TellingHost(EnvironmentHost):
-    """A host that tells which call the check waits for."""
+    """A host that tells which call the check waits for, and keeps the tools of the newest episode."""
+
+    episode_tools: tuple[Any, ...] = ()
 
     def _telling(self, call: str) -> AbstractContextManager[None]:
         # What holds the event loop is interrupted after BLOCKED_SECONDS_MAX, other calls after step_seconds_max.
@@ -83,7 +96,10 @@ class TellingHost(EnvironmentHost):
 
     async def start(self, task: Task) -> Episode:
         with self._telling(START):
-            return await super().start(task)
+            episode = await super().start(task)
+        with boundary(f"environments.{self.section}: Episode.tools"):
+            self.episode_tools = tuple(getattr(episode, "tools", ()))
+        return episode
 
     async def step(self, episode: Episode, reply: Reply) -> Step:
         with self._telling(STEP):
@@ -124,6 +140,7 @@ async def _check_all(config: RunConfig, tasks: Mapping[str, Sequence[Task]], fou
     openings = {}
     can: list[str] = []
     own: dict[str, Collection[str]] = {}
+    played: dict[str, Script] = {}
     watch_tasks()
     started = TaskOwner()
     with interrupting_blocks(BLOCKED_SECONDS_MAX, stacks=False), bounded_prints(), started.owning():
@@ -135,7 +152,11 @@ async def _check_all(config: RunConfig, tasks: Mapping[str, Sequence[Task]], fou
                 script = await _check(name, section, tasks.get(name), found, can, own)
                 if script is not None and script.opening is not None:
                     openings[name] = script.opening
+                if script is not None:
+                    played[name] = script
                 await _score(name, script, tasks.get(name, (Task(f"{name}/0", name, 0),)), config.scorer, found)
+        for service in (*config.scorer.judges, *config.scorer.reward_models):
+            await _ask(service, played, config, found)
     if config.replay.enabled and config.replay.mode == "restart" and not can:
         found.problems.append(
             "replay.mode: restart plays stored turns again, but no environment of the run file can: expected one with "
@@ -168,15 +189,17 @@ async def _check(
         splits = own[name] = host.splits()
         if tasks is not None and not tasks:
             return None
-        if _parser_needs_tokenizer(section):
-            found.notes.append(f"environments.{name}: not played, its parser needs the model's tokenizer")
-            return None
         if tasks is None:
             declared = getattr(host.environment, "splits", None) or {}
             seeds = declared[TRAIN] if TRAIN in splits else range(section.seed + TRIES)
             chosen = [seeds[(section.seed + i) % len(seeds)] for i in range(TRIES)]
             tasks = [Task(f"{name}/{seed}", name, int(seed)) for seed in chosen]
-        script = await _play(host, tasks, found)
+        if _parser_needs_tokenizer(section):
+            found.notes.append(f"environments.{name}: not played, its parser needs the model's tokenizer")
+            script = None
+        else:
+            script = await _play(host, tasks, found)
+        await _check_starts(host, tasks[:TRIES])
         if script is None:
             return None
         turns = "1 turn" if len(script.turns) == 1 else f"{len(script.turns)} turns"
@@ -195,9 +218,11 @@ async def _play(host: EnvironmentHost, tasks: Sequence[Task], found: Findings) -
         script = Script(task)
         try:
             script.score = await episode(host, task, turns_max, script, lambda who, text: None, loop)
+            _check_tools(host, loop)
             return script
         except OwnCompletions:
             _find_program(host.section, loop)
+            _check_tools(host, loop)
             found.notes.append(f"environments.{host.section}: not played, its agent requests completions itself")
             return None
         except PlugInError as error:
@@ -205,12 +230,60 @@ async def _play(host: EnvironmentHost, tasks: Sequence[Task], found: Findings) -
             if isinstance(error, PlugInTimeout):
                 break
         finally:
-            await loop.close()
+            with boundary(f"environments.{host.section}.loop: close"):
+                await loop.close()
     assert first is not None
     again = f"afterplay env play {host.section} --config FILE shows it"
     raise PlugInError(
         f"environments.{host.section}: {first.boundary}", first.kind, f"{first.message}; {again}", line=first.line
     ) from first
+
+
+def _check_tools(host: TellingHost, loop: AgentLoop) -> None:
+    """Raises :class:`ConfigurationError` for tools in a loop that gives the policy none. Loops of the user's own may do
+    what they like with them."""
+    tools = [*host.tools(), *host.episode_tools]
+    if tools and type(loop) in (MultiTurn, SingleTurn, ProgramLoop):
+        names = ", ".join(str(getattr(tool, "name", getattr(tool, "__name__", tool))) for tool in tools)
+        raise ConfigurationError(
+            f"environments.{host.section}: {host.config.name} has tools ({names}), and expected the loop tool_agent, "
+            f'which gives them to the policy, got {type(loop).__name__}, which does not: set loop = "tool_agent" in '
+            f"the class, or environments.{host.section}.loop: tool_agent"
+        )
+
+
+async def _check_starts(host: TellingHost, tasks: Sequence[Task]) -> None:
+    """Start each task several times, the first one twice at least. Raises :class:`PlugInError` where the messages
+    differ."""
+    until = anyio.current_time() + STARTS_SECONDS_MAX
+    first: dict[str, tuple[Message, ...]] = {}
+    for number, task in enumerate([task for task in tasks for _ in range(2)] * STARTS):
+        if number > 1 and anyio.current_time() > until:
+            return
+        try:
+            episode = await host.start(task)
+        except PlugInError:
+            continue  # some fail now and then; that all do is known already
+        await host.close(episode)
+        before = first.setdefault(task.task_id, episode.messages)
+        if [(m.role, m.content) for m in before] != [(m.role, m.content) for m in episode.messages]:
+            one, other = _difference(before, episode.messages)
+            raise PlugInError(
+                f"environments.{host.section}: environment start", "WrongValue",
+                f"expected each start of task {task.task_id} to give the same messages, because the rollouts of a "
+                f"group are compared with each other, got {one!r} and then {other!r}: draw everything random from "
+                "task.seed, as in random.Random(task.seed)",
+            )  # fmt: skip
+
+
+def _difference(before: Sequence[Message], after: Sequence[Message]) -> tuple[str, str]:
+    """The two texts from shortly before the place where they begin to differ."""
+    texts = [" ".join(f"{m.role}: {m.content}" for m in messages) for messages in (before, after)]
+    length = min(map(len, texts))
+    same = next((i for i in range(length) if texts[0][i] != texts[1][i]), length)
+    at = max(0, same - DIFFERENCE_CHARACTERS // 2)
+    one, other = (text[at : at + DIFFERENCE_CHARACTERS] for text in texts)
+    return one, other
 
 
 def _find_program(environment: str, loop: object) -> None:
@@ -226,51 +299,76 @@ def _find_program(environment: str, loop: object) -> None:
 async def _score(
     environment: str, script: Script | None, tasks: Sequence[Task], scorer: ScorerConfig, found: Findings
 ) -> None:
-    """Call the user's own score functions with the episode, if there is one, and built-in graders with ``tasks``. A
-    value that is no finite number is a problem; an exception of the user's code is a note, since the script is no real
-    reply."""
+    """Call the user's own score functions with the episode, and built-in graders with ``tasks``. Of an environment that
+    was not played, own functions get a conversation of one turn, which may not be what they expect: then a failure is a
+    note."""
     for section in scorer.functions:
         where = f"scorer.functions: {section.known_as}"
-        own = ":" in section.path
-        if not section.applies_to(environment) or (own and script is None):
+        if not section.applies_to(environment) or (script is None and not tasks):
             continue
-        worker = own and bool(section.worker)
-        seconds_max = WORKER_SECONDS_MAX if worker else SCORE_SECONDS_MAX
-        waits = WORKER_SECONDS_MAX if worker else BLOCKED_SECONDS_MAX  # what holds the event loop is not cancelled
-        try:
-            with found.collecting(), anyio.move_on_after(seconds_max) as limit, telling(where, waits):
-                call = Call(section, anyio.CapacityLimiter(1), Workers(1))
-                if own and script is not None:
-                    outcome = await call.tried(script.trajectory(), BlockingCalls(1).run, worker=worker)
-                    if isinstance(outcome, ScoreFailure) and outcome.reason in ("type", "nonfinite"):
-                        found.problems.append(f"{where}: expected a finite number or None: {outcome.details}")
-                    elif isinstance(outcome, ScoreFailure) and outcome.reason == "raised":
-                        why = outcome.details.strip().rpartition("\n")[2]
-                        found.notes.append(f"{where} failed on the scripted episode of {environment} with {why}")
-                else:
-                    await _grade(call, tasks)
-            if limit.cancelled_caught:
-                found.notes.append(f"{where}: not checked, it gave no value within {seconds_max:g} s")
-        except SystemExit:
-            found.notes.append(f"{where} called sys.exit on the scripted episode of {environment}")
-        except Exception as error:
-            found.notes.append(f"{where} failed on the scripted episode of {environment} with {described(error)}")
+        if ":" not in section.path:
+            with found.collecting():
+                await _grade(Call(section, anyio.CapacityLimiter(1), Workers(1)), tasks)
+            continue
+        seconds_max = WORKER_SECONDS_MAX if section.worker else SCORE_SECONDS_MAX
+        waits = WORKER_SECONDS_MAX if section.worker else BLOCKED_SECONDS_MAX  # what holds the loop is not cancelled
+        outcome: Outcome | None = None
+        with found.collecting(), anyio.move_on_after(seconds_max) as limit, telling(where, waits):
+            call = Call(section, anyio.CapacityLimiter(1), Workers(1))
+            played = script or await _unplayed(environment, tasks)
+            outcome = await call.tried(played.trajectory(), BlockingCalls(1).run, worker=bool(section.worker))
+        if limit.cancelled_caught:
+            found.notes.append(f"{where}: not checked, it gave no value within {seconds_max:g} s")
+        if isinstance(outcome, ScoreFailure):
+            about = f"{where}: no number for the scripted episode of {environment} (every reply is {REPLY!r})"
+            hint = HINT if "'Trajectory' object" in outcome.details else ""
+            tell = found.told if script is not None and section.weight else found.notes
+            tell.append(" ".join(f"{about}: {outcome.details}{hint}".split()))
+
+
+async def _unplayed(environment: str, tasks: Sequence[Task]) -> Script:
+    """A conversation of one turn, in place of an episode."""
+    task = next(iter(tasks), Task(f"{environment}/0", environment, 0))
+    script, asked = Script(task), (Message("user", str(task.payload.get("prompt", ""))),)
+    await script(NewMessages(asked, Opening(asked)))
+    return script
 
 
 async def _grade(call: Call, tasks: Sequence[Task]) -> None:
     """Raises :class:`ConfigurationError` where a built-in grader can grade none of the tasks."""
-    first: Exception | None = None
+    first: ScoreFailure | None = None
     for task in tasks:
-        script = Script(task)
-        await script(NewMessages((), Opening(())))
-        try:
-            await call.tried(script.trajectory(), BlockingCalls(1).run)
+        outcome = await call.tried((await _unplayed(task.environment, [task])).trajectory(), BlockingCalls(1).run)
+        if not isinstance(outcome, ScoreFailure):
             return
-        except Exception as error:
-            first = first or error
+        first = first or outcome
     if first is not None:
-        why = str(first) if isinstance(first, AfterplayError) else described(first)
-        raise ConfigurationError(f"scorer.functions: {call.name}: {why}") from first
+        raise ConfigurationError(f"scorer.functions: {call.name}: {first.details.removeprefix('SchemaError: ')}")
+
+
+async def _ask(
+    section: JudgeConfig | RewardModelConfig, played: Mapping[str, Script], config: RunConfig, found: Findings
+) -> None:
+    """Ask a judge or reward model once, about an episode that was played."""
+    where = f"scorer: {section.known_as} at {section.url}"
+    once = section.model_copy(update={"retries": 0, "timeout_seconds": min(section.timeout_seconds, ASK_SECONDS_MAX)})
+    environment = next((name for name in config.environments if section.applies_to(name)), "")
+    script = played.get(environment) or await _unplayed(environment, ())
+    with found.collecting(), telling(where, ASK_SECONDS_MAX):
+        if isinstance(once, JudgeConfig):
+            judge = Judge(once, lambda name: None)
+            outcome = await judge.one(script.trajectory())
+            await judge.close()
+        else:
+            model = RewardModel(once, lambda name: None)
+            (outcome,) = await model.many([script.trajectory()])
+            await model.close()
+        if not isinstance(outcome, ScoreFailure):
+            return
+        may_pass = outcome.reason == "timeout" or (outcome.reason == "protocol" and isinstance(section, JudgeConfig))
+        unknown = outcome.reason == "raised" and environment not in played
+        tell = found.notes if may_pass or unknown or not section.weight else found.told
+        tell.append(" ".join(f"{where}: expected a score, got {outcome.reason}: {outcome.details}".split()))
 
 
 def _parser_needs_tokenizer(section: EnvironmentConfig) -> bool:

@@ -39,6 +39,7 @@ Each message has what was expected, what came, and the remedy.
 from __future__ import annotations
 
 import asyncio
+import dis
 import re
 import sysconfig
 import traceback
@@ -147,17 +148,13 @@ class PlugInError(AfterplayError):
     """
 
     def __init__(self, boundary: str, kind: str, message: str, details: str = "", line: str = "") -> None:
-        super().__init__(f"{boundary} failed with {kind}: {message}")
+        self.shown = f"{': ' if message else ''}{message}{f' ({line})' if line else ''}"
+        super().__init__(f"{boundary} failed with {kind}{self.shown}")
         self.boundary = boundary
         self.kind = kind
         self.message = message
         self.details = details
         self.line = line
-
-    @property
-    def sentence(self) -> str:
-        """The message with the line of the user's code behind it, where that is known."""
-        return f"{self} ({self.line})" if self.line else str(self)
 
 
 class PlugInTimeout(PlugInError):
@@ -199,9 +196,9 @@ class ForcedExit(AfterplayError):
 def boundary(name: str) -> Iterator[None]:
     """Classify whatever user code raises inside as a :class:`PlugInError` that names ``name``.
 
-    Our own errors pass unchanged; so do ``KeyboardInterrupt`` and the cancellation of the task. ``SystemExit``, and a
-    ``CancelledError`` though nobody cancelled the task, are failures like any other: a plug-in ends neither the process
-    nor another task.
+    Our own errors pass unchanged (but for a :class:`SchemaError`, which is about what user code built), and so does
+    what user code did not do (:func:`is_failure`). Everything else is a failure, ``sys.exit`` and other exceptions
+    without ``Exception`` as a base included: a plug-in ends neither the process nor another task.
 
     >>> with boundary("environment step"):
     ...     1 / 0
@@ -210,22 +207,67 @@ def boundary(name: str) -> Iterator[None]:
     """
     try:
         yield
-    except AfterplayError:
-        raise
-    except TimeoutError as error:
-        words = _words(error) or "took too long"
-        raise PlugInTimeout(name, "TimeoutError", words, traceback.format_exc(), line_of(error)) from error
-    except SystemExit as error:
-        message = f"it called sys.exit({error.code!r})"
-        raise PlugInError(name, "SystemExit", message, traceback.format_exc(), line_of(error)) from error
-    except asyncio.CancelledError as error:
-        if being_cancelled():
+    except BaseException as error:
+        ours = isinstance(error, AfterplayError) and not isinstance(error, SchemaError)
+        if ours or not is_failure(error):
             raise
-        message = "it raised CancelledError, and nobody had cancelled it"
-        raise PlugInError(name, "CancelledError", message, traceback.format_exc(), line_of(error)) from error
-    except Exception as error:
-        kind, details = type(error).__name__, traceback.format_exc()
-        raise PlugInError(name, kind, _words(error), details, line_of(error)) from error
+        raise failure_of(name, error) from error
+
+
+def failure_of(name: str, error: BaseException) -> PlugInError:
+    """An error of user code as a failure at the boundary ``name``, unless it is one already."""
+    if isinstance(error, PlugInError):
+        return error
+    inner = _innermost(error)
+    kind = PlugInTimeout if isinstance(inner, TimeoutError) else PlugInError
+    return kind(name, type(inner).__name__, _words(inner), traceback_of(error), line_of(inner) or line_of(error))
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn whatever user code raises inside, while a run is set up, into a :class:`ConfigurationError` that begins with
+    ``what``. One that it is already passes, and so does what is no failure (:func:`is_failure`)."""
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        raise ConfigurationError(f"{what} {described(error)}") from error
+
+
+def is_failure(error: BaseException) -> bool:
+    """False for the cancellation of the current task, for Ctrl-C, and for a coroutine that is being closed: those pass
+    through user code and are not of its making. ``raise KeyboardInterrupt`` is, and a ``CancelledError`` although
+    nobody cancelled the task."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(is_failure, error.exceptions))
+    if isinstance(error, asyncio.CancelledError):
+        return not being_cancelled()
+    if isinstance(error, KeyboardInterrupt | GeneratorExit):
+        return _is_raised_by_user(error)
+    return True
+
+
+_RAISE = dis.opmap["RAISE_VARARGS"]
+
+
+def _is_raised_by_user(error: BaseException) -> bool:
+    """True if a ``raise`` of user code raised it, and not a signal, or the interpreter between two instructions."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    if at is None or at.tb_frame.f_code.co_filename.startswith(f"{_STANDARD_LIBRARY}asyncio/"):
+        return False  # the second Ctrl-C in an event loop
+    return at.tb_frame.f_code.co_code[at.tb_lasti] == _RAISE
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The first error of a group, which says more than the group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -255,29 +297,56 @@ def line_of(error: BaseException) -> str:
     return f"{found.filename}, line {found.lineno}, in {found.name}"
 
 
-def described(error: Exception) -> str:
-    """Kind and message of an error of user code, with its line where that is known.
+def described(error: BaseException) -> str:
+    """Kind and message of an error of user code, with its line where that is known: what is shown of it everywhere.
 
     >>> described(KeyError("x"))
     "KeyError: 'x'"
     """
-    line = line_of(error)
-    return f"{type(error).__name__}: {_words(error)}{f' ({line})' if line else ''}"
+    found = failure_of("", error)
+    return f"{found.kind}{found.shown}"
+
+
+WORDS_CHARACTERS_MAX, DETAILS_CHARACTERS_MAX = 4_000, 8_000
+"""Length of what user code raised, and of its traceback, as they are kept and logged."""
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback as text; its beginning and its end where it is longer than :data:`DETAILS_CHARACTERS_MAX`. Also of
+    an error whose own ``__str__`` fails."""
+    try:
+        return bounded("".join(traceback.format_exception(error)), DETAILS_CHARACTERS_MAX)
+    except Exception as broken:
+        return f"{type(error).__name__} (no traceback: {type(broken).__name__})"
+
+
+def bounded(text: str, characters_max: int) -> str:
+    """The beginning and the end of ``text``, where it is longer."""
+    if len(text) <= characters_max:
+        return text
+    half = characters_max // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
 
 
 def being_cancelled() -> bool:
-    """True if a caught ``CancelledError`` is the current task's own cancellation, and if there is no current task."""
+    """True if a caught ``CancelledError`` is the current task's own cancellation. Where there is no task, nobody can
+    have cancelled it."""
     try:
         task = asyncio.current_task()
     except RuntimeError:
-        return True
-    return task is None or task.cancelling() > 0
+        return False
+    return task is not None and task.cancelling() > 0
 
 
-def _words(error: Exception) -> str:
-    """Its message, also where its own ``__str__`` fails."""
+def _words(error: BaseException) -> str:
+    """The message of an error, also where its own ``__str__`` fails."""
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({error.code!r})"
+    if isinstance(error, asyncio.CancelledError):
+        return "nobody had cancelled it"
     try:
-        return str(error)
+        words = str(error) or ("took too long" if isinstance(error, TimeoutError) else "")
+        return bounded(words, WORDS_CHARACTERS_MAX)
     except Exception as broken:
         return f"(its message could not be read: {type(broken).__name__})"
 

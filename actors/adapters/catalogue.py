@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.errors import ConfigurationError
+from pipeline.errors import ConfigurationError, explained
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +76,12 @@ def package(name: str, *modules: str) -> Any:
         raise ConfigurationError(f"the environment {name} has no package that could be imported here")
     if adapter.missing is not None:
         raise ConfigurationError(f"the environment {name} is missing an installation: {adapter.missing}")
-    try:
+    with explained(
+        f"the environment {name}, which is installed by {adapter.install}: importing {adapter.module} failed with"
+    ):
         for module in modules:
             importlib.import_module(module)
         return importlib.import_module(adapter.module)
-    except Exception as error:
-        raise ConfigurationError(
-            f"the environment {name}: importing {adapter.module} failed with {type(error).__name__}: {error}. "
-            f"It is installed by: {adapter.install}"
-        ) from error
 
 
 _ONE_AT_A_TIME = threading.Lock()

@@ -16,7 +16,7 @@ from actors.adapters.catalogue import ADAPTERS
 from actors.environments.discovery import BUILT_IN, GROUP, find
 from actors.environments.host import EnvironmentHost
 from pipeline.config.rollouts import EnvironmentConfig
-from pipeline.errors import AfterplayError
+from pipeline.errors import AfterplayError, boundary
 from pipeline.schema import Message, Task
 
 UNBOUNDED = "any seed"
@@ -124,10 +124,11 @@ def shown(message: Message) -> str:
 
 
 def end_environment(host: EnvironmentHost) -> None:
-    """Call the environment's ``close`` if it has one."""
+    """Call the environment's ``close`` if it has one. Raises :class:`PlugInError`."""
     close = getattr(host.environment, "close", None)
     if callable(close):
-        close()
+        with boundary(f"environments.{host.section}: close"):
+            close()
 
 
 def seeds_in_words(seeds: Sequence[int]) -> str:

@@ -22,14 +22,22 @@ from actors.env_commands.describe import end_environment, shown
 from actors.environments.base import Reply
 from actors.environments.host import EnvironmentHost
 from actors.rendering.renderer import Renderer, load_tokenizer
-from actors.rollout.agent_loop import AgentEpisode, AgentLoop, Answer, Opening, checked_answer, checked_opening
+from actors.rollout.agent_loop import (
+    AGENT_LOOP,
+    AgentEpisode,
+    AgentLoop,
+    Answer,
+    Opening,
+    checked_answer,
+    checked_opening,
+)
 from actors.rollout.multi_turn import HostedGame
 from actors.rollout.services import build_loop
 from pipeline.config import RunConfig
 from pipeline.config.load import load
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.config.tasks import TRAIN
-from pipeline.errors import ConfigurationError
+from pipeline.errors import ConfigurationError, boundary
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.runtime.engine_keys import find_key
@@ -262,7 +270,8 @@ async def episode(
     metrics, started = ActorMetrics(CollectorRegistry()), TaskOwner()
     game = HostedGame(f"play/{task.task_id}", task, host, await host.start(task), metrics, started)
     try:
-        agent = loop.begin(game)
+        with boundary(AGENT_LOOP):
+            agent = loop.begin(game)
         if type(agent).run is not AgentEpisode.run:
             raise OwnCompletions(
                 f"environments.{host.section}: {type(loop).__name__} requests completions itself, which afterplay env "
@@ -270,18 +279,24 @@ async def episode(
             )
         try:
             async with anyio.create_task_group() as serving:
-                serving.start_soon(loop.serve)
-                score = await _turns(agent, turns_max, speak, show)
+                serving.start_soon(_serve, loop)
+                with boundary(AGENT_LOOP):
+                    score = await _turns(agent, turns_max, speak, show)
                 serving.cancel_scope.cancel()
             return score
         except BaseExceptionGroup as group:
             raise only(group) from None
         finally:
-            with anyio.CancelScope(shield=True):
+            with anyio.CancelScope(shield=True), boundary(AGENT_LOOP):
                 await agent.close()
     finally:
         with anyio.CancelScope(shield=True):
             await game.close()
+
+
+async def _serve(loop: AgentLoop) -> None:
+    with boundary("agent loop serve"):
+        await loop.serve()
 
 
 async def _turns(agent: AgentEpisode, turns_max: int, speak: Speak, show: Show) -> float | None:
@@ -330,7 +345,8 @@ def tool_lines(tools: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def expert_replies(environment: Any, task: Task) -> list[str]:
     """The replies of the environment's expert. Raises :class:`ConfigurationError` if it has no ``expert(task)``."""
-    return [str(reply) for reply in expert_of(environment)(task)]
+    with boundary("expert"):
+        return [str(reply) for reply in expert_of(environment)(task)]
 
 
 def expert_of(environment: Any) -> Callable[[Task], Sequence[str]]:

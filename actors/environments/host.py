@@ -26,7 +26,8 @@ import anyio
 from actors.environments.base import Environment, Episode, Reply, Step
 from actors.environments.discovery import build
 from pipeline.config.rollouts import EnvironmentConfig
-from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout, boundary, described
+from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout, boundary, explained
+from pipeline.runtime.plugin_guard import called
 from pipeline.schema import ROLES, Message, Task
 from pipeline.tasks.splits import encode_splits
 
@@ -58,11 +59,9 @@ class BlockingCalls:
             value: T | None = None
             failure: BaseException | None = None
             try:
-                value = function(*args)
-            except Exception as error:
-                failure = RuntimeError("StopIteration escaped") if isinstance(error, StopIteration) else error
+                value = called(function, *args)
             except BaseException as error:
-                failure = RuntimeError(f"{type(error).__name__} escaped: {error}")
+                failure = error
             try:
                 loop.call_soon_threadsafe(settle, value, failure)
             except RuntimeError:
@@ -128,17 +127,16 @@ class EnvironmentHost:
         tools = getattr(self._environment, "tools", None)
         if not callable(tools):
             return ()
-        try:
+        with explained(f"environments.{self.section}: tools() raised"):
             return tuple(tools())
-        except Exception as error:
-            raise ConfigurationError(f"environments.{self.section}: tools() raised {described(error)}") from error
 
     def splits(self) -> dict[str, list[list[int]]]:
         """The environment's own splits, for the replay stage; none where its tasks are rows of data. Raises
         :class:`ConfigurationError`."""
         if self.config.tasks_from is not None:
             return {}
-        own = getattr(self._environment, "splits", None) or {}
+        with explained(f"environments.{self.section}: reading splits raised"):
+            own = getattr(self._environment, "splits", None) or {}
         try:
             return encode_splits(own)
         except (ValueError, TypeError, AttributeError) as error:
@@ -221,8 +219,6 @@ class EnvironmentHost:
         started = time.perf_counter()
         try:
             return function(*args)
-        except asyncio.CancelledError as error:
-            raise RuntimeError("a plain function raised CancelledError") from error
         finally:
             seconds = time.perf_counter() - started
             self._slow += seconds > INLINE_SECONDS_MAX

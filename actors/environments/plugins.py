@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pipeline.config.replay import LessonsConfig
-from pipeline.errors import ConfigurationError, described
+from pipeline.errors import ConfigurationError, explained
 from pipeline.experience.memory import LessonSource
 
 
@@ -44,12 +44,8 @@ def find(name: str, where: str, group: str, built_in: Mapping[str, str], what: s
         return attribute(name, where)
     for point in entry_points(group=group):
         if point.name == name:
-            try:
+            with explained(f"{where}: entry point {name} ({point.value}) failed to load with"):
                 return point.load()
-            except Exception as error:
-                raise ConfigurationError(
-                    f"{where}: entry point {name} ({point.value}) failed to load: {error!r}"
-                ) from error
     known = names(group, built_in)
     close = difflib.get_close_matches(name, known, n=1)
     near = f". Did you mean {close[0]}?" if close else ""
@@ -62,10 +58,8 @@ def find(name: str, where: str, group: str, built_in: Mapping[str, str], what: s
 def attribute(path: str, where: str) -> Any:
     """``module:name`` or ``path/file.py:name``. Raises :class:`ConfigurationError`."""
     module_name, _, name = path.rpartition(":")
-    try:
+    with explained(f"{where}: importing {module_name!r} failed with"):
         module = file_module(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except Exception as error:
-        raise ConfigurationError(f"{where}: importing {module_name!r} failed with {described(error)}") from error
     if not hasattr(module, name):
         there = sorted(n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__)
         raise ConfigurationError(f"{where}: {module_name} has no {name!r}; it has {there}")
@@ -99,15 +93,14 @@ def construct(cls: Callable[..., Any], options: Mapping[str, Any], where: str, o
     if not callable(cls):
         raise ConfigurationError(f"{where}: expected a class, got {cls!r}")
     _check_names(cls, options, options_key, label)
-    try:
-        return cls(**options)
-    except ValidationError as error:
-        raise ConfigurationError(f"{options_key}: {'; '.join(map(_fault, error.errors()))}") from error
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{where}: {error}") from error
-    except Exception as error:
-        shown = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        raise ConfigurationError(f"{where}: {label}({shown}) raised {described(error)}") from error
+    shown = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    with explained(f"{where}: {label}({shown}) raised"):
+        try:
+            return cls(**options)
+        except ValidationError as error:
+            raise ConfigurationError(f"{options_key}: {'; '.join(map(_fault, error.errors()))}") from error
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{where}: {error}") from error
 
 
 def _check_names(cls: Callable[..., Any], options: Mapping[str, Any], options_key: str, label: str) -> None:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import logging
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -39,6 +38,8 @@ from actors.rollout.multi_turn import HostedGame, MultiTurn
 from actors.rollout.recorder import Recorder
 from actors.rollout.services import Services
 from pipeline.errors import (
+    DETAILS_CHARACTERS_MAX,
+    WORDS_CHARACTERS_MAX,
     AfterplayError,
     ConfigurationError,
     EngineError,
@@ -47,6 +48,8 @@ from pipeline.errors import (
     NotReproducible,
     PlugInError,
     boundary,
+    bounded,
+    traceback_of,
 )
 from pipeline.runtime.plugin_guard import TaskOwner
 from pipeline.schema import EngineRecord, Failure, Order, Timings, Trajectory, TrajectoryStatus
@@ -54,31 +57,19 @@ from pipeline.schema import EngineRecord, Failure, Order, Timings, Trajectory, T
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS_MAX = 6.0
-MESSAGE_MAX = 4_000
-DETAILS_MAX = 20_000
-"""Characters of what a plug-in raised, and of its traceback, that a trajectory keeps."""
 
 
 def classified(error: Exception) -> Failure:
     """The failure of an error: its boundary, a bounded message with the line of the user's code, and traceback."""
     if isinstance(error, PlugInError):
-        message = _bounded(error.message, MESSAGE_MAX) + (f" ({error.line})" if error.line else "")
-        return Failure(error.boundary, error.kind, message, _bounded(error.details))
-    kind, message = type(error).__name__, _bounded(str(error), MESSAGE_MAX)
+        message = bounded(error.message, WORDS_CHARACTERS_MAX) + (f" ({error.line})" if error.line else "")
+        return Failure(error.boundary, error.kind, message, bounded(error.details, DETAILS_CHARACTERS_MAX))
+    kind, message = type(error).__name__, bounded(str(error), WORDS_CHARACTERS_MAX)
     if isinstance(error, EngineError):
         return Failure("engine", kind, message)
     if isinstance(error, ConfigurationError):
         return Failure("actor", kind, message)
-    details = "" if isinstance(error, EpisodeLimit) else "".join(traceback.format_exception(error))
-    return Failure(AGENT_LOOP, kind, message, _bounded(details))
-
-
-def _bounded(text: str, characters_max: int = DETAILS_MAX) -> str:
-    """Its beginning and its end, where it is longer."""
-    if len(text) <= characters_max:
-        return text
-    half = characters_max // 2
-    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+    return Failure(AGENT_LOOP, kind, message, "" if isinstance(error, EpisodeLimit) else traceback_of(error))
 
 
 class Rollout:

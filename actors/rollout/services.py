@@ -21,7 +21,7 @@ from actors.rollout.memory_prompt import MemoryPrompter, MemorySource
 from actors.rollout.multi_turn import MultiTurn
 from actors.rollout.policy import Policy
 from pipeline.config import RunConfig
-from pipeline.errors import ConfigurationError, PlugInError, boundary
+from pipeline.errors import AfterplayError, ConfigurationError, PlugInError, boundary, explained
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.runtime.plugin_guard import watch_tasks
 from pipeline.schema import Order
@@ -48,7 +48,8 @@ def build_loop(host: EnvironmentHost, renderer: Renderer, metrics: ActorMetrics)
     if cls is MultiTurn and not host.config.loop.options:
         return MultiTurn()
     loop: AgentLoop = construct(cls, host.config.loop.options, f"environments.{host.section}.loop")
-    loop.bind(host, renderer, metrics)
+    with explained(f"environments.{host.section}.loop: bind raised"):
+        loop.bind(host, renderer, metrics)
     return loop
 
 
@@ -175,10 +176,10 @@ class Services:
         """Close the agent loops. What a loop raises is logged: the actor stops anyway."""
         for section, loop in self.loops.items():
             try:
-                with anyio.move_on_after(CLOSE_SECONDS_MAX):
+                with anyio.move_on_after(CLOSE_SECONDS_MAX), boundary(f"environments.{section}.loop: close"):
                     await loop.close()
-            except Exception:
-                logger.exception("environments.%s.loop failed to close", section)
+            except AfterplayError as error:
+                logger.exception("%s", error)
 
 
 async def _keep_serving(section: str, loop: AgentLoop) -> None:

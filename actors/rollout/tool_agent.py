@@ -26,7 +26,7 @@ from actors.tools.base import Check, Tool, Toolset, as_tool, build_tool, check_o
 from actors.tools.parsing.base import CallError, Parsed, ToolCall
 from actors.tools.parsing.registry import parser_of
 from actors.tools.runner import Done, EpisodeTools, Failures, Ready, ToolLimits, truncater
-from pipeline.errors import ConfigurationError, boundary
+from pipeline.errors import AfterplayError, ConfigurationError, boundary
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import Message
 
@@ -188,9 +188,10 @@ class ToolAgent(AgentLoop):
         closing: list[Tool | Toolset] = [*self._tools, *self._toolsets]
         for tool in closing:
             try:
-                await tool.close()
-            except Exception:
-                logger.exception("%s: closing %s failed", self._where, getattr(tool, "name", type(tool).__qualname__))
+                with boundary(f"{self._where}: closing {getattr(tool, 'name', type(tool).__qualname__)}"):
+                    await tool.close()
+            except AfterplayError as error:
+                logger.exception("%s", error)
 
     def _ready(self, tool: Tool) -> Ready:
         schema = schema_of_tool(tool, self._where)

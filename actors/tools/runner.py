@@ -8,11 +8,9 @@ with a mark at the cut.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +20,7 @@ import anyio
 
 from actors.tools.base import Check, Tool, ToolError, ToolResult
 from actors.tools.parsing.base import CallError, ToolCall
-from pipeline.errors import PlugInError, boundary
+from pipeline.errors import PlugInError, boundary, described, is_failure, traceback_of
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import Task
 
@@ -89,7 +87,6 @@ def _head_and_tail(length_max: int, side: Side) -> tuple[int, int]:
 logger = logging.getLogger(__name__)
 
 FAILURES_MAX = 64
-DETAILS_CHARACTERS_MAX = 8_000
 LOGGED_MAX = 3
 """Tracebacks logged for each tool and kind of error; all are counted."""
 
@@ -117,13 +114,7 @@ class Failures:
 
     def add(self, tool: str, where: str, episode: str, error: BaseException) -> ToolFailure:
         """Keep ``error`` with its traceback."""
-        try:
-            details = "".join(traceback.format_exception(error, limit=-20))
-        except Exception as broken:  # an exception whose own __str__ fails
-            details = f"{type(error).__name__} (no traceback: {type(broken).__name__})"
-        if len(details) > DETAILS_CHARACTERS_MAX:
-            half = DETAILS_CHARACTERS_MAX // 2
-            details = f"{details[:half]}\n...\n{details[-half:]}"
+        details = traceback_of(error)
         failure = ToolFailure(tool, type(error).__name__, where, episode, details)
         self.newest.append(failure)
         key = (tool, failure.kind)
@@ -132,7 +123,9 @@ class Failures:
             self._logged[key] = count
         if count <= LOGGED_MAX:
             more = "; more of these are only counted" if count == LOGGED_MAX else ""
-            logger.warning("tool %s failed in %s (episode %s)%s\n%s", tool, where, episode, more, details)
+            logger.warning(
+                "tool %s failed in %s with %s (episode %s)%s\n%s", tool, where, described(error), episode, more, details
+            )
         return failure
 
 
@@ -279,16 +272,12 @@ class EpisodeTools:
         except TimeoutError as error:
             self._failures.add(ready.label, "execute", self._key, error)
             return "timeout", ToolResult(f"Error: {call.name} did not answer in time.")
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            self._failures.add(ready.label, "execute", self._key, error)
-            return "raised", ToolResult(f"Error: {call.name} failed.")
         except _WrongValue as error:
             self._failures.add(ready.label, "execute", self._key, error)
             return "wrong_value", ToolResult(f"Error: {call.name} failed.")
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             self._failures.add(ready.label, "execute", self._key, error)
             return "raised", ToolResult(f"Error: {call.name} failed ({type(error).__name__}).")
 
@@ -307,7 +296,9 @@ class EpisodeTools:
         try:
             with anyio.fail_after(RELEASE_SECONDS_MAX):
                 await ready.tool.release(self._key)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             self._failures.add(ready.label, "release", self._key, error)
             self._metrics.tool_calls_total.labels(tool=ready.label, outcome="release_failed").inc()
 

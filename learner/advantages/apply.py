@@ -14,31 +14,40 @@ from learner.advantages.rewards import shaped
 from learner.data.microbatch import token_offsets
 from learner.data.rows import Batch, TokenArray, TokenScores
 from pipeline.config.algorithm import AdvantageConfig
-from pipeline.errors import TrainingError
+from pipeline.errors import TrainingError, boundary
 
 
 def estimate(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> Estimates:
     """Advantages of an update by the configured estimator.
 
     Raises :class:`TrainingError` without trajectories, or when the estimator gives arrays of other shapes or values
-    that are not finite.
+    that are not finite, and :class:`PlugInError` for what it raises.
     """
     if not scored:
         raise TrainingError("expected at least one trajectory to estimate advantages of, got none")
-    estimates = entry_of(config).estimate(scored, config)
+    where = f"advantage.estimator {config.estimator.name}"
+    with boundary(where):
+        estimates = entry_of(config).estimate(scored, config)
+    if not isinstance(estimates, Estimates):
+        raise TrainingError(
+            f"{where}: expected Estimates (from learner.advantages.base import Estimates), got "
+            f"{type(estimates).__name__}: {estimates!r:.200}"
+        )
     for name in ("advantages", "returns"):
         arrays = getattr(estimates, name)
         if arrays is None and name == "returns":
             continue
-        if len(arrays) != len(scored):
+        if not isinstance(arrays, Sequence) or len(arrays) != len(scored):
             raise TrainingError(
-                f"expected {name} of {len(scored)} trajectories from the estimator {config.estimator.name}, got "
-                f"{len(arrays)}"
+                f"{where}: expected {name} as a tuple of {len(scored)} arrays, one for each trajectory, got "
+                f"{type(arrays).__name__}: {arrays!r:.200}"
             )
         for p, values in zip(scored, arrays, strict=True):
-            if values.shape != (p.n_tokens,) or not np.isfinite(values).all():
+            shape = getattr(values, "shape", None)
+            if shape != (p.n_tokens,) or not np.isfinite(values).all():
                 raise TrainingError(
-                    f"expected {p.n_tokens} finite {name} from the estimator {config.estimator.name}, got {values!r}"
+                    f"{where}: expected an array of {p.n_tokens} finite {name}, one for each trained token, got "
+                    f"{type(values).__name__} {values!r:.200}"
                 )
     return estimates
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from learner.advantages.base import FloatArray, ScoredTrajectory, groups_of
 from pipeline.config.algorithm import AdvantageConfig
-from pipeline.errors import TrainingError
+from pipeline.errors import TrainingError, boundary
 from pipeline.schema import Trajectory
 from pipeline.scorer.conversation import resolve
 
@@ -100,8 +100,8 @@ def shaped(
 ) -> list[ScoredTrajectory]:
     """Overlong penalty (but not on a greedy rollout's reward), then the user's shaping, then normalisation.
 
-    Raises :class:`TrainingError` for what the user's function did, :class:`ConfigurationError` when its path leads to
-    none.
+    Raises :class:`TrainingError` for what the user's function gave, :class:`PlugInError` for what it raised, and
+    :class:`ConfigurationError` when its path leads to none.
     """
     out = [replace(p, reward=p.reward - overlong_loss(_sampled(p), config)) for p in scored]
     if config.shaping is not None:
@@ -136,12 +136,12 @@ def _sampled(p: ScoredTrajectory) -> int:
 def _by_user(
     function: Shaping, path: str, scored: Sequence[ScoredTrajectory], trajectories: Sequence[Trajectory]
 ) -> list[ScoredTrajectory]:
-    try:
+    with boundary(f"advantage.shaping {path}"):
         out = list(function(list(scored), list(trajectories)))
-    except Exception as error:
-        raise TrainingError(f"reward shaping {path} failed with {type(error).__name__}: {error}") from error
     if len(out) != len(scored) or not all(isinstance(p, ScoredTrajectory) for p in out):
-        raise TrainingError(f"expected {len(scored)} ScoredTrajectory from the reward shaping {path}, got {out!r:.200}")
+        raise TrainingError(
+            f"expected {len(scored)} ScoredTrajectory from the reward shaping {path}, got {len(out)}: {out!r:.100}"
+        )
     for before, after in zip(scored, out, strict=True):
         changed = [f.name for f in fields(ScoredTrajectory) if getattr(before, f.name) is not getattr(after, f.name)]
         if not MAY_CHANGE.issuperset(changed):

@@ -20,7 +20,7 @@ from pipeline.config.algorithm import MaskConfig
 from pipeline.config.base import Options, expect_kind
 from pipeline.config.policy_losses import Clip, OffPolicyOptions, PolicyOptions
 from pipeline.config.replay import CorrectionOptions, TokenCorrection
-from pipeline.errors import TrainingError
+from pipeline.errors import TrainingError, boundary
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +141,10 @@ class PolicyLoss:
     """Tokens without advantage have no gradient, so rows without any need no backward pass."""
 
     def __call__(self, tokens: Scored, rules: LossRules) -> TokenLosses:
-        """Raises :class:`TrainingError` when a user's function does not give one loss a token."""
-        result = self.function(tokens, rules)
+        """Raises :class:`TrainingError` when a user's function does not give one loss a token, and
+        :class:`PlugInError` for what it raises."""
+        with boundary("loss.policy"):
+            result = self.function(tokens, rules)
         if not isinstance(result, TokenLosses):
             nothing = torch.zeros_like(tokens.mask)
             result = TokenLosses(result, nothing, nothing)

@@ -22,7 +22,7 @@ from pipeline.cli.experience import app as replay_app
 from pipeline.cli.plan import show_plan
 from pipeline.cli.push import push
 from pipeline.cli.show import show
-from pipeline.errors import AfterplayError, ConfigurationError, PlugInError
+from pipeline.errors import AfterplayError, ConfigurationError
 from pipeline.runtime.children import append_working_folder, end_with_parent, module_command
 
 if TYPE_CHECKING:
@@ -663,7 +663,7 @@ def entry() -> None:
     except AfterplayError as error:
         from pipeline.runtime.process import ExitCode
 
-        print(f"afterplay: {error.sentence if isinstance(error, PlugInError) else error}", file=sys.stderr)
+        print(f"afterplay: {error}", file=sys.stderr)
         sys.exit(ExitCode.CONFIGURATION if isinstance(error, ConfigurationError) else ExitCode.FAILED)
     except OSError as error:
         if error.errno not in NO_WRITES or error.filename is None:

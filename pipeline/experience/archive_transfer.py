@@ -25,7 +25,7 @@ from pipeline.store.archive import ArchivedTrajectory, Header, is_archive, read_
 from pipeline.store.demonstrations import Render, import_id, read_demonstrations
 from pipeline.store.experience_records import PoolEntry
 from pipeline.store.journal import Journal
-from pipeline.store.ledger import Count
+from pipeline.store.ledger import FAILURES, Count
 from pipeline.store.payload_refs import PayloadRefCounts
 from pipeline.store.queries import meta, origin, pooled, reading
 from pipeline.store.records import OrderKey, TrajectoryRecord, TrajectoryState, facts_of
@@ -134,7 +134,7 @@ class PoolWriter:
         self._version = version
         self._threshold = config.replay.success_threshold
         snapshot = store.load()
-        self._journal = Journal(snapshot.counters)
+        self._journal = Journal(snapshot.counters, snapshot.meta.get(FAILURES))
         self._experience = Experience(
             config, entries=snapshot.entries, tasks=snapshot.tasks, state=snapshot.meta.get("experience")
         )

@@ -99,9 +99,7 @@ class MemoryWriter:
         succeeded, value = outcome[0]
         if succeeded:
             return value
-        if isinstance(value, Exception):
-            raise value
-        raise RuntimeError(f"it raised {type(value).__name__}: {value}")
+        raise value
 
     def _write_contrast(self, task: str, trajectories: Sequence[Trajectory]) -> list[str]:
         return contrast(trajectories, self._threshold, self._characters_max)

@@ -18,13 +18,18 @@ class Findings:
     forgiving: bool = False
     """True if what user code raises is a note: a run that resumes repeats rollouts that fail."""
 
+    @property
+    def told(self) -> list[str]:
+        """The list that what user code raises belongs to."""
+        return self.notes if self.forgiving else self.problems
+
     @contextmanager
     def collecting(self, where: str = "") -> Iterator[None]:
         """An error of Afterplay inside becomes a problem, with ``where`` before it."""
         try:
             yield
         except PlugInError as error:
-            (self.notes if self.forgiving else self.problems).append(where + _one_line(error.sentence))
+            self.told.append(where + _one_line(str(error)))
         except AfterplayError as error:
             self.problems.append(where + _one_line(str(error)))
 

@@ -31,6 +31,8 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TextIO
 
+from pipeline.errors import failure_of, is_failure
+
 _OWNER: ContextVar[TaskOwner | None] = ContextVar("afterplay_owner_of_tasks", default=None)
 
 
@@ -88,17 +90,59 @@ def watch_tasks() -> None:
     def start(
         loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any] | Generator[Any, None, Any], **options: Any
     ) -> asyncio.Task[Any]:
+        owner = _OWNER.get()
+        if owner is not None and asyncio.iscoroutine(coroutine):
+            coroutine = _WithoutExit(coroutine)
         if before is None:
             task: Any = asyncio.Task(coroutine, loop=loop, **options)
         else:
             task = before(loop, coroutine, **options)
-        owner = _OWNER.get()
         if owner is not None and isinstance(task, asyncio.Task):
             owner.add(task)
         return task  # type: ignore[no-any-return]
 
     start.afterplay_notes_owners = True  # type: ignore[attr-defined]
     loop.set_task_factory(start)
+
+
+class _WithoutExit(Coroutine[Any, Any, Any]):
+    """A coroutine in which what asyncio would take for the end of the process, and raise out of its event loop, is an
+    ordinary failure."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
+
+    def send(self, value: Any) -> Any:
+        return self._step(self._coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._step(self._coroutine.throw, *error)
+
+    def _step(self, step: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return step(*args)
+        except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
+            if not is_failure(error):
+                raise
+            raise failure_of("a task of the plug-in", error) from error
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._coroutine.__await__()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._coroutine, name)
+
+
+def called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """``function(*args, **options)``, for a thread. Exceptions that mean something else to those who await them are
+    ordinary failures."""
+    try:
+        return function(*args, **options)
+    except (StopIteration, GeneratorExit) as error:
+        raise failure_of("a call in a thread", error) from error
 
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipeline.errors import ConfigurationError, SchemaError, described
+from pipeline.errors import ConfigurationError, SchemaError, explained
 from pipeline.schema import Message, Trajectory
 
 _FIELD = re.compile(r"\{(\w+)\}")
@@ -92,12 +92,8 @@ def resolve(path: str, what: str = "score function") -> UserFunction:
     where, _, name = path.rpartition(":")
     if not where or not name:
         raise ConfigurationError(f"expected a {what} as module:function or file.py:function, got {path!r}")
-    try:
+    with explained(f"{what} {path!r}: importing {where} failed with"):
         module = _load_file(Path(where), what) if where.endswith(".py") else importlib.import_module(where)
-    except ConfigurationError:
-        raise
-    except Exception as error:
-        raise ConfigurationError(f"{what} {path!r}: importing {where} failed with {described(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         found = "nothing of that name" if function is None else f"a {type(function).__name__}"
@@ -113,5 +109,9 @@ def _load_file(path: Path, what: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module

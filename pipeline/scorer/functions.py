@@ -12,21 +12,28 @@ import inspect
 import logging
 import math
 import time
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from numbers import Real
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_process
 import anyio.to_thread
 
 from pipeline.config.rewards import ScoreFunction
-from pipeline.errors import ConfigurationError, being_cancelled
-from pipeline.runtime.plugin_guard import TaskOwner, watch_tasks
+from pipeline.errors import (
+    AfterplayError,
+    ConfigurationError,
+    PlugInError,
+    boundary,
+    described,
+    failure_of,
+    is_failure,
+)
+from pipeline.runtime.plugin_guard import TaskOwner, called, watch_tasks
 from pipeline.schema import Trajectory
 from pipeline.scorer.conversation import UserFunction, resolve
 from pipeline.scorer.graders import BUILT_IN
@@ -111,8 +118,6 @@ ABANDONED_MAX = 64
 """Threads given up because a function hangs in them; beyond it such functions time out without being called."""
 HELD_SECONDS_MAX = 0.25
 """An async function that holds the loop for longer is warned about, once."""
-DETAILS_CHARACTERS_MAX = 8_000
-"""Length of a traceback that is kept with its trajectory and logged."""
 
 Outcome = float | ScoreFailure
 InThread = Callable[[Callable[[], object]], Awaitable[object]]
@@ -161,14 +166,17 @@ class Call:
 
     async def tried(self, trajectory: Trajectory, in_thread: InThread, *, worker: bool = False) -> Outcome:
         """The outcome of a call that nobody logs and that has no limit on its time, in this process or in a worker. A
-        function of several trajectories gets this one twice. Raises what it raises in this process, and
-        :class:`anyio.BrokenWorkerProcess`."""
+        function of several trajectories gets this one twice."""
         what = trajectory if self._per == "trajectory" else [trajectory] * 2
-        if worker:
-            async with self._workers.slot(self._path, self._needs):
-                value = await self._in_worker(what)
-        else:
-            value = await self._here(what, in_thread)
+        try:
+            with boundary(self.name):
+                if worker:
+                    async with self._workers.slot(self._path, self._needs):
+                        value = await self._in_worker(what)
+                else:
+                    value = await self._here(what, in_thread)
+        except AfterplayError as error:
+            return self._raised(failure_of(self.name, error))
         if isinstance(value, ScoreFailure):
             return value
         if self._per == "trajectory":
@@ -211,13 +219,14 @@ class Call:
             self._abandon()
         except anyio.BrokenWorkerProcess:
             failure = ScoreFailure(self.name, "crashed", "its worker process died")
-        except anyio.get_cancelled_exc_class():
-            if being_cancelled():
+        except BaseException as error:
+            if not is_failure(error):
                 raise
-            failure = ScoreFailure(self.name, "raised", _bounded(traceback.format_exc()))
-        except (Exception, SystemExit):
-            failure = ScoreFailure(self.name, "raised", _bounded(traceback.format_exc()))
+            failure = self._raised(failure_of(self.name, error))
         return self._logged(failure, which)
+
+    def _raised(self, error: PlugInError) -> ScoreFailure:
+        return ScoreFailure(self.name, "raised", described(error), error.kind, error.details)
 
     async def _in_time(self, what: Trajectory | list[Trajectory]) -> object:
         with anyio.move_on_after(self._timeout_seconds):
@@ -231,15 +240,15 @@ class Call:
         """Call the function in the process whose slot is held."""
         many = isinstance(what, list)
         every = [tuple(bytes(f) for f in encode_trajectory(t)) for t in (what if isinstance(what, list) else [what])]
-        outcome, value = await self._workers.run(call_in_worker, self._path, every, many, self._options)
-        return ScoreFailure(self.name, "raised", str(value)) if outcome == "raised" else value
+        value = await self._workers.run(call_in_worker, self._path, every, many, self._options)
+        return self._raised(PlugInError(self.name, *value)) if isinstance(value, _Raised) else value
 
     async def _here(self, what: Trajectory | list[Trajectory], in_thread: InThread) -> object:
         """Call the function in this process."""
         what = [_copy(t) for t in what] if isinstance(what, list) else _copy(what)
         if self._async:
             return await self._awaited(what)
-        return await in_thread(partial(self._function, what, **self._options))
+        return await in_thread(partial(called, self._function, what, **self._options))
 
     async def _awaited(self, what: Trajectory | list[Trajectory]) -> object:
         """Tasks that it leaves running are cancelled."""
@@ -287,15 +296,24 @@ class Call:
     def _logged(self, outcome: Any, which: str) -> Any:
         """The same, logged if it is a failure."""
         if isinstance(outcome, ScoreFailure):
-            log.warning("score function %s, trajectory %s: %s: %s", self.name, which, outcome.reason, outcome.details)
+            log.warning(
+                "score function %s, trajectory %s: %s: %s%s%s", self.name, which, outcome.reason, outcome.details,
+                "\n" if outcome.traceback else "", outcome.traceback,
+            )  # fmt: skip
         return outcome
 
 
-def call_in_worker(
-    path: str, every: list[tuple[bytes, ...]], many: bool, options: Mapping[str, Any]
-) -> tuple[str, object]:
-    """Runs in the worker process: ``("value", number or list)`` or ``("raised", traceback)``, both safe to send
-    back."""
+class _Raised(NamedTuple):
+    """Error of a function in a worker process, in the order of :class:`PlugInError`."""
+
+    kind: str
+    message: str
+    details: str
+    line: str
+
+
+def call_in_worker(path: str, every: list[tuple[bytes, ...]], many: bool, options: Mapping[str, Any]) -> object:
+    """Runs in the worker process: what the function gave, or what it raised, safe to send back."""
     try:
         function = resolve(path)
         trajectories = [decode_trajectory(frames) for frames in every]
@@ -305,10 +323,13 @@ def call_in_worker(
 
             value = asyncio.run(value)
         if many and not isinstance(value, str) and hasattr(value, "__iter__"):
-            return "value", [_plain(v) for v in value]
-        return "value", _plain(value)
-    except (Exception, SystemExit):
-        return "raised", _bounded(traceback.format_exc())
+            return [_plain(v) for v in value]
+        return _plain(value)
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        failure = failure_of(path, error)
+        return _Raised(failure.kind, failure.message, failure.details, failure.line)
 
 
 def _copy(trajectory: Trajectory) -> Trajectory:
@@ -318,12 +339,6 @@ def _copy(trajectory: Trajectory) -> Trajectory:
         task = replace(task, payload=copy.deepcopy(dict(task.payload)))
     turns = tuple(replace(turn, signals=dict(turn.signals)) for turn in trajectory.turns)
     return replace(trajectory, task=task, turns=turns, rewards=dict(trajectory.rewards))
-
-
-def _bounded(text: str) -> str:
-    """Its beginning and its end, where it is longer."""
-    half = DETAILS_CHARACTERS_MAX // 2
-    return text if len(text) <= 2 * half else f"{text[:half]}\n...\n{text[-half:]}"
 
 
 def _plain(value: object) -> object:

@@ -25,6 +25,14 @@ class ScoreFailure:
     reason: str
     """One of :data:`REASONS`."""
     details: str = ""
+    kind: str = ""
+    """Class name of what the function raised."""
+    traceback: str = ""
+
+    @property
+    def cause(self) -> str:
+        """Name under which such failures are counted."""
+        return f"{self.name} {self.reason}{' ' if self.kind else ''}{self.kind}"
 
 
 @dataclass(frozen=True, slots=True)

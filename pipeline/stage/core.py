@@ -28,7 +28,7 @@ from pipeline.stage.replay_groups import ReplayGroups
 from pipeline.stage.rollout_outcomes import RolloutOutcomes
 from pipeline.stage.staleness import StalenessLedger, StalenessRule
 from pipeline.store.journal import Changes, Effect, Journal, Score, Send
-from pipeline.store.ledger import Count
+from pipeline.store.ledger import FAILURES, Count
 from pipeline.store.payload_refs import PayloadRefCounts
 from pipeline.store.records import CancelReason, GroupRecord, GroupState, Slot, TrajectoryRecord
 from pipeline.store.snapshot import Snapshot
@@ -71,7 +71,7 @@ class StageCore:
         snapshot = snapshot or Snapshot()
         meta = snapshot.meta
         rule = StalenessRule(config.staleness.max, config.groups.groups_per_step, config.run.total_steps)
-        clock, journal = Clock(now, wall), Journal(snapshot.counters)
+        clock, journal = Clock(now, wall), Journal(snapshot.counters, meta.get(FAILURES))
         self.config, self.journal, self._clock = config, journal, clock
         self.batches = StalenessLedger(rule, meta.get("consumed", 0), meta.get("live"), meta.get("policy_version", -1))
         self.records = GroupRecords(snapshot.groups, meta.get("next_group", 0), journal, clock)

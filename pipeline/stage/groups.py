@@ -272,15 +272,20 @@ class Groups:
         self._again(order)
 
     def scored(
-        self, record: TrajectoryRecord, reward: float | None, rewards: Mapping[str, float | None], reason: str = ""
+        self,
+        record: TrajectoryRecord,
+        reward: float | None,
+        rewards: Mapping[str, float | None],
+        reason: str = "",
+        cause: str = "",
     ) -> None:
-        """The scorer's verdict on a held trajectory. ``reason``: why it has no reward."""
+        """The scorer's verdict on a held trajectory. ``reason``: why it has no reward; ``cause``: what is counted."""
         group = self._records.get(record.key.group)
         if group is None or record.state is not TrajectoryState.HELD or record.reward is not None:
             return
         record.reward, record.rewards = reward, dict(rewards)
         if reward is None:
-            self.outcomes.failed(group.task.environment, f"score: {reason}")
+            self.outcomes.failed(group.task.environment, reason, f"score: {cause or reason}")
             slot = group.slot(record.key.slot)
             slot.trajectory = None
             slot.failures += 1

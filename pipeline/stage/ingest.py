@@ -134,16 +134,17 @@ class Ingest:
 
     def scored(self, record: TrajectoryRecord, verdict: Verdict) -> None:
         """The scorer's answer to a :class:`Score` effect."""
-        why = ""
+        why = cause = ""
         if verdict.reward is not None:
             if not self._excluded_from_audit(record):
                 self._journal.observe("sampled_reward", verdict.reward)
         else:
-            why = "; ".join(f"{f.name} {f.reason}: {f.details}" for f in verdict.failures) or "no value"
-            log.warning("trajectory %s has no reward: %s", record.key.text, why)
+            why = "; ".join(f.details for f in verdict.failures) or "no value"
+            cause = verdict.failures[0].cause if verdict.failures else ""
+            log.warning("trajectory %s has no reward: %s: %s", record.key.text, cause, why)
             if not self._excluded_from_audit(record):
-                self._groups.backoff.reason = f"score: {why}"
-        self._groups.scored(record, verdict.reward, verdict.rewards, why)
+                self._groups.backoff.reason = f"score: {cause}: {why}"
+        self._groups.scored(record, verdict.reward, verdict.rewards, why, cause)
 
     def _hold(self, trajectory: Trajectory, record: TrajectoryRecord) -> None:
         self._journal.inserted(trajectory.task.environment)

@@ -178,7 +178,7 @@ class StageLoop:
             state, waiting = RoleState.WAITING_FOR_WEIGHTS, "the first version of the learner"
         elif core.groups.backoff.holds(anyio.current_time()):
             state = RoleState.FAILING
-            waiting = f"rollouts that succeed (the last failed in {core.groups.backoff.reason[:300]})"
+            waiting = f"rollouts that succeed (the last failed in {' '.join(core.groups.backoff.reason.split())[:300]})"
         elif core.groups.paused:
             state, waiting = RoleState.WAITING_FOR_DISK, core.groups.paused
         elif not core.leases.connected:

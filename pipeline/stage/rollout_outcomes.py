@@ -16,6 +16,8 @@ FAILING_SECONDS = 30.0
 """Between the first failure and the verdict: what an environment needs may still be starting."""
 ENGINE = "engine: EngineUnavailable"
 """Cause that says nothing about the environment. Engines come back."""
+MESSAGE_CHARACTERS_MAX = 500
+"""Part of a failure's message that is kept."""
 
 
 class RolloutOutcomes:
@@ -31,25 +33,28 @@ class RolloutOutcomes:
         """In this process."""
         self._failed: dict[str, int] = {}
         self._first_failed_at: dict[str, float] = {}
-        self._messages: dict[str, str] = {}
 
     def succeeded(self, environment: str) -> None:
         """A rollout has a reward."""
         self.successes += 1
         self._journal.succeeded(environment)
 
-    def failed(self, environment: str, reason: str) -> None:
-        """A rollout failed or has no reward. ``reason``: ``boundary: kind: message``."""
-        cause = ": ".join(part.strip() for part in reason.split(":", 2)[:2])
-        self._journal.failed(environment, cause)
+    def failed(self, environment: str, reason: str, cause: str = "") -> None:
+        """A rollout failed or has no reward. ``reason``: ``boundary: kind: message``, unless ``cause`` is given and it
+        is the message alone."""
+        message = reason
+        if not cause:
+            boundary, _, rest = reason.partition(":")
+            kind, _, message = rest.partition(":")
+            cause = ": ".join(part.strip() for part in (boundary, kind) if part)
+        self._journal.failed(environment, cause, " ".join(message.split())[:MESSAGE_CHARACTERS_MAX])
         if cause != ENGINE:
             self._failed[environment] = self._failed.get(environment, 0) + 1
             self._first_failed_at.setdefault(environment, self._clock.now)
-            self._messages[environment] = reason
 
     def summary(self) -> dict[str, EnvironmentOutcomes]:
         """Outcomes of each environment, since the start of the run."""
-        return outcomes_of(self._journal.counters)
+        return outcomes_of(self._journal.counters, self._journal.messages)
 
     def header(self) -> dict[str, list[Any]]:
         """By environment, where this process saw failures: rollouts that succeeded and failed, and a description.
@@ -64,10 +69,9 @@ class RolloutOutcomes:
             if self._failed[environment] >= self._failures_max and long:
                 outcomes = self.summary()[environment]
                 if not outcomes.succeeded:
-                    newest = " ".join(self._messages[environment].split())[:300]
                     return (
                         f"{outcomes.describe(environment)}. Expected at least one that succeeds within "
-                        f"groups.failures_max={self._failures_max}; the newest failure was: {newest}. Fix the "
-                        "environment and start the run again, which resumes it"
+                        f"groups.failures_max={self._failures_max}: fix what fails and start the run again, which "
+                        "resumes it"
                     )
         return ""

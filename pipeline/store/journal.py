@@ -6,7 +6,7 @@ Rows have the columns of ``pipeline.store.tables.TABLES``, in that order, withou
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import orjson
 
 from pipeline.schema import Task, Trajectory
 from pipeline.store.experience_records import ExperienceChanges, PoolEntry, StoredGroup, TaskRecord
-from pipeline.store.ledger import CAUSES_MAX, FAILED, INSERTED, OTHER_CAUSE, SUCCEEDED, Count
+from pipeline.store.ledger import CAUSES_MAX, FAILED, FAILURES, INSERTED, OTHER_CAUSE, SUCCEEDED, Count
 from pipeline.store.records import GroupRecord, OrderRecord, TrajectoryRecord, frame_size
 from pipeline.transport.protocol import Frames, Kind
 
@@ -169,9 +169,11 @@ class Changes:
 class Journal:
     """Collects changes, effects, counters and observations while the core applies events."""
 
-    def __init__(self, counters: dict[str, int] | None = None) -> None:
+    def __init__(self, counters: dict[str, int] | None = None, messages: Mapping[str, str] | None = None) -> None:
         self.counters: Counter[str] = Counter(counters or {})
         """The ledger: values of :class:`Count`, and trajectories stored by environment."""
+        self.messages = dict(messages or {})
+        """The newest message of each counter of failures."""
         self._observations: defaultdict[str, list[float]] = defaultdict(list)
         self._groups: dict[int, GroupRecord] = {}
         self._replays: dict[int, GroupRecord] = {}
@@ -199,13 +201,15 @@ class Journal:
         """Count a rollout of ``environment`` that has a reward."""
         self._count(f"{SUCCEEDED}{environment}", 1)
 
-    def failed(self, environment: str, cause: str) -> None:
-        """Count a rollout of ``environment`` that failed for ``cause``."""
+    def failed(self, environment: str, cause: str, message: str = "") -> None:
+        """Count a rollout of ``environment`` that failed for ``cause``; ``message`` has the details."""
         name = f"{FAILED}{environment}/{cause[:100]}"
         if name not in self.counters:
             known = sum(counter.startswith(f"{FAILED}{environment}/") for counter in self.counters)
             name = name if known < CAUSES_MAX else f"{FAILED}{environment}/{OTHER_CAUSE}"
         self._count(name, 1)
+        self.messages[name] = message
+        self.meta(FAILURES, self.messages)
 
     def _count(self, name: str, amount: int) -> None:
         if amount:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -167,6 +168,8 @@ SUCCEEDED, FAILED = "succeeded.", "failed."
 CAUSES_MAX = 20
 """Most causes that are counted for one environment; the others are counted together."""
 OTHER_CAUSE = "other"
+FAILURES = "failures"
+"""Key of the store's facts: the newest message of each counter of failures."""
 
 
 @dataclass(slots=True)
@@ -176,6 +179,8 @@ class EnvironmentOutcomes:
     succeeded: int = 0
     causes: dict[str, int] = field(default_factory=dict)
     """Failed rollouts by cause, ``boundary: kind``."""
+    messages: dict[str, str] = field(default_factory=dict)
+    """The newest message by cause, with the line of the user's code."""
 
     @property
     def failed(self) -> int:
@@ -187,16 +192,21 @@ class EnvironmentOutcomes:
         return max(self.causes, key=lambda cause: self.causes[cause], default="")
 
     def describe(self, environment: str) -> str:
-        """``environment maze: 12 of 64 rollouts failed, most often with environment step: ValueError (9 times)``. For
-        one with failures."""
+        """``environment maze: 12 of 64 rollouts failed, most often with environment step: ValueError (9 times); the
+        newest: no such move (maze.py, line 12, in step)``. For one with failures."""
         n = self.succeeded + self.failed
         share = f"{self.failed} of {n}" if self.succeeded else f"all {n}"
         often = f" ({self.causes[self.commonest]} times)" if len(self.causes) > 1 else ""
-        return f"environment {environment}: {share} rollouts failed, most often with {self.commonest}{often}"
+        message = self.messages.get(self.commonest)
+        newest = f"; the newest: {message}" if message else ""
+        return f"environment {environment}: {share} rollouts failed, most often with {self.commonest}{often}{newest}"
 
 
-def outcomes_of(counters: Mapping[str, int]) -> dict[str, EnvironmentOutcomes]:
-    """By environment, from ``counters`` with the prefixes :data:`SUCCEEDED` and :data:`FAILED`."""
+def outcomes_of(
+    counters: Mapping[str, int], messages: Mapping[str, str] | None = None
+) -> dict[str, EnvironmentOutcomes]:
+    """By environment, from ``counters`` with the prefixes :data:`SUCCEEDED` and :data:`FAILED`, and ``messages`` of the
+    same names."""
     found: defaultdict[str, EnvironmentOutcomes] = defaultdict(EnvironmentOutcomes)
     for name, value in counters.items():
         if name.startswith(SUCCEEDED):
@@ -204,6 +214,7 @@ def outcomes_of(counters: Mapping[str, int]) -> dict[str, EnvironmentOutcomes]:
         elif name.startswith(FAILED):
             environment, _, cause = name.removeprefix(FAILED).partition("/")
             found[environment].causes[cause] = value
+            found[environment].messages[cause] = (messages or {}).get(name, "")
     return dict(sorted(found.items()))
 
 
@@ -310,7 +321,7 @@ def read_ledger(path: Path, *, rows: bool = False) -> Ledger:
 def build_ledger(
     counters: Mapping[str, int],
     open_groups: Mapping[str, int],
-    meta: Mapping[str, int],
+    meta: Mapping[str, Any],
     rows: Mapping[str, Mapping[str, int]] | None = None,
     pool_held: int = 0,
     groups_held: int = 0,
@@ -326,7 +337,7 @@ def build_ledger(
         restarts=_under(counters, "restarts."),
         tasks=_under(counters, "tasks."),
         evaluations=_under(counters, "evaluations."),
-        outcomes=outcomes_of(counters),
+        outcomes=outcomes_of(counters, meta.get(FAILURES)),
         updates=meta.get("consumed", 0),
         policy_version=meta.get("policy_version", -1),
         rows=rows or {},

@@ -29,8 +29,9 @@ _STYLE = {
     Phase.DONE: "dim",
 }
 
-FAILURES_MIN = 8
-"""Failed rollouts of an environment, if they are most of its rollouts, from which on they are printed."""
+FAILURES_MIN, SUCCESSES_MIN = 8, 32
+"""Failed rollouts of an environment, if they are most of its newest rollouts, from which on they are printed; and
+successes after which it is judged anew."""
 HIDDEN = ("failed", "playing")
 """Details that are printed elsewhere, or in the state."""
 SILENCE_SECONDS = 15.0
@@ -87,20 +88,26 @@ class Phases:
 
 
 class FailureNews:
-    """Environments most of whose rollouts fail: a line when that is noticed, and again whenever the failures have
-    doubled. Pure."""
+    """Environments most of whose newest rollouts fail: a line when that is noticed, and again whenever their failures
+    have doubled. Rollouts before :data:`SUCCESSES_MIN` ones that mostly succeeded are not looked at. Pure."""
 
     def __init__(self) -> None:
-        self._said: dict[str, int] = {}
+        self._since: dict[str, tuple[int, int, int]] = {}
+        """By environment: successes and failures before the newest ones, and the failures that are told next."""
 
     def news(self, answers: Mapping[str, HealthAnswer]) -> list[str]:
         """Lines that are due, from the answer of the replay stage."""
         replay = answers.get("replay")
         lines = []
         for name, (succeeded, failed, sentence) in (replay.details.get("failed") or {} if replay else {}).items():
-            if failed > succeeded and failed >= max(FAILURES_MIN, 2 * self._said.get(name, 0)):
-                self._said[name] = failed
-                lines.append(sentence)
+            succeeded_before, failed_before, least = self._since.get(name, (0, 0, FAILURES_MIN))
+            right, wrong = succeeded - succeeded_before, failed - failed_before
+            if wrong > right and wrong >= least:
+                self._since[name] = succeeded_before, failed_before, 2 * wrong
+                newest = f" ({wrong} of the newest {right + wrong})" if succeeded_before else ""
+                lines.append(sentence + newest)
+            elif right >= 2 * wrong and right >= max(SUCCESSES_MIN, least):
+                self._since[name] = succeeded, failed, FAILURES_MIN
         return lines
 
 

@@ -55,6 +55,7 @@ def check_all(config: RunConfig) -> Findings:
     has_model = len(found.problems) == before
     _check_functions(config, found)
     tasks = _tasks(config, found, whole=True)
+    _call_functions(config, tasks, found)
     openings = load_main("actors.preflight:check_environments")(config, tasks, found)
     if has_model and openings:
         with load_main("learner.models.preflight:tokenizer_folder")(config) as folder:
@@ -76,6 +77,7 @@ def check_beside_run(config: RunConfig) -> None:
         load_main("learner.models.preflight:check_model")(config, found)
         _check_functions(config, found)
         tasks = _tasks(config, found, whole=False)
+        _call_functions(config, tasks, found)
         openings = load_main("actors.preflight:check_environments")(config, tasks, found)
         found.require_none()
         os.nice(LOW_PRIORITY)
@@ -156,6 +158,13 @@ def _own_functions(config: RunConfig) -> Iterator[tuple[str, str]]:
         "loss.off_policy": config.loss.off_policy.name,
     }
     yield from ((key, name) for key, name in named.items() if name is not None and ":" in name)
+
+
+def _call_functions(config: RunConfig, tasks: Mapping[str, Sequence[Task]], found: Findings) -> None:
+    """The user's own functions of advantages and losses take and give what the learner does. Unless one of them was not
+    found."""
+    if any(_own_functions(config)) and not found.problems:
+        load_main("learner.preflight:check_own_functions")(config, tasks, found)
 
 
 def _tasks(config: RunConfig, found: Findings, *, whole: bool) -> Mapping[str, Sequence[Task]]:

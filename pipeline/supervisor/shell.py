@@ -28,6 +28,8 @@ from pipeline.supervisor.restarts import Action, Machine, Phase, Process, Restar
 
 PROBE_EVERY_SECONDS = 1.0
 LOG_TAIL_LINES = 15
+MESSAGE_CHARACTERS_MAX = 500
+"""Part of the message of a process that failed, on the console."""
 
 
 class Supervisor:
@@ -183,6 +185,8 @@ class Supervisor:
         process = self.machine.processes[name]
         if process.phase is Phase.BACKOFF:
             wait = max(0.0, process.wake_at - time.monotonic())
+            if not why and code == ExitCode.FAILED and (said := last_message(self._directory.log_file(name), name)):
+                why = f"{_why_ended(process, code)}: {' '.join(said.split())[:MESSAGE_CHARACTERS_MAX]}"
             self._display.say(
                 f"{name} ended ({why or _why_ended(process, code)}); restart {process.restarts} in {wait:.1f} s"
             )

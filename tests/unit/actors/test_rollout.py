@@ -187,7 +187,7 @@ async def test_time_limit_while_no_engine_answers_is_an_engine_failure(
         (failing(ValueError("boom")), "ValueError"),
         (failing(StopIteration()), "StopIteration"),
         (failing(SystemExit(1)), "SystemExit"),
-        (failing(asyncio.CancelledError()), "RuntimeError"),
+        (failing(asyncio.CancelledError()), "CancelledError"),
         (lambda self, reply: None, "WrongValue"),
         (lambda self, reply: Step((), 0.0, False), "WrongValue"),
         (lambda self, reply: Step((Message("user", "hello"),), math.nan), "WrongValue"),

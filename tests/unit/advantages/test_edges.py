@@ -178,7 +178,7 @@ def test_what_a_users_estimator_returns_is_checked(tmp_path):
     scored = [make_scored(2.0)]
     assert advantages_of(scored, estimator=f"{file}:good")[0].tolist() == [2.0] * 3
     assert needed_scores(config_of(estimator=f"{file}:good")) == {"entropies"}
-    for name, what in (("short", "3 finite advantages"), ("few", "of 1 trajectories")):
+    for name, what in (("short", "3 finite advantages"), ("few", "a tuple of 1 arrays")):
         with pytest.raises(TrainingError, match=what):
             advantages_of(scored, estimator=f"{file}:{name}")
     with pytest.raises(ConfigurationError, match="expected needs out of"):

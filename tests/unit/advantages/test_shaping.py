@@ -12,7 +12,7 @@ from learner.advantages.rewards import overlong_count, overlong_loss, shaped
 from learner.data.groups import Group, StoredRollout
 from learner.data.rows import TokenScores, build_batch
 from pipeline.config.algorithm import AdvantageConfig
-from pipeline.errors import ConfigurationError, SchemaError, TrainingError
+from pipeline.errors import ConfigurationError, PlugInError, SchemaError, TrainingError
 from pipeline.schema import FinishReason, GroupPlan, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.transport.codec import decode_trajectory, encode_trajectory
 from tests.unit.advantages.cases import config_of, make_scored
@@ -152,7 +152,7 @@ def test_users_shaping_changes_rewards_before_estimation_and_not_those_of_the_tr
     ],
 )
 def test_what_a_users_shaping_does_is_checked(shaping, name, what):
-    with pytest.raises(TrainingError, match=what):
+    with pytest.raises((TrainingError, PlugInError), match=what):
         shaped([make_scored(1.0, group=1), make_scored(0.0, group=1)], [None, None], shaping(name))
 
 

@@ -10,7 +10,7 @@ import pytest
 from pipeline.errors import EnvironmentFailing
 from pipeline.schema import TrajectoryStatus
 from pipeline.stage.rollout_outcomes import FAILING_SECONDS, RolloutOutcomes
-from pipeline.store.ledger import CAUSES_MAX, read_ledger
+from pipeline.store.ledger import CAUSES_MAX, FAILURES, read_ledger
 from tests.support.instant_peers import InstantActor, InstantLearner
 from tests.support.memory_transport import MemoryNetwork
 from tests.unit.replay.test_replay_core import Stage
@@ -29,16 +29,20 @@ def stage_with(failures_max: int = 3) -> tuple[Stage, RolloutOutcomes]:
 
 def test_rates_and_the_commonest_cause_are_counted_by_environment_and_survive_a_restart() -> None:
     core, outcomes = stage_with()
-    for reason in (VALUE_ERROR, VALUE_ERROR, "not answered in time", "score: exact raised: KeyError"):
+    for reason in (VALUE_ERROR, VALUE_ERROR, "not answered in time"):
         outcomes.failed("maze", reason)
+    outcomes.failed("maze", "KeyError: 'x' (mine.py, line 3, in pay)", "score: mine.py:pay raised KeyError")
     outcomes.succeeded("maze")
     outcomes.succeeded("sums")
     core.round()
-    assert {"failed.maze/environment step: ValueError", "failed.maze/score: exact raised"} <= set(core.changes.counters)
+    scored = "failed.maze/score: mine.py:pay raised KeyError"
+    assert {"failed.maze/environment step: ValueError", scored} <= set(core.changes.counters)
+    assert core.changes.meta[FAILURES][scored] == "KeyError: 'x' (mine.py, line 3, in pay)"
     maze, sums = (outcomes.summary()[name] for name in ("maze", "sums"))
     assert (maze.succeeded, maze.failed, maze.commonest) == (1, 4, "environment step: ValueError")
     assert maze.describe("maze") == (
-        "environment maze: 4 of 5 rollouts failed, most often with environment step: ValueError (2 times)"
+        "environment maze: 4 of 5 rollouts failed, most often with environment step: ValueError (2 times); the newest: "
+        "no such move in the maze"
     )
     assert (sums.succeeded, sums.failed) == (1, 0)
     assert list(outcomes.header()) == ["maze"]
@@ -52,9 +56,8 @@ def test_a_run_ends_when_an_environment_never_succeeded_and_says_why_in_one_sent
     assert outcomes.hopeless() == "", "what it needs may still be starting"
     core.round(FAILING_SECONDS)
     assert outcomes.hopeless().startswith(
-        "environment maze: all 3 rollouts failed, most often with environment step: ValueError. Expected at least one "
-        "that succeeds within groups.failures_max=3; the newest failure was: environment step: ValueError: no such "
-        "move in the maze."
+        "environment maze: all 3 rollouts failed, most often with environment step: ValueError; the newest: no such "
+        "move in the maze. Expected at least one that succeeds within groups.failures_max=3: fix what fails"
     )
 
 

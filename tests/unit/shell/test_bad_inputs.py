@@ -22,6 +22,7 @@ from pipeline.supervisor.run import run_lock
 
 SECONDS_MAX = 5.0
 """CPU time of one answer, once everything is imported."""
+NO_NUMBER = "no number for the scripted episode of guess (every reply is '1'): "
 GUESS = {"name": "number_guess", "options": {"low": 0, "high": 7, "turns": 3, "compact": True}}
 ENVIRONMENT = """
 from actors.environments import Environment, Episode, Step
@@ -267,23 +268,23 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     ),
     "own reward is a text": (
         lambda p: p.scored(path=p.write("pay.py", "def pay(trajectory): return 'good'") + ":pay"),
-        "scorer.functions: pay.py:pay: expected a finite number or None: expected a number or None, got str: good",
+        f"scorer.functions: pay.py:pay: {NO_NUMBER}expected a number or None, got str: good",
     ),
     "own reward is NaN": (
         lambda p: p.scored(path=p.write("nan.py", "def pay(trajectory): return float('nan')") + ":pay"),
-        "scorer.functions: nan.py:pay: expected a finite number or None: it returned nan",
+        f"scorer.functions: nan.py:pay: {NO_NUMBER}it returned nan",
     ),
     "own async reward is a text": (
         lambda p: p.scored(path=p.write("later.py", "async def pay(trajectory): return 'good'") + ":pay"),
-        "later.py:pay: expected a finite number or None: expected a number or None, got str: good",
+        f"later.py:pay: {NO_NUMBER}expected a number or None, got str: good",
     ),
     "own reward in a worker is a text": (
         lambda p: p.scored(path=p.write("apart.py", "def pay(trajectory): return 'good'") + ":pay", worker=True),
-        "apart.py:pay: expected a finite number or None: expected a number or None, got str: 'good'",
+        f"apart.py:pay: {NO_NUMBER}expected a number or None, got str: 'good'",
     ),
     "own reward of a group is one number": (
         lambda p: p.scored(path=p.write("mean.py", "def pay(trajectories): return 1.0") + ":pay", per="group"),
-        "mean.py:pay: expected a finite number or None: expected a list of 2 numbers, got float: 1.0",
+        f"mean.py:pay: {NO_NUMBER}expected a list of 2 numbers, got float: 1.0",
     ),
     "grader without an answer": (
         lambda p: p.asks('{"prompt": "a", "solution": 1}\n'),

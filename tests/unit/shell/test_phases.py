@@ -69,10 +69,13 @@ def test_an_environment_whose_rollouts_fail_is_named_when_noticed_and_when_the_f
         details = {"failed": {"maze": [succeeded, failed, f"environment maze: {failed} failed"]}}
         return news.news({"replay": HealthAnswer(True, "failing", "", details)})
 
-    assert news.news({}) == lines(0, 7) == lines(100, 8) == []
+    assert news.news({}) == lines(0, 7) == []
     assert lines(0, 8) == ["environment maze: 8 failed"]
     assert lines(0, 15) == []
     assert lines(1, 16) == ["environment maze: 16 failed"]
+    assert lines(100, 17) == [], "it has recovered"
+    assert lines(103, 24) == []
+    assert lines(103, 25) == ["environment maze: 25 failed (8 of the newest 11)"]
 
 
 def test_the_console_says_what_a_run_waits_for_in_words_of_a_newcomer() -> None:

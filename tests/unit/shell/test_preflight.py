@@ -20,6 +20,7 @@ from pipeline.runtime.findings import Findings
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Task
 from pipeline.supervisor import preflight
+from tests.support.chat_server import chat_server
 
 GAME = """
 from actors.environments import Environment, Episode, Step
@@ -157,27 +158,51 @@ async def every(trajectories):
 
 @pytest.mark.parametrize(("name", "per"), [("later", "trajectory"), ("each", "batch"), ("every", "group")])
 @pytest.mark.parametrize(
-    ("value", "problem", "note"),
+    ("value", "problem"),
     [
-        ("0.5", "", ""),
-        ("None", "", ""),
-        ("'good'", "expected a number or None, got str: good", ""),
-        ("float('nan')", "it returned nan", ""),
-        ("{}['x']", "", "failed on the scripted episode of game with KeyError: 'x' (scores.py, line"),
+        ("0.5", ""),
+        ("None", "it returned None"),
+        ("'good'", "expected a number or None, got str: good"),
+        ("float('nan')", "it returned nan"),
+        ("{}['x']", "KeyError: 'x' (scores.py, line"),
     ],
 )
+@pytest.mark.parametrize("weight", [1.0, 0.0])
 def test_functions_that_are_awaited_or_take_several_are_tried(
-    name: str, per: str, value: str, problem: str, note: str, game: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, per: str, value: str, problem: str, weight: float, game: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(game.parent)
     (game.parent / "scores.py").write_text(SCORES.replace("VALUE", value))
-    function = {"path": f"{game.parent / 'scores.py'}:{name}", "per": per}
+    function = {"path": f"{game.parent / 'scores.py'}:{name}", "per": per, "weight": weight}
     config = configured(game).model_copy(update={"scorer": ScorerConfig.model_validate({"functions": [function]})})
     found = Findings()
     check_environments(config, {}, found)
-    assert [problem in line for line in found.problems] == ([True] if problem else [])
-    said = [line for line in found.notes if "scorer.functions" in line]
-    assert [note in line for line in said] == ([True] if note else [])
+    said = found.problems if weight else [line for line in found.notes if "scorer.functions" in line]
+    assert [problem in line for line in said] == ([True] if problem else [])
+    assert weight or not found.problems, "a part without weight may fail"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def pay(completions, **kwargs):\n    return [float(len(c)) for c in completions]",
+        "def pay(prompts, completions, **kwargs):\n    return [0.0 for _ in completions]",
+        "def pay(prompts, completions, answer, **kwargs):\n    return [0.0 for _ in completions]",
+        "def pay(completions):\n    return [0.0]",
+        "async def pay(completions, **kwargs):\n    return [float(len(c)) for c in completions]",
+        "def pay(solution_str, ground_truth):\n    return 0.0",
+    ],
+)
+@pytest.mark.parametrize("per", ["trajectory", "group"])
+def test_a_reward_function_of_another_library_is_a_problem(code: str, per: str, game: Path) -> None:
+    (game.parent / "other.py").write_text(code)
+    function = {"path": f"{game.parent / 'other.py'}:pay", "per": per}
+    config = configured(game).model_copy(update={"scorer": ScorerConfig.model_validate({"functions": [function]})})
+    found = Findings()
+    check_environments(config, {}, found)
+    (problem,) = found.problems
+    assert "other.py:pay" in problem
+    assert any(words in problem for words in ("rajectory", "a list of 2 numbers", "got list"))
 
 
 def test_a_function_that_takes_too_long_is_not_checked_and_that_is_said(
@@ -193,22 +218,21 @@ def test_a_function_that_takes_too_long_is_not_checked_and_that_is_said(
 
 
 @pytest.mark.parametrize(
-    ("body", "note"),
+    ("body", "problem"),
     [
         ("return 0.5", ""),
-        ("raise ValueError('no rate')", "failed on the scripted episode of game with ValueError: no rate"),
-        ("__import__('os')._exit(3)", "failed on the scripted episode of game with BrokenWorkerProcess"),
+        ("raise ValueError('no rate')", "(every reply is '1'): ValueError: no rate"),
+        ("__import__('sys').exit(3)", "(every reply is '1'): SystemExit: it called sys.exit(3)"),
+        ("__import__('os')._exit(3)", "(every reply is '1'): BrokenWorkerProcess"),
     ],
 )
-def test_a_function_that_wants_a_worker_is_tried_in_one(body: str, note: str, game: Path) -> None:
+def test_a_function_that_wants_a_worker_is_tried_in_one(body: str, problem: str, game: Path) -> None:
     (game.parent / "apart.py").write_text(f"def pay(trajectory):\n    {body}\n")
     function = {"path": f"{game.parent / 'apart.py'}:pay", "worker": True}
     config = configured(game).model_copy(update={"scorer": ScorerConfig.model_validate({"functions": [function]})})
     found = Findings()
     check_environments(config, {}, found)
-    assert found.problems == []
-    said = [line for line in found.notes if "scorer.functions" in line]
-    assert [note in line for line in said] == ([True] if note else [])
+    assert [problem in line for line in found.problems] == ([True] if problem else [])
 
 
 @pytest.mark.parametrize(("payloads", "problems"), [(({}, {"answer": 1}), 0), (({}, {"question": 1}), 1)])
@@ -239,8 +263,261 @@ def test_an_error_of_user_code_has_its_line(game: Path, monkeypatch: pytest.Monk
     with pytest.raises(PlugInError) as caught, boundary("environment step"):
         names["read"]()
     assert caught.value.line == "mine.py, line 4, in read"
-    assert caught.value.sentence.endswith("(mine.py, line 4, in read)")
+    assert str(caught.value).endswith("(mine.py, line 4, in read)")
     assert classified(caught.value).message.endswith("(mine.py, line 4, in read)")
     with pytest.raises(PlugInError) as caught, boundary("environment step"):
         raise SystemExit(3)
     assert "test_preflight.py" in caught.value.line
+
+
+OWN = {
+    "loss": (
+        "loss.policy",
+        "def good(tokens, rules):\n    return -tokens.advantages * tokens.log_ratio.exp()\n"
+        "def scalar(tokens, rules):\n    return (tokens.advantages * tokens.logprobs).mean()\n"
+        "def detached(tokens, rules):\n    return tokens.advantages * tokens.logprobs.detach()\n"
+        "def constant(tokens, rules):\n    return tokens.logprobs * 0\n"
+        "def typo(tokens, rules):\n    return tokens.advantage * tokens.logprobs\n"
+        "def one(tokens):\n    return tokens.logprobs\n"
+        "def infinite(tokens, rules):\n    return tokens.logprobs / 0\n"
+        "def nothing(tokens, rules):\n    return None\n"
+        "def leaves(tokens, rules):\n    exit(3)\n"
+        "def in_place(tokens, rules):\n"
+        "    y = tokens.log_ratio.exp()\n    z = y * y\n    y += 1\n    return z\n",
+        {
+            "good": "",
+            "scalar": "expected one loss for each of",
+            "detached": "expected losses with a gradient",
+            "constant": "a gradient other than 0",
+            "typo": "no attribute 'advantage' (mine.py, line 10, in typo)",
+            "one": "takes 1 positional argument",
+            "infinite": "expected a finite loss and gradient",
+            "nothing": "expected one loss for each of",
+            "leaves": "SystemExit: it called sys.exit(3) (mine.py, line",
+            "in_place": "loss.policy PATH:in_place, backward, failed with RuntimeError",
+        },
+    ),
+    "estimator": (
+        "advantage.estimator",
+        "import numpy as np\nfrom learner.advantages.base import Estimates\n"
+        "def good(scored, config):\n    return Estimates(tuple(np.full(s.n_tokens, s.reward) for s in scored))\n"
+        "def one(scored):\n    return Estimates(())\n"
+        "def plain(scored, config):\n    return [s.reward for s in scored]\n"
+        "def lists(scored, config):\n    return Estimates(tuple([s.reward] * s.n_tokens for s in scored))\n"
+        "def scalars(scored, config):\n    return Estimates(tuple(s.reward for s in scored))\n"
+        "def few(scored, config):\n    return Estimates(())\n"
+        "def typo(scored, config):\n    return scored[0].rewards\n"
+        "def leaves(scored, config):\n    exit('enough')\n"
+        "def values(scored, config):\n    return Estimates(tuple(s.values for s in scored))\n"
+        "values.needs = {'values'}\n",
+        {
+            "good": "",
+            "one": "takes 1 positional argument",
+            "plain": "expected Estimates (from learner.advantages.base import Estimates), got list",
+            "lists": "one for each trained token, got list",
+            "scalars": "one for each trained token, got float",
+            "few": "expected advantages as a tuple of 8 arrays",
+            "typo": "no attribute 'rewards' (mine.py, line 16, in typo)",
+            "leaves": "SystemExit: it called sys.exit('enough') (mine.py, line",
+            "values": "",
+        },
+    ),
+    "shaping": (
+        "advantage.shaping",
+        "from dataclasses import replace\n"
+        "def good(scored, trajectories):\n    return [replace(p, reward=p.reward - 0.1 * len(t.turns)) "
+        "for p, t in zip(scored, trajectories)]\n"
+        "def one(scored):\n    return scored\n"
+        "def fewer(scored, trajectories):\n    return scored[1:]\n"
+        "def numbers(scored, trajectories):\n    return [p.reward for p in scored]\n"
+        "def nothing(scored, trajectories):\n    pass\n"
+        "def gold(scored, trajectories):\n    return [t.task.payload['gold'] for t in trajectories]\n"
+        "def leaves(scored, trajectories):\n    raise KeyboardInterrupt\n",
+        {
+            "good": "",
+            "one": "takes 1 positional argument",
+            "fewer": "expected 8 ScoredTrajectory from the reward shaping",
+            "numbers": "expected 8 ScoredTrajectory from the reward shaping",
+            "nothing": "'NoneType' object is not iterable",
+            "gold": "KeyError: 'gold' (mine.py, line 13, in ",
+            "leaves": "KeyboardInterrupt (mine.py, line",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, (_, _, names) in OWN.items() for name in names])
+def test_own_losses_estimators_and_shapings_are_called_before_a_run(
+    kind: str, name: str, game: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(game.parent)
+    key, code, names = OWN[kind]
+    (game.parent / "mine.py").write_text(code)
+    section, field = key.split(".")
+    path = f"{game.parent / 'mine.py'}:{name}"
+    config = RunConfig.model_validate({**configured(game).model_dump(exclude_unset=True), section: {field: path}})
+    found = Findings()
+    preflight._check_functions(config, found)
+    preflight._call_functions(config, {}, found)
+    said = [names[name].replace("PATH", path.rpartition(":")[0]) in line for line in found.problems]
+    assert said == ([True] if names[name] else []), found.problems
+    if name == "typo":
+        directory = prepared(config)
+        with pytest.raises(ConfigurationError, match="no attribute"):
+            preflight.check_beside_run(config)
+        directory.metrics_file.write_text("")
+        preflight.check_beside_run(config)  # one that resumes is not stopped
+
+
+STARTS = {
+    "seeded": ("return Turn(str(random.Random(task.seed).random()))", ""),
+    "drawn": ("return Turn(str(random.random()))", "draw everything random from task.seed"),
+    "a coin": ("return Turn(random.choice('ab'))", "draw everything random from task.seed"),
+    "a counter": ("self.n = getattr(self, 'n', 0) + 1; return Turn(f'task {self.n}')", "got 'user: task"),
+    "the clock": ("import time; return Turn(str(time.monotonic_ns()))", "draw everything random from task.seed"),
+    "a system message": ("return Turn('1', f'you are {random.random()}')", "got 'system: you are 0."),
+    "async": ("return Turn(str(random.random()))", "draw everything random from task.seed"),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_prompts_that_do_not_follow_from_the_seed_are_a_problem(name: str, game: Path) -> None:
+    body, problem = STARTS[name]
+    head = "    async def start" if name == "async" else "    def start"
+    game.write_text(f"""
+import random
+from afterplay import Environment, Episode, Message, Step
+
+class Turn(Episode):
+    def __init__(self, text, system=None):
+        self.messages = (*((Message("system", system),) if system else ()), Message("user", text))
+    def step(self, reply):
+        return Step(done=True)
+
+class Game(Environment):
+{head}(self, task):
+        {body}
+""")
+    wrong = 0
+    for _ in range(8 if name == "a coin" else 1):
+        found = Findings()
+        check_environments(configured(game), {}, found)
+        assert [problem in line for line in found.problems] == ([True] if found.problems else [])
+        wrong += bool(found.problems)
+    assert wrong > 0 if problem else wrong == 0
+
+
+TOOLS = """
+from afterplay import Environment, Episode, Message, Step, tool
+
+class Turn(Episode):
+    messages = (Message("user", "dig"),)
+    def step(self, reply):
+        return Step(done=True)
+
+class Digging(Turn):
+    @tool
+    def dig(self, place: int) -> str:
+        "Dig."
+        return "nothing"
+
+class Given(Turn):
+    def __init__(self):
+        def dig(place: int) -> str:
+            "Dig."
+            return "nothing"
+        self.tools = [dig]
+
+class Marked(Environment):
+    def start(self, task):
+        return Digging()
+
+class Set(Environment):
+    def start(self, task):
+        return Given()
+
+class Shared(Environment):
+    @tool
+    def dig(self, place: int) -> str:
+        "Dig."
+        return "nothing"
+    def start(self, task):
+        return Turn()
+
+class Agent(Marked):
+    loop = "tool_agent"
+
+class Plain(Environment):
+    def start(self, task):
+        return Turn()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "loop", "problem"),
+    [
+        *((name, loop, True) for name in ("Marked", "Set", "Shared") for loop in ("multi_turn", "single_turn", None)),
+        *((name, "tool_agent", False) for name in ("Marked", "Set", "Shared", "Plain")),
+        ("Agent", None, False),
+        ("Agent", "multi_turn", True),
+        ("Plain", None, False),
+    ],
+)
+def test_tools_that_no_policy_gets_are_a_problem(name: str, loop: str | None, problem: bool, game: Path) -> None:
+    game.write_text(TOOLS)
+    found = Findings()
+    more = {"loop": {"name": loop}} if loop else {}
+    check_environments(configured(game, **more).model_copy(update={"environments": {
+        "game": configured(game, **more).environments["game"].model_copy(update={"name": f"{game}:{name}"})
+    }}), {}, found)  # fmt: skip
+    assert [f"{name} has tools (dig), and expected the loop tool_agent" in line for line in found.problems] == (
+        [True] if problem else []
+    )
+
+
+JUDGED = {
+    "right": ("Good. Score: 7", {}, "", ""),
+    "no score": ("I like it.", {}, "", "expected a score from 0 to 10"),
+    "no key": ((401, {"error": "no key"}, {}), {}, "refused: ", ""),
+    "another model": ((404, {"error": "no model"}, {}), {}, "refused: ", ""),
+    "busy": ((503, {"error": "loading"}, {}), {}, "unavailable: ", ""),
+    "without weight": ((404, {"error": "no model"}, {}), {"weight": 0}, "", "refused: "),
+    "another name in its prompt": ("Score: 7", {"prompt": "{rubric} {reply}"}, "expected {rubric} of the template", ""),
+    "nobody": (None, {}, "unavailable: ", ""),
+}
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_a_judge_is_asked_once_before_a_run(name: str, game: Path) -> None:
+    said, options, problem, note = JUDGED[name]
+    with chat_server(lambda body: said) as server:
+        url = server.url if said is not None else "http://127.0.0.1:9"
+        judges = [{"name": "clear", "url": url, "retries": 20, **options}]
+        scorer = ScorerConfig.model_validate({"judges": judges})
+        found = Findings()
+        check_environments(configured(game).model_copy(update={"scorer": scorer}), {}, found)
+        assert len(server.requests) == (said is not None and "prompt" not in options)
+    assert [problem in line for line in found.problems] == ([True] if problem else [])
+    notes = [line for line in found.notes if "clear at" in line]
+    assert [note in line for line in notes] == ([True] if note else [])
+
+
+def test_a_judge_that_is_slow_is_a_note(game: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors.preflight, "ASK_SECONDS_MAX", 0.05)
+    late = threading.Event()
+    with chat_server(lambda body: late.wait(20) and "Score: 7") as server:
+        scorer = ScorerConfig.model_validate({"judges": [{"name": "clear", "url": server.url}]})
+        found = Findings()
+        check_environments(configured(game).model_copy(update={"scorer": scorer}), {}, found)
+        late.set()
+    assert found.problems == [] and "clear at" in found.notes[-1] and "no answer within 0.05 s" in found.notes[-1]
+
+
+def test_a_reward_model_that_answers_in_another_format_is_a_problem(game: Path) -> None:
+    with chat_server(lambda body: (200, {"values": [1]}, {})) as server:
+        models = [{"name": "liked", "url": f"{server.url}/chat/completions"}]
+        scorer = ScorerConfig.model_validate({"reward_models": models})
+        found = Findings()
+        check_environments(configured(game).model_copy(update={"scorer": scorer}), {}, found)
+    (problem,) = found.problems
+    assert "liked at" in problem and "expected scores as a list of 1 values" in problem

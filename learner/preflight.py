@@ -1,0 +1,125 @@
+"""Preflight of the user's own loss, estimator and reward shaping: each is called with a small update, and the loss goes
+backward too, before a run needs them for the first time.
+
+The update has two groups whose rewards differ. It finds what raises and what gives another form, not whether the policy
+learns from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from learner.advantages.apply import estimate
+from learner.advantages.base import ScoredTrajectory
+from learner.advantages.registry import needed_scores
+from learner.advantages.rewards import shaped
+from pipeline.config import RunConfig
+from pipeline.errors import TrainingError, boundary
+from pipeline.runtime.findings import Findings
+from pipeline.schema import FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
+
+GROUPS, ROLLOUTS_MAX, TOKENS = 2, 4, 3
+"""Groups, rollouts of each, and tokens of the first turn of each rollout; the second turn has one more."""
+
+
+def check_own_functions(config: RunConfig, tasks: Mapping[str, Sequence[Task]], found: Findings) -> None:
+    """Add what is wrong with the functions at ``advantage.shaping``, ``advantage.estimator`` and ``loss.policy``.
+    ``tasks``: rows of data by environment, which shaping may read."""
+    advantage = config.advantage
+    scored, trajectories = _update(config, tasks)
+    if advantage.shaping is not None:
+        unknown = any(section.tasks_from is not None and not tasks.get(name) for name, section in _trained(config))
+        about = Findings(forgiving=found.forgiving or unknown)
+        with about.collecting():
+            scored = shaped(scored, trajectories, advantage)
+        found.problems += about.problems
+        found.notes += about.notes
+    if ":" in advantage.estimator.name:
+        with found.collecting():
+            estimate(scored, advantage)
+    if ":" in config.loss.policy.name:
+        with found.collecting():
+            _learn(config, sum(p.n_tokens for p in scored))
+
+
+def _trained(config: RunConfig) -> list[tuple[str, object]]:
+    return [(name, config.environments[name]) for name in config.trained_environments]
+
+
+def _update(config: RunConfig, tasks: Mapping[str, Sequence[Task]]) -> tuple[list[ScoredTrajectory], list[Trajectory]]:
+    """Trajectories as estimators see them, with the scores that the run's own needs, and as they are stored."""
+    advantage, needs = config.advantage, needed_scores(config.advantage)
+    names, parts = list(config.trained_environments), config.scorer.names
+    scored, trajectories = [], []
+    random = np.random.default_rng(0)
+    for group in range(GROUPS):
+        name = names[group % len(names)]
+        task = next(iter(tasks.get(name) or ()), Task(f"{name}/0", name, 0))
+        rollouts = min(config.groups.n_rollout, ROLLOUTS_MAX)
+        for index in range(rollouts):
+            reward = (index + 1) / rollouts
+            turns = np.repeat([0, 1], [TOKENS, TOKENS + 1]).astype(np.int32)
+            logprobs = random.uniform(-2, -0.1, len(turns))
+            given = {needed: logprobs + 0.1 for needed in needs}
+            scored.append(
+                ScoredTrajectory(
+                    group, reward, turns, (0.0, reward), len(turns),
+                    baseline=0.5 if advantage.orders_greedy else None, behaviour=logprobs,
+                    penalties=np.full(len(turns), 0.01) if config.loss.kl == "reward" else None, **given,
+                )
+            )  # fmt: skip
+            trajectories.append(
+                Trajectory(
+                    f"preflight.{group}.{index}", f"preflight.{group}", task,
+                    tuple(_turn(n, reward if n else 0.0) for n in range(2)), TrajectoryStatus.COMPLETE,
+                    rewards=dict.fromkeys(parts, reward), reward=reward,
+                )
+            )  # fmt: skip
+    return scored, trajectories
+
+
+def _turn(number: int, reward: float) -> Turn:
+    n = TOKENS + number
+    sampled = TokenSpan.sampled([0] * n, [-1.0] * n, 0)
+    asked, said = (Message("user", "1 + 1"),), Message("assistant", "1")
+    return Turn(TokenSpan.context([0]), sampled, asked, said, FinishReason.STOP, temperature=1.0, reward=reward)
+
+
+def _learn(config: RunConfig, n: int) -> None:
+    """Forward and backward pass of the policy loss over ``n`` tokens. Raises :class:`TrainingError`,
+    :class:`pipeline.errors.PlugInError`."""
+    import torch
+
+    from learner.losses.registry import loss_rules
+    from learner.losses.total import LossTokens, policy_loss
+
+    where = f"loss.policy {config.loss.policy.name}"
+    rules = replace(loss_rules(config.loss, config.importance, config.replay), entropy_bonus=0.0, kl_in_loss=False)
+    at = torch.arange(n)
+    logprobs = (-0.5 - 0.1 * (at % 7)).requires_grad_()
+    entropy = torch.full((n,), 0.5, requires_grad=True)
+    anchor = logprobs.detach() + 0.05 * torch.sin(at.float())
+    none, every = torch.zeros(n, dtype=torch.bool), torch.ones(n, dtype=torch.bool)
+    replayed = at < n // 4 if config.replay.enabled else none
+    terms = policy_loss(
+        LossTokens(
+            logprobs, entropy, anchor, anchor, torch.where(at % 2 == 0, 1.0, -0.5), torch.full((n,), 1 / n),
+            every, replayed, replayed, rows=at // (2 * TOKENS + 1), reference=anchor, recorded=every,
+        ),
+        rules,
+    )  # fmt: skip
+    if not terms.loss.requires_grad:
+        raise TrainingError(
+            f"{where}: expected losses with a gradient, got some without: tokens.logprobs, tokens.log_ratio and "
+            "tokens.entropy have one, and their detach() has none"
+        )
+    with boundary(f"{where}, backward,"):
+        terms.loss.backward()  # type: ignore[no-untyped-call]
+    gradients = [tensor.grad for tensor in (logprobs, entropy) if tensor.grad is not None]
+    if not torch.isfinite(terms.loss) or not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
+        raise TrainingError(f"{where}: expected a finite loss and gradient, got {terms.loss} and {gradients}")
+    if not any(bool((gradient != 0).any()) for gradient in gradients):
+        raise TrainingError(f"{where}: expected a gradient other than 0 for tokens with an advantage, got 0 everywhere")
