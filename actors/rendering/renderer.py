@@ -79,10 +79,10 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What a chat template takes."""
+    """Abilities of a chat template."""
 
     schemas: bool
-    """It writes ``tools``."""
+    """The template writes ``tools``."""
     base: Form
     """The form of a conversation without tools."""
 
@@ -352,14 +352,14 @@ class Renderer:
 
     @cached_property
     def _opening(self) -> str:
-        """What the template writes between the generation prompt and a reply, if there are special tokens in it: the
-        policy samples it, and the template writes it again."""
+        """The text that the template writes between the generation prompt and a reply, if there are special tokens in
+        it: the policy samples it, and the template writes it again."""
         return self._before_content({}) or ""
 
     @cached_property
     def _around_thoughts(self) -> tuple[str, str]:
-        """What stands before and after the thoughts of a reply, up to a special token; empty where the template takes
-        no thoughts."""
+        """The texts before and after the thoughts of a reply, up to a special token; empty where the template takes no
+        thoughts."""
         before = self._before_content({"reasoning_content": _THOUGHT, "thinking": _THOUGHT}) or ""
         opening, found, closing = before.partition(_THOUGHT)
         closing = next(self._special.texts_in(closing), "")
@@ -436,7 +436,7 @@ class Renderer:
         return rest
 
     def _after_calls(self, rest: str, sampled: str) -> str:
-        """What follows a reply whose last call is closed in ``rest``: as the policy closed it, or by an end token."""
+        """Text behind a reply whose last call is closed in ``rest``: as the policy closed it, or by an end token."""
         last = [text for text in self._special.texts_in(sampled)][-1:]
         closers = [text for text in last if sampled.rstrip().endswith(text)]
         found = [at + len(text) for text in closers if (at := rest.find(text)) >= 0]
@@ -487,32 +487,14 @@ class Renderer:
         return ids[0] if ids and ids[0] in self._special_ids else None
 
     def _find_style(self) -> Style:
-        """What the template takes, by conversations of marked texts. Raises :class:`ConfigurationError` for a template
-        that leaves out what the user or the assistant says in each form."""
-        failure: TextLost | None = None
-        user, reply = Message("user", _texts("user")), Message("assistant", _texts("reply"))
-        again = Message("user", _texts("next"))
-        talk = [user, reply, again, Message("assistant", _texts("last")), Message("user", "x")]
-        base = Form()
-        for form in (Form(), Form(parts=True)):
-            for said in (talk, talk[:3], talk[:1]):
-                try:
-                    what = lost(said, self._render(form.messages(said, self._as_text)))
-                except Exception:
-                    continue
-                if what is None:
-                    base, failure = form, None
-                else:
-                    failure = failure or TextLost(what)
-                break
-            else:
-                continue
-            if failure is None:
-                break
-        if failure is not None:
+        """The template's style, by conversations of marked texts. Raises :class:`ConfigurationError` for a template
+        that leaves out the user's messages in each form."""
+        user, again = Message("user", _texts("user")), Message("user", _texts("next"))
+        base = next((form for form in (Form(), Form(parts=True)) if self._talks(form, user, again)), None)
+        if base is None:
             raise ConfigurationError(
-                f"expected a chat template that renders what is said, but that of {self.name} leaves out {failure}: "
-                "set model.chat_template to a Jinja file that does"
+                f"expected a chat template that renders what is said, but that of {self.name} leaves out a message of "
+                "the user: set model.chat_template to a Jinja file that does not"
             )
         system = Message("system", _texts("system"))
         base = replace(base, system=self._takes([system, user], base))
@@ -522,6 +504,18 @@ class Renderer:
         tools: list[ToolSchema] = [{"type": "function", "function": function}]
         schemas = any(self._takes([system, user], base, shown) for shown in (tools, described(tools)))
         return Style(schemas, base)
+
+    def _talks(self, form: Form, user: Message, again: Message) -> bool:
+        """False where the user's part of a dialogue is missing. The longest that is not refused decides; a template
+        that refuses a single message is found when it is used."""
+        reply = Message("assistant", _texts("reply"))
+        for said in ([user, reply, again], [user]):
+            try:
+                text = self._render(form.messages(said, self._as_text))
+            except Exception:
+                continue
+            return lost([message for message in said if message is not reply], text) is None
+        return not form.parts
 
     def _takes(self, messages: Sequence[Message], form: Form, tools: list[ToolSchema] | None = None) -> bool:
         """True if nothing is missing in the template's text for ``messages`` and ``tools``."""

@@ -107,7 +107,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _end_of(text: str, rendered: str, at: int) -> int:
-    """Where ``text`` ends in ``rendered[at:]``; -1 where it is not there."""
+    """End of ``text`` in ``rendered[at:]``; -1 where it is not there."""
     text = text.strip()
     found = rendered.find(text, at)
     if found >= 0:

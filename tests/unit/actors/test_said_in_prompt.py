@@ -1,5 +1,7 @@
-"""What was said is in the next prompt, in its order, whatever the chat template: over all templates that the installed
-packages ship. The checks look for words in the text of the prompt's tokens, and know nothing of how it was made."""
+"""Everything said is in the next prompt, in its order: over all chat templates that the installed packages ship.
+
+The checks look for words in the text of the prompt's tokens, and know nothing of how it was made.
+"""
 
 from __future__ import annotations
 
