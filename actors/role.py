@@ -168,7 +168,7 @@ def _report(ctx: RoleContext, actor: Actor) -> None:
 
 def _renderer(config: RunConfig, folder: Path) -> Renderer:
     tokenizer, ends = load_tokenizer(folder, config.model.chat_template, config.model.trust_remote_code)
-    return Renderer(tokenizer, ends)
+    return Renderer(tokenizer, ends, config.model.chat_template or config.model.source)
 
 
 def _lesson_source(config: LessonsConfig) -> LessonSource | None:

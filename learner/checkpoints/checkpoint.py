@@ -256,9 +256,9 @@ def is_complete(path: Path) -> bool:
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
-    """Everything of the model folder that is not weights: tokenizer, chat template, custom code."""
-    if not source.is_dir():
-        return
-    for path in source.iterdir():
+    """Everything of the model folder that is not weights: tokenizer, chat templates, custom code."""
+    for path in source.rglob("*"):
         if path.is_file() and path.suffix not in _WEIGHTS and path.name not in _MODEL_OWN:
-            shutil.copyfile(path, target / path.name)
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)

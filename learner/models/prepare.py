@@ -21,6 +21,7 @@ from filelock import FileLock
 from learner.models.cache import acquire, cache_folder, fill_from_cache
 from learner.models.info import MANIFEST, ModelInfo, inspect_folder, request_of
 from learner.models.sources import (
+    TEMPLATES,
     find_in_package,
     is_path,
     make_readable,
@@ -139,7 +140,7 @@ def _identity(config: RunConfig) -> tuple[str, dict[str, Any]]:
         return "", {}
     name = source.removeprefix("package:")
     found = find_in_package(name)
-    files = [found] if found.is_file() else sorted(path for path in found.iterdir() if path.is_file())
+    files = [found] if found.is_file() else sorted(path for path in found.rglob("*") if path.is_file())
     facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return re.sub(r"[^\w.-]", "_", name), {"version": metadata.version(name), "files": facts}
 
@@ -175,6 +176,7 @@ def _replace_template(folder: Path, template: str, trust_remote_code: bool) -> N
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     tokenizer.chat_template = template
+    shutil.rmtree(folder / TEMPLATES, ignore_errors=True)  # it replaces all of them
     tokenizer.save_pretrained(folder)
 
 

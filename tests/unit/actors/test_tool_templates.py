@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from actors.rendering.renderer import Conversation, Renderer
-from actors.rendering.tool_messages import ToolStyle
+from actors.rendering.tool_messages import Form, with_system_text
 from actors.tools.parsing.base import ToolCall
 from actors.tools.parsing.registry import FORMATS, format_of_template
 from pipeline.schema import Message
@@ -199,9 +199,10 @@ def test_sampled_ids_survive_tool_turns_whatever_is_said(
 
 
 def test_a_template_without_tools_gets_a_system_text_and_answers_of_the_user() -> None:
-    style = ToolStyle(schemas=False, role=False)
-    shown = style.messages([Message("system", "Be brief."), Message("user", "Add.")], TOOLS)
-    assert shown[0].content.startswith("Be brief.\n\n# Tools\n") and style.tools(TOOLS) is None
-    shown = style.messages([Message("user", "Add."), *answers("1", "2"), Message("user", "Go on.")], [])
-    assert [m.role for m in shown] == ["user", "user"]
-    assert shown[1].content == "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>\nGo on."
+    assert with_system_text([Message("system", "Be brief."), Message("user", "Add.")], TOOLS)[0].content.startswith(
+        "Be brief.\n\n# Tools\n"
+    )
+    form = Form(calls="text", answers=False)
+    shown = form.messages([Message("user", "Add."), *answers("1", "2"), Message("user", "Go on.")], lambda m: m)
+    assert [m["role"] for m in shown] == ["user", "user"]
+    assert shown[1]["content"] == "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>\nGo on."
