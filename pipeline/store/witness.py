@@ -234,8 +234,8 @@ class _Problems:
 
 
 def audit(witness: Witness, stored: StoredOutcomes, environment_weight: float | None = None) -> list[str]:
-    """Everything that does not agree, in words; empty when all does. ``environment_weight``: factor of the environment's
-    score, where nothing else is in a reward."""
+    """Everything that does not agree, in words; empty when all does. ``environment_weight``: factor of the
+    environment's score, where nothing else is in a reward."""
     problems = _Problems()
     for name in witness.unreadable:
         problems.add("witness files with a line that cannot be read", name)
