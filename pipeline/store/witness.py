@@ -284,7 +284,7 @@ def _audit_arrivals(
                 Drop.FAILED: True,
                 Drop.ABORTED: True,
                 Drop.UNSCORED: scored,
-                Drop.CANCELLED: group.state != "cancelled",
+                Drop.CANCELLED: group.state not in ("cancelled", "evaluated"),
                 Drop.UNINFORMATIVE: ZERO_VARIANCE not in (group.state, group.reason),
             }
             if unfounded.get(outcome.reason):
