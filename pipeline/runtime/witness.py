@@ -1,4 +1,4 @@
-"""What a process saw itself, in a file that nobody else writes: ``afterplay chaos`` compares it with the store.
+"""Records of what a process saw itself, for ``afterplay chaos``, which compares them with the store.
 
 Written only where the environment variable :data:`WITNESS` names a folder. Each process has a file there,
 ``NAME-BEGAN-PID.jsonl``, one JSON object a line with ``at``, the monotonic nanoseconds of the machine. A line is one
@@ -10,7 +10,7 @@ who       line            when, and what a kill just before it costs
 actor     made            before it can be sent: whatever was sent has its line
 actor     acknowledged    after ACK came: a missing one leaves a trajectory unchecked
 learner   resumed         before the first update: a process without it trained nothing
-learner   trained         after the optimizer step, before anybody is told: a missing one is an update that is in no
+learner   trained         after the optimizer step, before it is reported: a missing one is an update that is in no
                           checkpoint and no published weights
 learner   saving          before the checkpoint is written: a checkpoint without it does not exist
 learner   published       after engines serve the version: a missing one leaves a version unchecked

@@ -56,7 +56,7 @@ class TrainedUpdate:
 
     update: int
     version: int
-    """Of the weights before it."""
+    """Version of the weights before it."""
     skipped: bool
     """An optimizer step was not finite: its rows are in no weights, as the run says itself."""
     groups: Mapping[str, Sequence[tuple[TrainedRollout, ...]]]
@@ -65,18 +65,18 @@ class TrainedUpdate:
 
 @dataclass(slots=True)
 class LearnerProcess:
-    """What one learner process did, in order."""
+    """Record of one learner process, in order."""
 
     at: int
-    """When it resumed."""
+    """Time at which it resumed."""
     updates: int
-    """Of the checkpoint that it resumed from; 0: it began with the initial model."""
+    """Updates of the checkpoint that it resumed from; 0: it began with the initial model."""
     version: int
     trained: list[TrainedUpdate] = field(default_factory=list)
     saving: list[tuple[int, int]] = field(default_factory=list)
-    """When, and updates, of each checkpoint that it began to write."""
+    """Time and updates of each checkpoint that it began to write."""
     published: list[tuple[int, int, int]] = field(default_factory=list)
-    """When, version and updates."""
+    """Time, version and updates."""
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ def read_witness(folder: Path) -> Witness:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupOutcome:
+class StoredGroupOutcome:
     """State of a group in the store."""
 
     state: str
@@ -143,7 +143,7 @@ class GroupOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutOutcome:
+class StoredRolloutOutcome:
     """States of an order and its trajectory in the store; None: there is no such row."""
 
     order: str | None
@@ -154,11 +154,11 @@ class RolloutOutcome:
 
 @dataclass(slots=True)
 class StoredOutcomes:
-    """What became of groups and trajectories. :meth:`read` now and then, because rows of old groups are rolled up
+    """Outcomes of groups and trajectories. :meth:`read` now and then, because rows of old groups are rolled up
     (``replay.retain_groups``), and once at the end."""
 
-    groups: dict[int, GroupOutcome] = field(default_factory=dict)
-    rollouts: dict[str, RolloutOutcome] = field(default_factory=dict)
+    groups: dict[int, StoredGroupOutcome] = field(default_factory=dict)
+    rollouts: dict[str, StoredRolloutOutcome] = field(default_factory=dict)
     imported: set[str] = field(default_factory=set)
     """Trajectories of the pool that came from a file."""
     updates: int = 0
@@ -194,11 +194,11 @@ class StoredOutcomes:
             )
             if key[0] in wanted
         }
-        self.rollouts |= {name: RolloutOutcome(state) for name, state in orders.items()}
+        self.rollouts |= {name: StoredRolloutOutcome(state) for name, state in orders.items()}
         query = f"SELECT group_number, trajectory_id, state, reward, reason FROM trajectories WHERE {between}"
         for number, name, state, reward, reason in connection.execute(query, (low, high)):
             if number in wanted:
-                self.rollouts[name] = RolloutOutcome(orders.get(name), state, reward, reason)
+                self.rollouts[name] = StoredRolloutOutcome(orders.get(name), state, reward, reason)
                 if state == "trained":
                     trained[number].add(name)
         query = (
@@ -209,7 +209,7 @@ class StoredOutcomes:
             replayed[number].add(name)
         for number, (state, update, reason, _) in wanted.items():
             facts = frozenset(trained[number]), frozenset(replayed[number])
-            self.groups[number] = GroupOutcome(state, update, reason, *facts)
+            self.groups[number] = StoredGroupOutcome(state, update, reason, *facts)
 
     def unread(self, number: int | None) -> bool:
         """True for a group that was rolled up before it was read."""
@@ -234,8 +234,8 @@ class _Problems:
 
 
 def audit(witness: Witness, stored: StoredOutcomes, environment_weight: float | None = None) -> list[str]:
-    """What does not agree, in words; empty when all does. ``environment_weight``: what the environment's score is
-    multiplied by, where nothing else is in a reward."""
+    """Everything that does not agree, in words; empty when all does. ``environment_weight``: factor of the
+    environment's score, where nothing else is in a reward."""
     problems = _Problems()
     for name in witness.unreadable:
         problems.add("witness files with a line that cannot be read", name)
@@ -284,7 +284,7 @@ def _audit_arrivals(
                 Drop.FAILED: True,
                 Drop.ABORTED: True,
                 Drop.UNSCORED: scored,
-                Drop.CANCELLED: group.state != "cancelled",
+                Drop.CANCELLED: group.state not in ("cancelled", "evaluated"),
                 Drop.UNINFORMATIVE: ZERO_VARIANCE not in (group.state, group.reason),
             }
             if unfounded.get(outcome.reason):

@@ -134,7 +134,7 @@ class Books:
     lost: int = 0
     """Trajectories that were counted once and were missing later."""
     witnessed: str = ""
-    """What actors and learner recorded, in numbers."""
+    """Numbers of what actors and learner recorded."""
     problems: list[str] = field(default_factory=list)
 
     def look(self, ledger: Ledger | None, steps: int, now: float) -> None:
@@ -432,7 +432,8 @@ def run_chaos(
     config: RunConfig, command: Sequence[str], faults: Sequence[Fault], seconds: float, stall_seconds_max: float
 ) -> ExitCode:
     """Run, inject, report. FAILED when the books do not balance, something was lost, nothing was new for longer than
-    ``stall_seconds_max``, or the run did not go on. Raises :class:`AfterplayError` when there is nothing to audit."""
+    ``stall_seconds_max``, or the run did not continue. Raises :class:`AfterplayError` where there is nothing to audit.
+    """
     console = Console(highlight=False)
     with OrphanReaper() as reaper:
         chaos = Chaos(config, command, reaper, console)

@@ -14,6 +14,14 @@ from pipeline.schema import Trajectory
 from pipeline.schema.weight_stamp import write_stamp
 from pipeline.store.ledger import read_ledger
 from pipeline.store.records import OrderKey
+from pipeline.store.witness import (
+    LearnerProcess,
+    StoredOutcomes,
+    TrainedRollout,
+    TrainedUpdate,
+    Witness,
+    audit,
+)
 from tests.support.simulated_engine import weights_of
 
 if TYPE_CHECKING:
@@ -210,3 +218,27 @@ class Auditor:
         require(ledger.audit() == [], f"the ledger: {ledger.audit()}")
         if not (disk.went_back or disk.torn_checkpoints):
             require(ledger.trajectories["trained"] == len(trained), f"{ledger.trajectories} of {len(trained)} trained")
+            self._audit_witness()
+
+    def _audit_witness(self) -> None:
+        """The audit of ``afterplay chaos``. Its learner trains no rows: contents are compared in :meth:`delivered`."""
+        sim, witness, stored = self._sim, Witness(), StoredOutcomes()
+        witness.read(sim.playing.witness.lines)
+        stored.read(sim.directory.store_file, end=True)
+        assert sim.learner is not None
+        learner = LearnerProcess(0, 0, 0)
+        for update, pairs in enumerate(sim.learner.history):
+            groups: dict[str, list[tuple[TrainedRollout, ...]]] = {}
+            for name in dict.fromkeys(group for group, _ in pairs):
+                rollouts = [
+                    TrainedRollout(
+                        t, False, stored.rollouts[t].reward, witness.made[t][0].environment, None, True, 0, 1, 1
+                    )
+                    for group, t in pairs
+                    if group == name
+                ]
+                groups[name] = [tuple(rollouts)]
+            learner.trained.append(TrainedUpdate(update, update, False, groups))
+        witness.learners.append(learner)
+        problems = audit(witness, stored)
+        require(not problems, f"the witness: {problems}")

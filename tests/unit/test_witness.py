@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from pipeline.runtime.witness import WITNESS, open_witness, turn_digests
 from pipeline.store.records import OrderKey, group_id
 from pipeline.store.witness import (
-    GroupOutcome,
     LearnerProcess,
     MadeRollout,
-    RolloutOutcome,
+    StoredGroupOutcome,
     StoredOutcomes,
+    StoredRolloutOutcome,
     TrainedRollout,
     TrainedUpdate,
     Witness,
@@ -76,7 +76,7 @@ class Run:
         if self.rng.random() < 0.9:
             self.witness.acknowledged.add(name)
         reward = WEIGHT * score if usable else None
-        self.stored.rollouts[name] = RolloutOutcome(order, state, reward, order if state == "dropped" else "")
+        self.stored.rollouts[name] = StoredRolloutOutcome(order, state, reward, order if state == "dropped" else "")
 
     def group(self) -> int:
         """A group that is complete; some of its orders failed before."""
@@ -86,19 +86,19 @@ class Run:
                 order = self.rng.choice(["failed", "aborted"])
                 self.rollout(OrderKey(number, slot, 1), "dropped", order, usable=False)
             if self.rng.random() < 0.2:
-                self.stored.rollouts[OrderKey(number, slot, 2).text] = RolloutOutcome("expired")
+                self.stored.rollouts[OrderKey(number, slot, 2).text] = StoredRolloutOutcome("expired")
             self.rollout(OrderKey(number, slot, 0), "held")
-        self.stored.groups[number] = GroupOutcome("ready", None)
+        self.stored.groups[number] = StoredGroupOutcome("ready", None)
         if self.rng.random() < 0.2:
             reason = self.rng.choice(["cancelled", "uninformative"])
-            self.end(number, "dropped", GroupOutcome("cancelled", None, reason), reason)
+            self.end(number, "dropped", StoredGroupOutcome("cancelled", None, reason), reason)
             return self.group()
         if self.rng.random() < 0.1:
-            self.end(number, "dropped", GroupOutcome("uninformative", 0, "uninformative"), "uninformative")
+            self.end(number, "dropped", StoredGroupOutcome("uninformative", 0, "uninformative"), "uninformative")
             return self.group()
         return number
 
-    def end(self, number: int, state: str, outcome: GroupOutcome, reason: str = "") -> None:
+    def end(self, number: int, state: str, outcome: StoredGroupOutcome, reason: str = "") -> None:
         for slot in range(ROLLOUTS):
             name = OrderKey(number, slot, 0).text
             self.stored.rollouts[name] = dataclasses.replace(
@@ -151,12 +151,12 @@ class Run:
         for update, groups in enumerate(self.placed):
             for number in groups:
                 if update >= self.stored.updates:
-                    self.stored.groups[number] = GroupOutcome("placed", update)
+                    self.stored.groups[number] = StoredGroupOutcome("placed", update)
                     continue
                 (rollouts,) = weights[update].groups[group_id(number)]
                 fresh = frozenset(r.id for r in rollouts if not r.replayed)
                 replayed = frozenset(r.id for r in rollouts if r.replayed)
-                self.end(number, "trained", GroupOutcome("trained", update, "", fresh, replayed))
+                self.end(number, "trained", StoredGroupOutcome("trained", update, "", fresh, replayed))
 
 
 def history(seed: int, trained: int = 0) -> History:
@@ -194,7 +194,9 @@ def acked(h: History, rng: random.Random, states: tuple[str, ...]) -> str:
 
 def forget_trajectory(h: History, rng: random.Random) -> None:
     name = acked(h, rng, ("held", "trained", "dropped"))
-    outcome = rng.choice([None, RolloutOutcome("delivered"), *map(RolloutOutcome, ("expired", "leased", "cancelled"))])
+    outcome = rng.choice(
+        [None, StoredRolloutOutcome("delivered"), *map(StoredRolloutOutcome, ("expired", "leased", "cancelled"))]
+    )
     del h.stored.rollouts[name]
     if outcome is not None:
         h.stored.rollouts[name] = outcome
@@ -202,7 +204,7 @@ def forget_trajectory(h: History, rng: random.Random) -> None:
 
 def fail_good_trajectory(h: History, rng: random.Random) -> None:
     name = acked(h, rng, ("trained",))
-    h.stored.rollouts[name] = RolloutOutcome("failed", "dropped", None, "failed")
+    h.stored.rollouts[name] = StoredRolloutOutcome("failed", "dropped", None, "failed")
 
 
 def drop_good_trajectory(h: History, rng: random.Random) -> None:
@@ -218,7 +220,7 @@ def hold_for_ever(h: History, rng: random.Random) -> None:
 
 
 def invent_trajectory(h: History, rng: random.Random) -> None:
-    h.stored.rollouts["g000000.0.9"] = RolloutOutcome("delivered", "dropped")
+    h.stored.rollouts["g000000.0.9"] = StoredRolloutOutcome("delivered", "dropped")
 
 
 def train_group_twice(h: History, rng: random.Random) -> None:
@@ -241,12 +243,14 @@ def skip_group(h: History, rng: random.Random) -> None:
 
 
 def report_dropped_group_as_trained(h: History, rng: random.Random) -> None:
-    h.stored.groups[10_000] = GroupOutcome("trained", rng.randrange(h.stored.updates))
+    h.stored.groups[10_000] = StoredGroupOutcome("trained", rng.randrange(h.stored.updates))
 
 
 def forget_trained_group(h: History, rng: random.Random) -> None:
     number = rng.choice([n for n, g in h.stored.groups.items() if g.state == "trained"])
-    h.stored.groups[number] = rng.choice([GroupOutcome("cancelled", None, "late"), GroupOutcome("placed", 0)])
+    h.stored.groups[number] = rng.choice(
+        [StoredGroupOutcome("cancelled", None, "late"), StoredGroupOutcome("placed", 0)]
+    )
 
 
 def move_trained_group(h: History, rng: random.Random) -> None:
