@@ -209,15 +209,17 @@ def boundary(name: str) -> Iterator[None]:
         yield
     except BaseException as error:
         ours = isinstance(error, AfterplayError) and not isinstance(error, SchemaError)
-        if ours or not is_failure(error):
+        if (ours and getattr(error, "boundary", name)) or not is_failure(error):
             raise
         raise failure_of(name, error) from error
 
 
 def failure_of(name: str, error: BaseException) -> PlugInError:
-    """An error of user code as a failure at the boundary ``name``, unless it is one already."""
+    """An error of user code as a failure at the boundary ``name``, unless it is one already. One whose place was not
+    known, because it was raised in a task or thread, gets it."""
     if isinstance(error, PlugInError):
-        return error
+        known = error.boundary or not name
+        return error if known else type(error)(name, error.kind, error.message, error.details, error.line)
     inner = _innermost(error)
     kind = PlugInTimeout if isinstance(inner, TimeoutError) else PlugInError
     return kind(name, type(inner).__name__, _words(inner), traceback_of(error), line_of(inner) or line_of(error))

@@ -57,10 +57,10 @@ class BlockingCalls:
 
         def call() -> None:
             value: T | None = None
-            failure: BaseException | None = None
+            failure: Exception | None = None
             try:
                 value = called(function, *args)
-            except BaseException as error:
+            except Exception as error:
                 failure = error
             try:
                 loop.call_soon_threadsafe(settle, value, failure)

@@ -124,7 +124,7 @@ class _WithoutExit(Coroutine[Any, Any, Any]):
         except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
             if not is_failure(error):
                 raise
-            raise failure_of("a task of the plug-in", error) from error
+            raise failure_of("", error) from error
 
     def close(self) -> None:
         self._coroutine.close()
@@ -137,12 +137,14 @@ class _WithoutExit(Coroutine[Any, Any, Any]):
 
 
 def called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """``function(*args, **options)``, for a thread. Exceptions that mean something else to those who await them are
-    ordinary failures."""
+    """``function(*args, **options)``, for a thread. What would mean something else to who awaits it (``sys.exit``, a
+    ``StopIteration``) is an ordinary failure."""
     try:
         return function(*args, **options)
-    except (StopIteration, GeneratorExit) as error:
-        raise failure_of("a call in a thread", error) from error
+    except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            raise
+        raise failure_of("", error) from error
 
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ _STYLE = {
 
 FAILURES_MIN, SUCCESSES_MIN = 8, 32
 """Failed rollouts of an environment, if they are most of its newest rollouts, from which on they are printed; and
-successes after which it is judged anew."""
+successes after which the count begins again."""
 HIDDEN = ("failed", "playing")
 """Details that are printed elsewhere, or in the state."""
 SILENCE_SECONDS = 15.0
@@ -93,7 +93,7 @@ class FailureNews:
 
     def __init__(self) -> None:
         self._since: dict[str, tuple[int, int, int]] = {}
-        """By environment: successes and failures before the newest ones, and the failures that are told next."""
+        """By environment: successes and failures before the newest ones, and the failures at which a line is due."""
 
     def news(self, answers: Mapping[str, HealthAnswer]) -> list[str]:
         """Lines that are due, from the answer of the replay stage."""

@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 import typer
 
+from learner.preflight import check_own_functions
 from pipeline.cli.app import app
 from pipeline.cli.experience import START
 from pipeline.config import RunConfig
 from pipeline.config.load import dump_yaml, load, loads, model_at, parse_yaml
+from pipeline.runtime.findings import Findings
 from pipeline.tasks.source import TaskSource
 from tests.unit.test_pages import PAGES, has
 
@@ -142,6 +144,23 @@ def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for value in names.values():
         if isinstance(value, TaskSource):
             value.close()
+
+
+OWN = {"my_estimator.py": "docs/LEARNER.md", "my_shaping.py": "docs/LEARNER.md", "my_loss.py": "docs/HOWTO.md"}
+"""Files with functions of the user's own, and the page that shows each; behind it, the run file that names it."""
+
+
+@pytest.mark.parametrize("file", OWN)
+def test_own_functions_of_the_pages_are_accepted(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = [block for block in blocks("python", "yaml") if block.page == OWN[file]]
+    at = next(i for i, block in enumerate(page) if block.text.startswith(f"# {file}\n"))
+    (tmp_path / file).write_text(page[at].text)
+    monkeypatch.chdir(tmp_path)
+    config = loads(f"environments: {{guess: {{name: number_guess}}}}\n{page[at + 1].text}", environment={})
+    assert file in f"{config.advantage} {config.loss}"
+    found = Findings()
+    check_own_functions(config, {}, found)
+    assert found.problems == []
 
 
 # Commands

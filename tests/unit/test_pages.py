@@ -147,7 +147,8 @@ def test_keys_of_the_run_file_that_are_named_exist(page: str) -> None:
     names = "|".join(RunConfig.model_fields)
     named = set(re.findall(rf"[`= ]((?:{names})(?:\.[a-z_0-9]+)+)[`=: ,]", (ROOT / page).read_text())) - COUNTERS
     files = {key for key in named if re.search(r"\.(jsonl?|sqlite|yaml|py)$", key)}
-    code = {key for key in named if (ROOT / "/".join(key.split(".")[:2])).with_suffix(".py").exists()}
+    places = {key: ROOT / "/".join(key.split(".")[:2]) for key in named}
+    code = {key for key, place in places.items() if place.is_dir() or place.with_suffix(".py").exists()}
     keys = named - files - code
     assert [key for key in sorted(keys) if not has(RunConfig, key.split("."))] == []
 

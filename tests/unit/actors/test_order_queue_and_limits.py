@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from actors.actor import OrderQueue
 from actors.environments.host import BlockingCalls
 from actors.rollout.agent_loop import Budget, Limit
+from pipeline.errors import PlugInError, boundary
 from pipeline.schema import Order, Task
 
 SLOTS = 3
@@ -117,5 +118,5 @@ async def test_what_a_thread_raises_is_raised_here() -> None:
 
 
 async def test_exit_in_a_thread_does_not_end_the_actor() -> None:
-    with pytest.raises(RuntimeError, match="SystemExit escaped"):
+    with pytest.raises(PlugInError, match="step failed with SystemExit"), boundary("step"):
         await BlockingCalls(1).run(exit, 3)

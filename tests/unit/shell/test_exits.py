@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -290,14 +291,13 @@ async def test_a_lesson_writer_that_leaves_has_failed(leaves: str, tmp_path: Pat
 
 
 def test_what_user_code_did_not_do_passes() -> None:
-    def interrupted() -> None:
-        import signal
-
-        signal.raise_signal(signal.SIGINT)
-
-    for guard in (boundary("step"), explained("step")):
-        with pytest.raises(KeyboardInterrupt), guard:
-            interrupted()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for guard in (boundary("step"), explained("step")):
+            with pytest.raises(KeyboardInterrupt), guard:
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
     async def waits(entered: asyncio.Event) -> None:
         with boundary("step"):
