@@ -28,7 +28,7 @@ from pipeline.transport.outbox import ControlLog
 from tests.simulation.schedules import blocks
 from tests.support.shell_auditor import Violation
 from tests.support.shell_faults import FAULTS
-from tests.support.shell_simulation import play
+from tests.support.shell_simulation import ShellSimulation, play
 
 PER_TEST = 5
 
@@ -37,6 +37,13 @@ PER_TEST = 5
 def test_a_run_goes_on_after_every_fault(block: int, tmp_path: Path) -> None:
     for seed in range(block * PER_TEST, (block + 1) * PER_TEST):
         play(tmp_path, seed, joins=seed % 2 == 1)
+
+
+@pytest.mark.parametrize("seed", [4, 5, 7, 10, 13])
+def test_the_books_are_right_after_the_newest_checkpoint_is_damaged(seed: int, tmp_path: Path) -> None:
+    history = ShellSimulation(tmp_path, seed, ("tear_checkpoint",))
+    history.play()
+    assert history.disk.torn_checkpoints
 
 
 def _never_repeated(log: ControlLog) -> None:
@@ -119,6 +126,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
     "a learner that was replaced labels engines": (LearnerFence, "refusal", lambda self, numbers: None, 2),
     "an engine that hangs is not noticed": (Silence, "too_long", False, 0),
     "an engine samples with half of its weights": (EngineKeeper, "_withdraw", EngineKeeper._resume, 5),
+    "what a damaged checkpoint had counts as trained": (Dispatch, "_lose", lambda self, number, group: None, 4),
 }
 """Class or module, name, replacement, and the first history whose audit fails with it."""
 DRAWN: dict[str, tuple[str, ...]] = {
@@ -132,6 +140,7 @@ DRAWN: dict[str, tuple[str, ...]] = {
     "a learner that was replaced labels engines": ("replace", "control_fails"),
     "an engine that hangs is not noticed": ("stop_engine",),
     "an engine samples with half of its weights": ("load_fails_half_way",),
+    "what a damaged checkpoint had counts as trained": ("tear_checkpoint",),
 }
 """Faults of the histories of a mutant that all faults together show more rarely."""
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import anyio
@@ -216,9 +218,15 @@ class Auditor:
     def _audit_ledger(self, trained: list[str]) -> None:
         disk, ledger = self._sim.disk, read_ledger(self._sim.directory.store_file, rows=True)
         require(ledger.audit() == [], f"the ledger: {ledger.audit()}")
-        if not (disk.went_back or disk.torn_checkpoints):
-            require(ledger.trajectories["trained"] == len(trained), f"{ledger.trajectories} of {len(trained)} trained")
-            self._audit_witness()
+        if disk.went_back:
+            return
+        require(ledger.trajectories["trained"] == len(trained), f"{ledger.trajectories} of {len(trained)} trained")
+        with closing(sqlite3.connect(self._sim.directory.store_file)) as store:
+            made = dict(store.execute("SELECT update_number, count(*) FROM groups WHERE state = 'trained' GROUP BY 1"))
+        config = self._sim.config
+        expected = dict.fromkeys(range(config.run.total_steps), config.groups.groups_per_step)
+        require(made == expected, f"groups by update: {made}")
+        self._audit_witness()
 
     def _audit_witness(self) -> None:
         """The audit of ``afterplay chaos``. Its learner trains no rows: contents are compared in :meth:`delivered`."""

@@ -1,6 +1,8 @@
 """The learner as a process with everything switched on, and what a slow disk means to it."""
 
 import errno
+import sqlite3
+from contextlib import closing
 
 import anyio
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from learner.checkpoints.checkpoint import find_checkpoints, read_state
 from learner.session import LearnerSession
 from pipeline.store.ledger import read_ledger
+from tests.support.damage import flip
 from tests.unit.learner.test_learner_role import kill_after, world
 from tests.unit.models_trained.conftest import Disk
 
@@ -92,6 +95,28 @@ async def test_a_stop_writes_a_checkpoint_of_the_last_update_so_that_none_is_mad
             assert saved == w.lines()[-1]["step"] >= steps
     assert [line["step"] for line in w.lines()] == list(range(1, saved + 1))
     assert read_ledger(w.directory.store_file).groups.get("rolled_back", 0) == 0
+
+
+async def test_the_groups_of_a_damaged_checkpoint_do_not_count_as_trained_and_their_updates_are_made_once(world):
+    async with world(total_steps=6, checkpoint={"every": 2}) as w:
+        ctx, run = w.learner()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            await w.until_step(5)
+            ctx.stopping.set()
+        newest, older = find_checkpoints(w.directory.checkpoints)
+        flip(newest / "training.pt")
+        _, run = w.learner()
+        await run()
+    with closing(sqlite3.connect(w.directory.store_file)) as store:
+        made = dict(store.execute("SELECT update_number, count(*) FROM groups WHERE state = 'trained' GROUP BY 1"))
+        lost = store.execute("SELECT count(*) FROM groups WHERE reason = 'lost'").fetchone()[0]
+    assert made == dict.fromkeys(range(6), 2)
+    covered = read_state(newest.with_name(f"{newest.name}.damaged")).updates - read_state(older).updates
+    assert lost in (0, 2 * covered), "0: the learner ended before the stage had heard of the checkpoint"
+    ledger = read_ledger(w.directory.store_file, rows=True)
+    assert (ledger.audit(), ledger.trajectories["trained"]) == ([], 6 * 2 * 2)
+    assert ledger.groups.get("cancelled.lost", 0) == lost
 
 
 async def test_a_stop_before_the_first_update_writes_none(world, monkeypatch):
