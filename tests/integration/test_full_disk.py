@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from tests.support.full_disk import keep_full, small_disk
 from tests.support.run_handle import start_run
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
+FILES_OF_A_PROCESS = (("processes", "json"), ("logs", "log"))
 SECONDS = 6.0
 """For how long the disk is full. Longer times: ``python -m benchmarks.damage disk``."""
 FINISH_SECONDS_MAX = 240
@@ -63,6 +65,43 @@ def test_a_run_waits_while_the_file_system_refuses_every_write_and_loses_nothing
         states = json.loads(run.directory.processes_file.read_bytes())
         assert {name: state["restarts"] for name, state in states.items() if state["restarts"]} == {}
         assert f"cannot be written now: {os.strerror(number)}" in run.output.read_text()
+
+
+OPTIONAL = (
+    "processes.json",
+    "outcome.json",
+    "finished.json",
+    "curves.png",
+    "traces",
+    *(f"{folder}/{name}.{end}" for name in ("replay", "learner", "actor-0") for folder, end in FILES_OF_A_PROCESS),
+)
+"""What a run can do without."""
+
+
+def test_a_run_does_without_its_status_log_and_process_files(tmp_path: Path, forked_run: partial) -> None:
+    with forked_run(TINY, tmp_path, "without", ["run.total_steps=30"]) as run:
+        run.until_step(2, FINISH_SECONDS_MAX)
+        killed = [run.pid(name) for name in ("actor-0", "learner", "replay")]
+        for name in OPTIONAL:
+            path = run.directory.path / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+            if name == "traces":
+                path.touch()
+            else:
+                (path / "inside").mkdir(parents=True)
+        for pid in killed:
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+        assert run.finish(FINISH_SECONDS_MAX) == 0, run.output.read_text()
+        said = run.output.read_text()
+        assert [step["step"] for step in run.steps()][-1] == 30
+        assert f"waiting for disk: {run.directory.processes_file} cannot be written now: Is a directory" in said
+        for name in ("replay", "learner", "actor-0"):
+            assert f"what {name} says is lost: {run.directory.log_file(name)} cannot be written" in said
+            assert f"{name} ended (killed by SIGKILL); restart 1" in said and "restart 2" not in said
 
 
 def remove(directory: Path) -> None:

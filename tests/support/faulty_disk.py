@@ -91,9 +91,13 @@ int fsync(int fd) { REAL(int, "fsync", int); return fd_refused(fd) ? -1 : real(f
 int fdatasync(int fd) { REAL(int, "fdatasync", int); return fd_refused(fd) ? -1 : real(fd); }
 int ftruncate(int fd, off_t n) { REAL(int, "ftruncate", int, off_t); return fd_refused(fd) ? -1 : real(fd, n); }
 int ftruncate64(int fd, off64_t n) {
-    REAL(int, "ftruncate64", int, off64_t); return fd_refused(fd) ? -1 : real(fd, n); }
-int truncate(const char *p, off_t n) { REAL(int, "truncate", const char *, off_t); return refused(p) ? -1 : real(p, n); }
-int mkdir(const char *p, mode_t m) { REAL(int, "mkdir", const char *, mode_t); return refused(p) ? -1 : real(p, m); }
+    REAL(int, "ftruncate64", int, off64_t);
+    return fd_refused(fd) ? -1 : real(fd, n); }
+int truncate(const char *p, off_t n) {
+    REAL(int, "truncate", const char *, off_t); return refused(p) ? -1 : real(p, n); }
+int mkdir(const char *p, mode_t m) {
+    REAL(int, "mkdir", const char *, mode_t);
+    return refused(p) ? -1 : real(p, m); }
 int rmdir(const char *p) { REAL(int, "rmdir", const char *); return refused(p) ? -1 : real(p); }
 int unlink(const char *p) { REAL(int, "unlink", const char *); return refused(p) ? -1 : real(p); }
 int rename(const char *a, const char *b) {
