@@ -36,13 +36,13 @@ from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
 from pipeline.errors import FormatMismatch, StoreError, TrainingError
 from pipeline.runtime.atomic_folder import atomic_folder
-from pipeline.runtime.contents import find_damage, write_contents
+from pipeline.runtime.contents import CONTENTS, find_damage, write_contents
 
 log = logging.getLogger(__name__)
 FORMAT = 2
 _NAME = re.compile(r"u(\d{6,})")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
-_MODEL_OWN = ("config.json", "generation_config.json", "model.safetensors.index.json")
+_MODEL_OWN = ("config.json", "generation_config.json", "model.safetensors.index.json", CONTENTS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     scratch.mkdir()
     try:
         yield scratch
+        _open_to_readers(scratch)
         sync_tree(scratch)
         if target.exists():
             old = target.with_name(f"{_TEMPORARY}old-{target.name}.{os.getpid()}")
@@ -45,6 +46,16 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         raise OSError(number, f"{os.strerror(number)} ({error})", str(target)) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _open_to_readers(folder: Path) -> None:
+    """Let whoever may read ``folder`` read its files too: safetensors makes files that only their owner may read, and
+    engines may run as another user."""
+    readable = folder.stat().st_mode & 0o444
+    for path in folder.rglob("*"):
+        mode = path.stat().st_mode & 0o7777
+        if path.is_file() and mode | readable != mode:
+            path.chmod(mode | readable)
 
 
 def remove_leftovers(parent: Path) -> None:

@@ -313,7 +313,7 @@ class PathWatch:
         self._gone = 0
 
     def gone(self, looks: int = 2) -> str:
-        """What became of it, once so many calls in a row have found that; else empty."""
+        """Says what became of it, once so many calls in a row have found that; else empty."""
         try:
             found = os.stat(self.path)
             became = "" if os.path.samestat(found, self._first) else "replaced by another"

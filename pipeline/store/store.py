@@ -49,7 +49,7 @@ CHECK_SECONDS_MAX = 10.0
 CHECK_BYTES_MAX = 4 * 10**9
 """Size from which on only the tables without payloads are checked page by page, which cannot be interrupted."""
 WAL_BYTES_MAX = 128 * 1024 * 1024
-"""Of the ``-wal``, beyond which a reader must keep it from being emptied: 16 times the size at which it is."""
+"""Size of the ``-wal`` beyond which a reader must keep it from being emptied: 16 times the size at which it is."""
 _CHECK_STEPS = 10_000
 """Instructions of SQLite's machine between two looks at the clock."""
 _VACUUM_PAGES = 4096
@@ -274,7 +274,7 @@ class ReplayStore:
         self._opened.close()
 
     def held_back(self) -> str:
-        """Who keeps ``-wal`` from being emptied, in a sentence, where it is large; else empty. Blocks."""
+        """A sentence about who keeps ``-wal`` from being emptied, where it is large; else empty. Blocks."""
         wal = self.path.with_name(self.path.name + "-wal")
         with suppress(OSError):
             if (n_bytes := wal.stat().st_size) > WAL_BYTES_MAX:

@@ -80,8 +80,8 @@ class LocalHost:
         return await anyio.to_thread.run_sync(check_health, url, abandon_on_cancel=True)
 
     def _unwritable(self, name: str) -> str:
-        """Why a process cannot say in ``processes/`` where to ask for its health; it counts as healthy while it
-        runs."""
+        """The reason for which a process cannot say in ``processes/`` where to ask for its health; it counts as healthy
+        while it runs."""
         path = self._directory.process_file(name)
         if path.is_dir():
             return f"{path}, which is a folder"

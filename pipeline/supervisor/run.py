@@ -251,12 +251,15 @@ def supervise(
     outcome = orjson.dumps({"exit_code": code, "reason": reason})
     write = partial(write_bytes_atomically, make_folder=False)
     left_out(partial(write, directory.outcome_file, outcome), directory.outcome_file)
-    removed = remove_published(config, directory) if machine.reason == "finished" else []
+    removed: list[str] = []
+    if machine.reason == "finished":
+        left_out(lambda: removed.extend(remove_published(config, directory)), directory.path)
     if machine.reason == "finished" and is_done is None:
         finished = orjson.dumps({"steps": config.run.total_steps, "exit_code": code})
         left_out(partial(write, directory.finished_file, finished), directory.finished_file)
     if lines := read_lines(directory.metrics_file):
-        console.print("\n".join(describe_disk(directory, lines, removed)), soft_wrap=True)
+        with suppress(OSError):
+            console.print("\n".join(describe_disk(directory, lines, removed)), soft_wrap=True)
     console.print(f"run directory {directory.path}", soft_wrap=True)
     return code
 
@@ -293,8 +296,9 @@ def _print_result(
     print_stage_times(directory.metrics_file, console)
     if not finished and trains and (sentence := _where_it_goes_on(directory)):
         console.print(sentence, soft_wrap=True)
-    if finished and (results := read_results(directory.evaluations_file)):
-        console.print(describe_evaluation(results[-1]), soft_wrap=True)
+    with suppress(OSError):
+        if finished and (results := read_results(directory.evaluations_file)):
+            console.print(describe_evaluation(results[-1]), soft_wrap=True)
     if finished and directory.metrics_file.exists():
         problem = _draw(directory)
         console.print(f"curves {problem or directory.curves_file}", soft_wrap=True)
@@ -322,7 +326,8 @@ def _draw(directory: RunDirectory) -> str | None:
     try:
         return draw(directory.metrics_file, curves)
     except OSError as error:
-        curves.unlink(missing_ok=True)
+        with suppress(OSError):
+            curves.unlink()
         return f"not drawn: {error}. Draw them with: afterplay plot {_short(directory)}"
 
 

@@ -66,7 +66,7 @@ class Supervisor:
         self._group: anyio.abc.TaskGroup | None = None
         self._display: Display | None = None
         self._unwritten = ""
-        """Why ``processes.json`` could not be written the last time."""
+        """The reason why ``processes.json`` could not be written the last time; empty: it was."""
         self._watched: PathWatch | None = None
 
     async def run(self, display: Display, tail: MetricsTail) -> ExitCode:

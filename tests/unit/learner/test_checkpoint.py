@@ -22,6 +22,7 @@ from learner.role import choose_version
 from learner.session import LearnerProgress
 from learner.training.trainer import Trainer
 from pipeline.errors import StoreError, TrainingError
+from pipeline.runtime.contents import CONTENTS, find_damage, write_contents
 
 
 def trainer_of(kit, folder=None, **learner):
@@ -100,6 +101,14 @@ def test_model_of_a_checkpoint_loads_in_transformers_with_its_tokenizer_files(ki
     assert torch.equal(model.model.norm.weight, trainer.policy.model.model.norm.weight)
     assert (path / "model" / "tokenizer.json").read_text() == "{}"
     assert (path / "model" / "chat_template.jinja").exists()
+
+
+def test_a_checkpoint_has_digests_of_its_own_files_and_none_of_the_initial_model(kit, tmp_path, initial):
+    write_contents(initial)
+    trainer = trainer_of(kit)
+    train(trainer, kit, 1)
+    path = save_checkpoint(tmp_path / "c", trainer, state_of(trainer), initial, keep=1)
+    assert [found.parent for found in path.rglob(CONTENTS)] == [path] and find_damage(path) == ""
 
 
 @pytest.mark.parametrize("moment", ["model", "training", "sync", "rename"])

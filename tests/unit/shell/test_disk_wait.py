@@ -15,6 +15,8 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from learner.recorder import MetricsLog
 from pipeline.config import RunConfig
@@ -116,6 +118,28 @@ def test_quotas_and_libraries_count_as_full_whatever_they_raise(
     with pytest.raises(OSError, match="No space left"), atomic_folder(tmp_path / "weights"):
         raise error
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("umask", "folder_mode", "file_mode"), [(0o022, 0o755, 0o644), (0o027, 0o750, 0o640), (0o077, 0o700, 0o600)]
+)
+def test_a_folder_that_others_may_read_has_files_that_they_may_read(
+    tmp_path: Path, umask: int, folder_mode: int, file_mode: int
+) -> None:
+    """safetensors makes files for their owner alone, and engines may run as another user."""
+    before = os.umask(umask)
+    try:
+        with atomic_folder(tmp_path / "weights" / "v000001") as folder:
+            save_file({"w": torch.zeros(2)}, folder / "model.safetensors")
+            (folder / "model").mkdir()
+            (folder / "model" / "config.json").write_text("{}")
+            (folder / "run.sh").touch(0o700)
+    finally:
+        os.umask(before)
+    written = tmp_path / "weights" / "v000001"
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (written, *written.rglob("*"))}
+    files = {"model.safetensors": file_mode, "config.json": file_mode, "run.sh": file_mode | 0o100}
+    assert modes == {"v000001": folder_mode, "model": folder_mode, **files}
 
 
 def test_a_role_that_waits_for_disk_says_what_is_missing_where_and_is_healthy(tmp_path: Path) -> None:
