@@ -18,6 +18,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from actors.engine.concurrency import LOOK_SECONDS, ConcurrencyLimit
+from actors.environments.host import EnvironmentHost
 from actors.rollout.memory_prompt import MemoryClient
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
@@ -163,6 +164,14 @@ class Actor:
         self._blocked_since: float | None = None
         self._group: TaskGroup | None = None
         link.describe(_Hello(self))
+
+    @property
+    def environments(self) -> Mapping[str, EnvironmentHost]:
+        return self._services.environments
+
+    @property
+    def metrics(self) -> ActorMetrics:
+        return self._services.metrics
 
     @property
     def slots(self) -> int:

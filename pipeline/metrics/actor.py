@@ -137,6 +137,11 @@ class ActorMetrics(MetricSet):
         route=DOOR_ROUTES,
         outcome=DOOR_OUTCOMES,
     )
+    hung_calls = gauge(
+        "Blocking calls of an environment, its tools or programs that hang in a thread: nobody waits for them, "
+        "and they do not return.",
+        env="environments",
+    )
     leaked_tasks_total = counter(
         "asyncio tasks that an episode left running and that were cancelled.", env="environments"
     )

@@ -39,6 +39,7 @@ from anyio.abc import TaskGroup
 from pipeline.config import RunConfig
 from pipeline.errors import (
     AfterplayError,
+    CallsHang,
     ConfigurationError,
     DamagedFiles,
     EnvironmentFailing,
@@ -117,6 +118,9 @@ class ExitCode(IntEnum):
     """Every rollout of an environment failed."""
     STUCK = 7
     """A role made no progress and ended itself, to be started again."""
+    CALLS_HANG = 8
+    """Calls of plug-ins hang in threads of a role, which drained and is started again. This is no failure of the role,
+    so it does not count for ``supervisor.restarts_max``."""
 
 
 @dataclass(slots=True)
@@ -489,6 +493,9 @@ def _explain(name: str, error: BaseException) -> int:
         if isinstance(leaf, EnvironmentFailing):
             _print(f"{name}: {leaf}")
             return ExitCode.ENVIRONMENT
+        if isinstance(leaf, CallsHang):
+            _print(f"{name}: {leaf}")
+            return ExitCode.CALLS_HANG
     log.error("%s failed", name, exc_info=error)
     for leaf in leaves:
         kind = "" if isinstance(leaf, AfterplayError) else f"{type(leaf).__name__}: "

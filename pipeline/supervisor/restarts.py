@@ -305,7 +305,8 @@ class Machine:
         steady = process.running_since is not None and now - process.running_since >= STEADY_SECONDS
         process.failures = 1 if steady else process.failures + 1
         process.restarts += 1
-        process.restarted_at.append(now)
+        if code != ExitCode.CALLS_HANG:
+            process.restarted_at.append(now)
         doubled = self.limits.backoff_seconds * 2.0 ** min(process.failures - 1, 60)
         process.phase, process.wake_at = Phase.BACKOFF, now + min(self.limits.backoff_seconds_max, doubled)
         actions: list[Action] = []

@@ -298,6 +298,8 @@ def _why_ended(process: Process, code: int) -> str:
     """The exit in words, and why the supervisor killed the process if it did."""
     if code == ExitCode.STUCK:
         return f"it made no progress; the stacks of its threads are in logs/{process.rule.name}.log"
+    if code == ExitCode.CALLS_HANG:
+        return f"too many calls of its environments hang in threads; logs/{process.rule.name}.log names them"
     if process.killed_with:
         return f"{describe_exit(code)}, for it cannot continue without {process.killed_with}"
     return describe_exit(code) + (", for it gave no healthy answer" if process.killed else "")
