@@ -150,6 +150,12 @@ class Renderer:
             template = template.get("tool_use") or template.get("default") or next(iter(template.values()), "")
         return str(template)
 
+    def forms(self) -> tuple[bool, Form, Form]:
+        """True if the template writes tool schemas; the first forms that it takes of a conversation with written calls,
+        and of one in which a tool answers a reply that is kept as text."""
+        calls, answers = (next(filter(None, f)) for f in (self._forms_of_calls, self._forms_of_answers))
+        return self._style.schemas, calls, answers
+
     def start(
         self,
         messages: Sequence[Message],

