@@ -152,6 +152,12 @@ class Renderer:
             template = template.get("tool_use") or template.get("default") or next(iter(template.values()), "")
         return str(template)
 
+    def forms(self) -> tuple[bool, Form, Form]:
+        """True if the template writes tool schemas; the first forms that it takes of a conversation with written calls,
+        and of one in which a tool answers a reply that is kept as text."""
+        calls, answers = (next(filter(None, f)) for f in (self._forms_of_calls, self._forms_of_answers))
+        return self._style.schemas, calls, answers
+
     def start(
         self,
         messages: Sequence[Message],
@@ -436,11 +442,22 @@ class Renderer:
         if completed.end_id is None:
             return rest
         end = self._end_texts[completed.end_id]
-        while found := next((t for t in (end, *self._closing) if t and rest.lstrip().startswith(t)), ""):
+        ends = dict.fromkeys([end, *self._closing, *self._end_texts.values()])
+        while found := next((text for text in ends if self._closes(text, end, rest.lstrip())), ""):
             rest = rest.lstrip()[len(found) :]
             if found == end:
                 break
         return rest
+
+    def _closes(self, text: str, sampled: str, rest: str) -> bool:
+        """True if ``rest`` begins with ``text`` and that stands for the sampled end token: it is the same, or another
+        end token of a template that closes turns, and not one that opens what follows."""
+        if not text or not rest.startswith(text):
+            return False
+        if text == sampled or text in self._closing:
+            return True
+        after = rest[len(text) :].lstrip()
+        return self._has_end and after.startswith(next(self._special.texts_in(after), "\0"))
 
     def _after_calls(self, rest: str, sampled: str) -> str:
         """Text behind a reply whose last call is closed in ``rest``: as the policy closed it, or by an end token."""

