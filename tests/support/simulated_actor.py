@@ -113,5 +113,6 @@ def _renderer() -> Renderer:
     return _RENDERERS[0]
 
 
-def _rendered(messages: list[dict[str, Any]], tools: object = None) -> str:
-    return "".join(f"<|{message['role']}|>{message['content']}<|end|>" for message in messages) + "<|assistant|>"
+def _rendered(messages: list[dict[str, Any]], tools: object = None, closed: bool = False) -> str:
+    text = "".join(f"<|{message['role']}|>{message['content']}<|end|>" for message in messages)
+    return text if closed else f"{text}<|assistant|>"
