@@ -145,7 +145,7 @@ def _check_sets(sets: list[str] | None) -> list[str] | None:
 
 Stay = Annotated[
     bool,
-    typer.Option("--stay", help="Continue when the run has finished, where what started the role would start it again."),
+    typer.Option("--stay", help="Continue when the run has finished: for a role that would be started again at once."),
 ]
 
 

@@ -64,6 +64,7 @@ def test_requests_are_those_of_the_plan() -> None:
     assert (found["engine"]["pods"], found["engine"]["gpus"]) == (6, 1)
     assert (found["learner"]["pods"], found["learner"]["gpus"], found["learner"]["ranksPerPod"]) == (1, 2, 2)
     assert found["actor"]["gpus"] == found["replay"]["gpus"] == 0
+    assert (found["engine"]["memory"], found["learner"]["memory"]) == ("4096Mi", "4096Mi"), "a process for each GPU"
     several = values("several ranks")
     assert (several["learner"]["pods"], several["learner"]["gpus"], several["learner"]["ranksPerPod"]) == (2, 2, 2)
 
