@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import shlex
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -365,7 +366,20 @@ def replay(file: File, sets: Sets = None, stay: Stay = False) -> None:
 
 
 @app.command(rich_help_panel=PARTS)
-def learner(file: File, index: Index = 0, sets: Sets = None) -> None:
+def learner(
+    file: File,
+    index: Index = 0,
+    sets: Sets = None,
+    job: Annotated[
+        str,
+        typer.Option(
+            "--job",
+            metavar="RUN|-",
+            help="In a job of Kubernetes: end the pods of RUN when the run has finished (-: of none). If it is stopped "
+            "before, the exit code is 143, so that the job does not count as done.",
+        ),
+    ] = "",
+) -> None:
     """Train on groups from the replay stage and publish new weights to the engines.
 
     With learner.ranks=N it starts N-1 more processes, which share the model and each update. torchrun can start them
@@ -382,7 +396,7 @@ def learner(file: File, index: Index = 0, sets: Sets = None) -> None:
     alone = _alone(file, config)
     if alone:
         _settle(config)
-    _role("learner", index, "learner.role:main", config, records_end=alone)
+    _role("learner", index, "learner.role:main", config, records_end=alone, job=job)
 
 
 @app.command(hidden=True)
@@ -628,14 +642,19 @@ def _role(
     port_index: int | None = None,
     ends_with_run: bool = False,
     records_end: bool = False,
+    job: str = "",
 ) -> NoReturn:
-    """``port_index``: the index by which the metrics port is chosen; None: ``index``."""
+    """``port_index``: the index by which the metrics port is chosen; None: ``index``. ``job``: see ``learner``."""
     from pipeline.runtime.process import load_main, role_name, run_role
 
     port_index = index if port_index is None else port_index
     code = run_role(role_name(role, index), port_index, config, load_main(main), ends_with_run)
     if code == 0 and records_end:
-        _record_end(config)
+        finished = _record_end(config)
+        if job and not finished:
+            code = 128 + signal.SIGTERM
+        elif job and job != "-":
+            load_main("pipeline.launchers.pods:end_pods")(job)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -72,6 +72,9 @@ def launch(request: Launch) -> int:
         _make_secrets([kubectl, *place], name, values["actor"]["podsMax"])
         # A job cannot be changed. The learner drains, and the new one resumes.
         _run([kubectl, *place, "delete", "job", f"{name}-learner", "--ignore-not-found", "--wait"])
+        for role in ("replay", "engine", "actor"):  # a run that had finished has none
+            sets = [f"statefulset/{name}-{role}", "--current-replicas=0", f"--replicas={values[role].get('pods', 1)}"]
+            _run([kubectl, *place, "scale", *sets], check=False)
         print(_run(install).stdout, end="")
     print(f"kubectl get pods -l app.kubernetes.io/instance={name} shows the pods; helm uninstall {name} ends the run")
     return ExitCode.FINISHED

@@ -18,6 +18,7 @@ import yaml
 from pipeline.config.load import load
 from pipeline.launchers.kubernetes import CHART, launch, values_of, write_files
 from pipeline.launchers.launcher import Launch
+from pipeline.launchers.pods import ROLES
 from tests.support.helm import find_helm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,7 @@ SCENES = {
 }
 """Run file, changes, GPUs of a node, nodes."""
 KINDS = {"ConfigMap": 1, "Service": 4, "StatefulSet": 3, "Job": 1, "NetworkPolicy": 4, "HorizontalPodAutoscaler": 1,
-         "PersistentVolumeClaim": 1, "PodMonitor": 1}  # fmt: skip
+         "PersistentVolumeClaim": 1, "PodMonitor": 1, "ServiceAccount": 1, "Role": 1, "RoleBinding": 1}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +144,28 @@ def test_pods_take_variables_secrets_volumes_and_resources(scene: str, helm: Pat
             assert not pod["spec"].keys() & {"env", "envFrom", "volumeMounts", "resources", "capabilities"}
             assert all(init["securityContext"]["capabilities"] == {"drop": ["ALL"]} for init in
                        pod["spec"].get("initContainers", ()))  # fmt: skip
+
+
+def test_the_learner_alone_may_end_the_other_pods_and_nothing_else(helm: Path, tmp_path: Path) -> None:
+    config, values = values_of(request_of("gpu"))
+    files = write_files(config, values, tmp_path)
+    for wanted in (True, False):
+        text = call(helm, "template", "gpu", CHART, *files, "--set", f"endWithRun={str(wanted).lower()}")
+        manifests = [manifest for manifest in yaml.safe_load_all(text) if manifest]
+        rules = [rule for manifest in manifests if manifest["kind"] == "Role" for rule in manifest["rules"]]
+        names = [f"gpu-{role}" for role in ROLES]
+        scale = {"apiGroups": ["apps"], "resources": ["statefulsets/scale"], "resourceNames": names, "verbs": ["patch"]}
+        assert rules == ([scale] if wanted else [])
+        assert {m["metadata"]["name"] for m in manifests if m["kind"] == "StatefulSet"} == set(names)
+        for manifest in manifests:
+            if manifest["kind"] in ("StatefulSet", "Job"):
+                pod, learner = manifest["spec"]["template"]["spec"], manifest["kind"] == "Job"
+                mounts = {c["name"]: {mount["name"] for mount in c["volumeMounts"]} for c in containers(manifest)}
+                mounted = [name for name, found in mounts.items() if "account" in found]
+                assert mounted == (["learner"] if learner and wanted else [])
+                assert pod.get("serviceAccountName") == ("gpu-learner" if learner and wanted else None)
+                (args,) = (c.get("args", []) for c in pod["containers"])
+                assert args[-2:] == ["--job", "gpu" if wanted else "-"] if learner else args[-1] == "--stay"
 
 
 def test_a_gang_counts_its_restarts_and_prometheus_asks_the_pod_that_answers(helm: Path, tmp_path: Path) -> None:

@@ -181,8 +181,15 @@ def test_a_run_whose_roles_are_started_one_by_one_has_its_configuration_and_its_
         write_lines(directory, line(made))
         invoke("learner", TINY, *place)
         assert directory.has_finished(steps) is finished
-    invoke("learner", TINY, *place, "--set", f"run.total_steps={steps + 1}")
-    assert not directory.finished_file.exists(), "goes on"
+    ended = []
+    monkeypatch.setattr("pipeline.launchers.pods.end_pods", ended.append)
+    monkeypatch.setattr("pipeline.runtime.process.load_main", lambda path: ended.append)
+    assert invoke("learner", TINY, *place, "--job", "mine").exit_code == 0 and ended == ["mine"]
+    assert invoke("learner", TINY, *place, "--job", "-").exit_code == 0 and ended == ["mine"]
+    longer = [*place, "--set", f"run.total_steps={steps + 1}"]
+    assert invoke("learner", TINY, *longer, "--job", "mine").exit_code == 143, "stopped, and no job is done"
+    assert invoke("learner", TINY, *longer).exit_code == 0 and ended == ["mine"]
+    assert not directory.finished_file.exists(), "continues"
     (directory.checkpoints / "u000003").mkdir()
     (directory.checkpoints / "u000003" / "state.json").write_text("{}")
     refused = invoke("learner", TINY, *place, "--set", "model.tiny.hidden_size=96").exception
