@@ -20,7 +20,7 @@ import anyio
 from actors.env_commands.describe import end_environment
 from actors.env_commands.play import NewMessages, OwnCompletions, Typed, episode
 from actors.environments.base import Episode, Reply, Step
-from actors.environments.host import START, STEP, BlockingCalls, EnvironmentHost
+from actors.environments.host import START, STEP, EnvironmentHost
 from actors.environments.plugins import make_source
 from actors.rendering.renderer import Renderer, load_tokenizer
 from actors.rollout.agent_loop import Opening
@@ -36,6 +36,7 @@ from pipeline.metrics.base import CollectorRegistry
 from pipeline.runtime.findings import Findings
 from pipeline.runtime.plugin_guard import (
     BLOCKED_SECONDS_MAX,
+    BlockingCalls,
     TaskOwner,
     bounded_prints,
     interrupting_blocks,
@@ -239,7 +240,7 @@ async def _score(
         waits = WORKER_SECONDS_MAX if worker else BLOCKED_SECONDS_MAX  # what holds the event loop is not cancelled
         try:
             with found.collecting(), anyio.move_on_after(seconds_max) as limit, telling(where, waits):
-                call = Call(section, anyio.CapacityLimiter(1), Workers(1))
+                call = Call(section, 1, Workers(1))
                 if own and script is not None:
                     outcome = await call.tried(script.trajectory(), BlockingCalls(1).run, worker=worker)
                     if isinstance(outcome, ScoreFailure) and outcome.reason in ("type", "nonfinite"):
