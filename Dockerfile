@@ -23,15 +23,19 @@ RUN python -m venv /opt/afterplay \
  && install -d -o afterplay -g afterplay /runs /keys /peers/learner /peers/actor /secrets \
       /engine_keys/actor /engine_keys/learner
 
+# The versions that the tests passed with.
+WORKDIR /src
+COPY constraints.txt ./
+ENV PIP_CONSTRAINT=/src/constraints.txt
 RUN pip install ${PIP_EXTRA} ${TORCH}
 
 # The dependencies alone, so that a change of the source does not install them again.
-WORKDIR /src
 COPY pyproject.toml ./
 RUN python -c "import tomllib; print('\n'.join(tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies']))" > /tmp/requirements.txt \
  && pip install ${PIP_EXTRA} hatchling -r /tmp/requirements.txt
 
 COPY README.md LICENSE ./
+COPY afterplay afterplay
 COPY pipeline pipeline
 COPY actors actors
 COPY learner learner

@@ -18,11 +18,13 @@ import anyio
 from anyio.abc import TaskGroup
 
 from actors.engine.concurrency import LOOK_SECONDS, ConcurrencyLimit
+from actors.environments.host import EnvironmentHost
 from actors.rollout.memory_prompt import MemoryClient
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
 from pipeline.errors import LimitExceeded, SchemaError, TransportClosed, WireError
 from pipeline.metrics.actor import ActorMetrics
+from pipeline.runtime.witness import WitnessFile
 from pipeline.schema import SCHEMA_VERSION, Failure, Order, Trajectory, TrajectoryStatus
 from pipeline.schema.state import RoleState
 from pipeline.transport.codec import check_limits, decode_order, encode_trajectory
@@ -141,10 +143,12 @@ class Actor:
         slots_min: int | None = None,
         outbox_bytes_max: int,
         limits: Limits,
+        witness: WitnessFile | None = None,
     ) -> None:
         self._services = services
         self._link = link
         self._memory = MemoryClient(link)
+        self._witness = witness
         self._limits = limits
         self._limit = ConcurrencyLimit(slots if slots_min is None else slots_min, slots)
         self._orders = OrderQueue(self._limit.value)
@@ -157,8 +161,17 @@ class Actor:
         self._connected = False
         self._slots_told = 0
         self._changed = anyio.Event()
+        self._blocked_since: float | None = None
         self._group: TaskGroup | None = None
         link.describe(_Hello(self))
+
+    @property
+    def environments(self) -> Mapping[str, EnvironmentHost]:
+        return self._services.environments
+
+    @property
+    def metrics(self) -> ActorMetrics:
+        return self._services.metrics
 
     @property
     def slots(self) -> int:
@@ -279,7 +292,10 @@ class Actor:
             logger.warning("expected ORDER, CANCEL, ACK or LESSONS of the replay stage, got %s", message.kind)
 
     def _acknowledged(self, message: WireMessage) -> None:
-        for trajectory_id in message.header.get("trajectory_ids", ()):
+        acknowledged = message.header.get("trajectory_ids", ())
+        if self._witness is not None and acknowledged:
+            self._witness.write("acknowledged", ids=acknowledged)
+        for trajectory_id in acknowledged:
             self._outbox.acknowledge(trajectory_id)
         for trajectory_id, reason in (message.header.get("refused") or {}).items():
             if self._outbox.refuse(trajectory_id) is not None:
@@ -351,6 +367,8 @@ class Actor:
             )
             frames = self._encoded(trajectory)
         self._count(trajectory, order)
+        if self._witness is not None:
+            self._witness.made(trajectory)
         self._outbox.add(trajectory.trajectory_id, frames, sum(memoryview(f).nbytes for f in frames))
 
     def _encoded(self, trajectory: Trajectory) -> Frames:
@@ -379,19 +397,25 @@ class Actor:
         )
 
     async def _send(self) -> None:
-        blocked = self._services.metrics.send_blocked_seconds_total
         while True:
             taken = self._outbox.take()
-            started = time.perf_counter()
+            out_of_credit = taken is None and self._outbox.n_bytes > self._outbox.in_flight_bytes
+            if taken is not None or out_of_credit:
+                self._blocked_since = time.perf_counter()
             if taken is None:
-                out_of_credit = self._outbox.n_bytes > self._outbox.in_flight_bytes
                 await self._change()
-                if out_of_credit:
-                    blocked.inc(time.perf_counter() - started)
-                continue
-            trajectory_id, frames = taken
-            await self._link.send(WireMessage(Kind.TRAJECTORY, {"trajectory_id": trajectory_id}, frames))
-            blocked.inc(time.perf_counter() - started)
+            else:
+                trajectory_id, frames = taken
+                await self._link.send(WireMessage(Kind.TRAJECTORY, {"trajectory_id": trajectory_id}, frames))
+            self.count_blocked()
+            self._blocked_since = None
+
+    def count_blocked(self) -> None:
+        """Add the time since the last call, so that the counter moves while the actor is blocked."""
+        if self._blocked_since is not None:
+            now = time.perf_counter()
+            self._services.metrics.send_blocked_seconds_total.inc(now - self._blocked_since)
+            self._blocked_since = now
 
     async def _follow_engines(self) -> None:
         """Play more or fewer rollouts at once, by the load of the engines, and tell the replay stage."""

@@ -23,7 +23,7 @@ from actors.environments.base import Episode, Reply, Step
 from actors.environments.host import START, STEP, BlockingCalls, EnvironmentHost
 from actors.environments.plugins import make_source
 from actors.gateway.program_loop import ProgramLoop
-from actors.rendering.renderer import Renderer, load_tokenizer
+from actors.rendering.renderer import Conversation, Renderer, load_tokenizer
 from actors.rollout.agent_loop import AgentLoop, Opening
 from actors.rollout.multi_turn import MultiTurn, SingleTurn
 from actors.rollout.services import build_loop, can_restart
@@ -55,6 +55,7 @@ log = logging.getLogger("afterplay.preflight")
 TELL_SECONDS = 3.0
 """Plug-in code that has not returned after so long is named on the log."""
 REPLY = "1"
+ANSWER = "An answer, for the check of the chat template."
 TURNS_MAX = 8
 SCORE_SECONDS_MAX = 2.0
 """For the calls of a score function; a slower one is not checked."""
@@ -378,14 +379,32 @@ def _parser_needs_tokenizer(section: EnvironmentConfig) -> bool:
 
 
 def check_prompts(config: RunConfig, openings: Mapping[str, Opening], folder: Path, found: Findings) -> None:
-    """Compare the first prompts, tool schemas included, with the limits on tokens. ``folder`` has the tokenizer."""
+    """Compare the first prompts, tool schemas included, with the limits on tokens, and see that they and those after
+    them have all that is said. ``folder`` has the tokenizer."""
     model = config.model
     with found.collecting():
-        renderer = Renderer(*load_tokenizer(folder, model.chat_template, model.trust_remote_code))
+        tokenizer, ends = load_tokenizer(folder, model.chat_template, model.trust_remote_code)
+        renderer = Renderer(tokenizer, ends, model.chat_template or model.source)
         for name, opening in openings.items():
             with found.collecting(f"environments.{name}: "):
-                n = len(renderer.start(opening.messages, opening.tools).prompt_ids)
-                _compare(name, n, config, found)
+                conversation = renderer.start(opening.messages, opening.tools)
+                _compare(name, len(conversation.prompt_ids), config, found)
+                section = config.environments[name]
+                if section.max_turns > 1:
+                    _continue(renderer, conversation, append=section.loop.history == "append")
+
+
+def _continue(renderer: Renderer, conversation: Conversation, append: bool) -> None:
+    """The second prompts after a first one. Raises :class:`PlugInError` where the chat template leaves something out of
+    them, or does not take them."""
+    answers: list[tuple[Message, Message | None]] = [(Message("user", ANSWER), None)]
+    for tool in conversation.tools[:1]:
+        call = {"id": "000010000", "type": "function", "function": {"name": tool["function"]["name"], "arguments": {}}}
+        answer = Message("tool", ANSWER, {"name": tool["function"]["name"], "tool_call_id": call["id"]})
+        answers.append((answer, Message("assistant", "", {"tool_calls": [call]})))
+    for new, parsed in answers:
+        ids = renderer.completion_ids(REPLY)
+        renderer.extend(conversation, ids, renderer.completed(ids), [new], parsed_reply=parsed, append=append)
 
 
 def _compare(name: str, n_tokens: int, config: RunConfig, found: Findings) -> None:

@@ -13,7 +13,7 @@ import gc
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,12 +31,14 @@ from actors.rendering.renderer import Renderer, load_tokenizer
 from actors.rollout.services import Services
 from pipeline.config import RunConfig
 from pipeline.config.replay import LessonsConfig
+from pipeline.errors import CallsHang
 from pipeline.experience.memory import LessonSource, close_source
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.runtime.engine_addresses import engine_addresses
 from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.plugin_guard import interrupting_blocks
 from pipeline.runtime.process import RoleContext
+from pipeline.runtime.witness import open_witness
 from pipeline.schema.state import RoleState
 from pipeline.transport.zeromq import limits_of, open_link
 
@@ -73,7 +75,7 @@ async def main(ctx: RoleContext) -> None:
     """Serve orders until ``ctx.stopping``. Raises :class:`ConfigurationError` for errors that the user can
     fix."""
     config = ctx.config
-    addresses = engine_addresses(config.engine, ctx.directory)
+    addresses = engine_addresses(config.engine, ctx.directory, find_key(config.engine, "actor_key"))
     metrics = ActorMetrics(ctx.registry, tuple(config.environments), addresses.fixed)
     ctx.report(RoleState.LOADING, "the tokenizer")
     environments = {
@@ -104,6 +106,7 @@ async def main(ctx: RoleContext) -> None:
                 slots_min=config.actor.concurrency_min,
                 outbox_bytes_max=config.actor.outbox_bytes_max,
                 limits=limits_of(config),
+                witness=open_witness(ctx.name),
             )
             stack.enter_context(interrupting_blocks())
             stack.enter_context(gc_policy())
@@ -112,12 +115,15 @@ async def main(ctx: RoleContext) -> None:
                 group.start_soon(addresses.follow, pool.set_engines)
                 group.start_soon(services.serve)
                 group.start_soon(actor.run)
-                group.start_soon(_keep_reporting, ctx, actor)
-                await ctx.stopping.wait()
+                ending = anyio.Event()
+                group.start_soon(_keep_reporting, ctx, actor, ending)
+                await ending.wait()
                 if not await actor.drain(config.actor.drain_seconds_max, FLUSH_SECONDS_MAX):
                     logger.warning("stopped with %d trajectories unacknowledged", actor.unacknowledged)
                 _report(ctx, actor)
                 group.cancel_scope.cancel()
+            if not ctx.stopping.is_set():
+                raise CallsHang(_hung(environments))
     finally:
         with anyio.CancelScope(shield=True):
             await pool.close()
@@ -142,30 +148,55 @@ def connector(
     )
 
 
-async def _keep_reporting(ctx: RoleContext, actor: Actor) -> None:
+async def _keep_reporting(ctx: RoleContext, actor: Actor, ending: anyio.Event) -> None:
     """Status, and progress as long as rollouts keep their time limits: an actor that plays or waits is well. Where
-    engines sleep while the learner has the device, the limits stop meanwhile, and are not looked at."""
+    engines sleep while the learner has the device, the limits stop meanwhile, and are not looked at.
+
+    Sets ``ending`` when the actor shall drain: it is stopped, or too many calls of its environments hang."""
     limited = ctx.config.engine.colocate != "sleep"
+    hosts, told = actor.environments, set[str]()
     while True:
         if not (limited and actor.overdue(time.monotonic())):
             ctx.beat()
+        for name, host in hosts.items():
+            actor.metrics.hung_calls.labels(env=name).set(host.threads.hung)
+            if host.threads.hung and name not in told:
+                told.add(name)
+                ctx.notices.append(_hung({name: host}))
+                logger.warning("%s", ctx.notices[-1])
+        if ctx.stopping.is_set() or any(host.threads.exhausted for host in hosts.values()):
+            ending.set()
         _report(ctx, actor)
-        await anyio.sleep(REPORT_SECONDS)
+        with anyio.move_on_after(REPORT_SECONDS):
+            await (anyio.sleep_forever if ending.is_set() else ctx.stopping.wait)()
+
+
+def _hung(environments: Mapping[str, EnvironmentHost]) -> str:
+    """``environments.web: 3 calls hang (in recv, /a/web.py:12) …``"""
+    worst = max(environments, key=lambda name: environments[name].threads.hung)
+    threads = environments[worst].threads
+    return (
+        f"environments.{worst}: {threads.hung} blocking call{'s hang' if threads.hung > 1 else ' hangs'} in a thread, "
+        f"which cannot be ended{f' ({line})' if (line := threads.hung_at()) else ''}; other rollouts go on. Give what "
+        f"blocks there a time limit of its own: when {threads.hung_max} hang, the actor starts again"
+    )
 
 
 def _report(ctx: RoleContext, actor: Actor) -> None:
+    actor.count_blocked()
     state, waiting_for = actor.doing()
     ctx.report(
         RoleState.STOPPING if ctx.stopping.is_set() else state,
         waiting_for,
         playing=actor.in_flight,
         unacknowledged=actor.unacknowledged,
+        **({"hung": hung} if (hung := sum(host.threads.hung for host in actor.environments.values())) else {}),
     )
 
 
 def _renderer(config: RunConfig, folder: Path) -> Renderer:
     tokenizer, ends = load_tokenizer(folder, config.model.chat_template, config.model.trust_remote_code)
-    return Renderer(tokenizer, ends)
+    return Renderer(tokenizer, ends, config.model.chat_template or config.model.source)
 
 
 def _lesson_source(config: LessonsConfig) -> LessonSource | None:
@@ -176,7 +207,7 @@ def _lesson_source(config: LessonsConfig) -> LessonSource | None:
 def _vocabulary(path: Path) -> int | None:
     """The model's vocabulary size, or None where its configuration does not say."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
         size = value.get("vocab_size") or value.get("text_config", {}).get("vocab_size")
     except (OSError, ValueError, AttributeError):
         return None

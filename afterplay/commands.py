@@ -33,8 +33,9 @@ def train(
 ) -> Run:
     """Start ``afterplay run`` and return its handle at once.
 
-    ``config`` is a run file, ``"@tiny"``, or a mapping of sections. ``environment`` is a class (or its name), which
-    replaces the environments of the configuration by one section, named like the class. ``reward`` is a function of a
+    ``config`` is a run file, ``"@tiny"``, or a mapping of sections. ``environment`` is a class, an
+    instance that is a dataclass, or a name; it replaces the environments of the configuration by one section, named
+    like the class. ``reward`` is a function of a
     trajectory, which replaces the environment's score unless ``scorer.environment_weight`` is set. ``overrides`` are
     ``learner={"learning_rate": 1e-5}`` or ``learner__learning_rate=1e-5``. A run directory that exists is resumed;
     ``fresh`` empties it first. The run ends when this Python process does; train it again to resume.
@@ -54,7 +55,7 @@ def train(
             )
         directory.outcome_file.unlink(missing_ok=True)
         file = run_file.write()
-    grace = run_file.config.supervisor.drain_seconds_max
+    grace = run_file.config.checkpoint.drain_seconds_max
     return Run(directory, Supervised(directory, file, grace, run_file.variables))
 
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent import futures
 from contextlib import suppress
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -24,7 +25,7 @@ from pipeline.cli.viewer.views import listed_json
 from pipeline.cli.viewer.vocabulary import Vocabulary
 from pipeline.config import RunConfig
 from pipeline.config.load import load
-from pipeline.errors import AfterplayError, RunFailed
+from pipeline.errors import AfterplayError, ConfigurationError, RunFailed
 from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit, module_command
 from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.rundir import RunDirectory, read_json
@@ -44,6 +45,8 @@ STOP_MARGIN_SECONDS = 5.0
 """Beyond the drain's own limit, before the processes of a run that is stopped are killed."""
 ROLLOUTS_MAX = 1000
 OUTPUT_CHARACTERS_MAX = 1000
+Steps = int | range | None
+"""One step, a range of steps without gaps, or all."""
 MODEL = "policy"
 """Name under which engines serve the policy, unless only adapters are published."""
 
@@ -144,17 +147,19 @@ class Run:
         """The evaluations so far, as in ``evaluations.jsonl``."""
         return read_results(self._directory.evaluations_file)
 
-    def rollouts(self, *, limit: int = ROLLOUTS_MAX, step: int | None = None, **filters: Any) -> list[dict[str, Any]]:
+    def rollouts(self, *, limit: int = ROLLOUTS_MAX, step: Steps = None, **filters: Any) -> list[dict[str, Any]]:
         """The newest rollouts, a row for ``pandas.DataFrame`` each; none before the run has begun to play.
 
         Parts of the reward are columns ``reward_NAME``. ``messages``, ``reply`` and ``sampled_ids`` (token ids by turn)
         are None where the tokens are not kept (``traces.trained``). ``step`` and the fields of
         :class:`pipeline.store.queries.Filters` choose among them: ``environment``, ``task``, ``reward_min``, …
+        ``step``, ``version`` and ``evaluation`` are numbers, or ranges of numbers. Raises :class:`ConfigurationError`.
         """
         if (reader := self._reader()) is None:
             return []
-        listing = reader.listing(Filters(step=_span(step), **filters), limit=limit)
-        return [_row(found) for found in reader.find(listing.rows, _span(step))]
+        filters |= {name: _span(name, filters[name]) for name in ("version", "evaluation") if name in filters}
+        listing = reader.listing(Filters(step=_span("step", step), **filters), limit=limit)
+        return [_row(found) for found in reader.find(listing.rows, _span("step", step))]
 
     def curves(self) -> Any:
         """The curves so far, as in ``curves.png``: a figure of matplotlib. Raises :class:`AfterplayError` before the
@@ -163,15 +168,15 @@ class Run:
             raise AfterplayError(f"{self.directory} has no steps yet, so there are no curves")
         return figure(self._directory.metrics_file, self.directory.name)
 
-    def show(self, *, limit: int = 50, step: int | None = None) -> InlinePage:
+    def show(self, *, limit: int = 50, step: Steps = None) -> InlinePage:
         """The curves, and the newest rollouts with their tokens: a notebook shows them inline, ``save(FILE)`` writes
         the page of the rollouts."""
         from afterplay.inline import InlinePage
 
         page = ""
         if (reader := self._reader()) is not None:
-            listing = reader.listing(Filters(step=_span(step), kept=reader.traced), limit=limit)
-            _, page = page_of(reader, listing, _span(step), Vocabulary.read(reader.model))
+            listing = reader.listing(Filters(step=_span("step", step), kept=reader.traced), limit=limit)
+            _, page = page_of(reader, listing, _span("step", step), Vocabulary.read(reader.model))
         return InlinePage(page, self.curves() if self.steps() else None)
 
     def policy(self) -> Any:
@@ -292,8 +297,15 @@ class _NewSteps:
                 yield line
 
 
-def _span(step: int | None) -> Span | None:
-    return None if step is None else Span(step, step)
+def _span(name: str, value: Any) -> Span | None:
+    """Raises :class:`ConfigurationError`."""
+    if value is None or isinstance(value, Span):
+        return value
+    if isinstance(value, range) and len(value) and value.step == 1:
+        return Span(value[0], value[-1])
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return Span(int(value), int(value))
+    raise ConfigurationError(f"{name}: expected a number, or a range of numbers such as range(1, 4), got {value!r}")
 
 
 def _row(found: Found) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
 
 Config = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
 """A run file, the name of one that ships with Afterplay (``"@tiny"``), or its sections."""
-EnvironmentName = type[Environment] | str
+EnvironmentName = type[Environment] | Environment | str
 _ENVIRONMENT, _REWARD = "environment", "reward"
 
 
@@ -64,10 +64,13 @@ def read_run_file(
     sections, name = _sections(config)
     plug_ins: dict[str, PlugIn] = {}
     if environment is not None:
-        found = _plug(environment, _ENVIRONMENT)
+        cls, options = _class_and_options(environment)
+        found = _plug(cls, _ENVIRONMENT)
         plug_ins[_ENVIRONMENT] = found
         section = _snake(found.name)
         sections["environments"] = {section: _section(_section(sections, "environments"), section)}
+        if options:
+            _put(sections, ["environments", section, "options"], options)
     if reward is not None:
         plug_ins[_REWARD] = _plug(reward, _REWARD)
         sections["scorer"] = {"environment_weight": 0.0, **_section(sections, "scorer")}
@@ -83,7 +86,7 @@ def read_run_file(
 
 def assignments(overrides: Mapping[str, Any]) -> list[str]:
     """The same overrides as arguments of ``--set``."""
-    return [f"{key}={json.dumps(value)}" for key, value in _flat(overrides)]  # JSON is YAML
+    return [f"{key}={json.dumps(_copied(value))}" for key, value in _flat(overrides)]  # JSON is YAML
 
 
 def _sections(config: Config) -> tuple[dict[str, Any], str]:
@@ -108,6 +111,23 @@ def _sections(config: Config) -> tuple[dict[str, Any], str]:
     if not isinstance(sections, dict):
         raise ConfigurationError(f"{name}: expected sections like 'run:' and 'engine:', got {type(sections).__name__}")
     return sections, name
+
+
+def _class_and_options(environment: Any) -> tuple[Any, dict[str, Any]]:
+    """The class of an instance, and the values of its fields as options. Raises :class:`ConfigurationError` where other
+    processes could not make the same instance."""
+    if not isinstance(environment, Environment):
+        return environment, {}
+    cls = type(environment)
+    if is_dataclass(environment):
+        return cls, {field.name: getattr(environment, field.name) for field in fields(environment) if field.init}
+    if vars(environment):
+        raise ConfigurationError(
+            f"environment: expected a class, got an instance of {cls.__name__}, which other processes cannot make "
+            f"again: pass {cls.__name__} itself, with what it takes as environments={{{_snake(cls.__name__)!r}: "
+            "{'options': {...}}}, or make it a dataclass"
+        )
+    return cls, {}
 
 
 def _plug(thing: Any, what: str) -> PlugIn:
@@ -194,9 +214,12 @@ def _section(sections: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
+    """A copy as YAML has it: numbers and arrays of NumPy and PyTorch as those of Python."""
     if isinstance(value, Mapping):
         return {str(key): _copied(inner) for key, inner in value.items()}
-    return [_copied(inner) for inner in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_copied(inner) for inner in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _text(sections: Mapping[str, Any]) -> str:

@@ -9,10 +9,12 @@ from typing import Any
 
 import promql_parser
 
+from grafana.declarations import RECORDS
+
 ALL = ".+"
 """Value of our variables when a reader has chosen nothing."""
 
-INTERVALS = {"$__rate_interval": "1m", "$__interval": "15s", "$__range": "5m"}
+INTERVALS = {"$__rate_interval": "1m", "$__interval": "15s", "$__range": "5m", "${window}": "300", "$run": ".*"}
 GOAL = {"$goal": "-Inf"}
 """Reward to reach that every run has reached."""
 _SUFFIXES = ("_bucket", "_sum", "_count")
@@ -39,12 +41,13 @@ ENGINE = VLLM_ONLY | {
 TOOLS_ONLY = frozenset({"afterplay_actor_tool_duration_seconds_bucket", "afterplay_actor_tool_duration_seconds_sum"})
 """Series that an actor exports only once a tool was called."""
 
-RUNTIME = frozenset({"up", "ALERTS", "process_start_time_seconds"})
-"""Series that Prometheus and its client library make."""
+RUNTIME = frozenset({"up", "ALERTS", "process_start_time_seconds", *RECORDS})
+"""Series that Prometheus, its client library and our recording rules make."""
 
 NOT_SHOWN = {
     "afterplay_actor_leaked_tasks_total": "0 unless an environment is broken, and the actor's log then says so",
     "afterplay_build_info": "identifies a build: to be joined in ad-hoc queries",
+    "afterplay_run_info": "identifies a run: to be joined in ad-hoc queries",
     "afterplay_learner_evaluation_score": "what the learner was told of the replay stage's score, which is shown",
     "afterplay_replay_score_retries_total": "to look at when a judge or reward model is slow; what fails in spite of "
     "retries is in the panel of score failures",
@@ -104,21 +107,40 @@ def substitute(expr: str, values: dict[str, str] | None = None) -> str:
     return re.sub(r"\$\{?[a-z]\w*\}?", ALL, expr)
 
 
-def metric_names(expr: str) -> set[str]:
-    """Names of all series that a PromQL expression reads. Raises ``ValueError`` when it is not PromQL."""
-    names: set[str] = set()
+def nodes(expr: str) -> Iterator[Any]:
+    """Every part of a PromQL expression. Raises ``ValueError`` when it is not PromQL."""
     pending: list[Any] = [promql_parser.parse(expr)]
     while pending:
         node = pending.pop()
-        if isinstance(node, promql_parser.MatrixSelector):
-            node = node.vector_selector
-        if isinstance(node, promql_parser.VectorSelector):
-            names.add(str(node.name))
-            continue
-        children = [getattr(node, attribute, None) for attribute in ("lhs", "rhs", "expr", "param")]
+        yield node
+        children = [getattr(node, name, None) for name in ("lhs", "rhs", "expr", "param", "vector_selector")]
         children += getattr(node, "args", None) or ()
         pending.extend(child for child in children if isinstance(child, promql_parser.Expr))
-    return names
+
+
+def metric_names(expr: str) -> set[str]:
+    """Names of all series that a PromQL expression reads. Raises ``ValueError`` when it is not PromQL."""
+    return {str(node.name) for node in nodes(expr) if isinstance(node, promql_parser.VectorSelector)}
+
+
+def mixtures(expr: str) -> list[str]:
+    """Parts of an expression that add up or compare several runs, or clocks of several machines."""
+    found = []
+    for node in nodes(expr):
+        if isinstance(node, promql_parser.AggregateExpr):
+            labels = node.modifier
+            apart = labels is not None and ("run" in labels.labels) == (labels.type is promql_parser.AggModifierType.By)
+        elif isinstance(node, promql_parser.BinaryExpr) and node.modifier and node.modifier.matching:
+            on = str(node.modifier.matching).startswith("on")
+            absent = isinstance(node.rhs, promql_parser.Call) and node.rhs.func.name == "absent"
+            apart = absent or ("run" in node.modifier.matching.labels) == on
+        elif isinstance(node, promql_parser.Call):
+            apart = node.func.name not in ("time", "vector", "scalar")
+        else:
+            apart = True
+        if not apart:
+            found.append(str(node))
+    return found
 
 
 def base_name(series: str, histograms: frozenset[str]) -> str:
@@ -151,4 +173,5 @@ def static_problems(dashboard: dict[str, Any], known: frozenset[str]) -> list[st
             found.append(f"{place}: not PromQL ({error}): {expr}")
             continue
         found.extend(f"{place}: unknown metric {name}" for name in sorted(names - known))
+        found.extend(f"{place}: mixes runs or clocks: {part}" for part in mixtures(substitute(expr)))
     return found

@@ -17,9 +17,12 @@ import yaml
 HERE = Path(__file__).parent
 FOLDER = HERE / "boards"
 NAMES = ("overview", "actors", "replay", "learner", "experience")
-SELECTOR = 'job=~"$job",instance=~"$instance"'
-_SERIES = re.compile(r"\b(afterplay_\w+|vllm:\w+|process_\w+|up)\b(?:\{([^}]*)\})?")
-_BY = re.compile(r"(?:sum|max) by \((\w+)\) \(")
+SELECTOR = 'run=~"$run",job=~"$job",instance=~"$instance"'
+LATEST = "2h:1m"
+"""How long the newest value of a signal with ``latest`` holds: a learner whose updates take longer has none between two
+of them."""
+_SERIES = re.compile(r"(?<![\w:])(afterplay_\w+|vllm:\w+|process_\w+|up)\b(?:\{([^}]*)\})?")
+_BY = re.compile(r"(?:sum|max) by \(run, (\w+)\) \(")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +103,34 @@ def read(name: str) -> Any:
 
 
 GROUPS: dict[str, dict[str, dict[str, Any]]] = read("signals")
+RECORDS: dict[str, str] = GROUPS.pop("records")  # type: ignore[assignment]
+"""Queries of recording rules by name."""
 SIGNALS = {name: signal for group in GROUPS.values() for name, signal in group.items()}
+
+
+def query_of(signal: Mapping[str, Any]) -> str:
+    """The query of a signal. With ``latest``, a counter: that of the newest window with data, once the counter of the
+    process that lives has moved.
+
+    >>> query_of({"query": "rate(a_total[5m]) > 0", "latest": "a_total"})
+    'last_over_time((rate(a_total[5m]) > 0)[2h:1m]) and on (run) a_total > 0'
+    """
+    query = str(signal["query"])
+    if "latest" in signal:
+        query = f"last_over_time(({query})[{LATEST}]) and on (run) {signal['latest']} > 0"
+    return f"{query} or {signal['otherwise']}" if "otherwise" in signal else query
 
 
 def expand(query: str) -> str:
     """The query with each ``@name`` replaced by the query of that signal."""
-    return re.sub(r"@(\w+)", lambda match: str(SIGNALS[match[1]]["query"]), query)
+    return re.sub(r"@(\w+)", lambda match: query_of(SIGNALS[match[1]]), query)
 
 
 def scoped(query: str, role: str = "") -> str:
     """The query of a panel: of the chosen jobs and instances, and of one role.
 
     >>> scoped("sum(up)")
-    'sum(up{job=~"$job",instance=~"$instance"})'
+    'sum(up{run=~"$run",job=~"$job",instance=~"$instance"})'
     """
     job = f'job="afterplay-{role}"' if role else ""
     return _SERIES.sub(lambda m: f"{m[1]}{{{','.join(filter(None, (SELECTOR, job, m[2])))}}}", expand(query))
@@ -132,13 +150,13 @@ def stat(name: str, role: str) -> Panel:
     signal = SIGNALS[name]
     query = scoped(signal.get("stat_query", f"@{name}"), role if name in ("heartbeat_age", "targets_down") else "")
     return Panel(
-        **signal["stat"], queries={"": query}, good=signal["good"], bad=signal["bad"], kind="stat",
+        **signal["stat"], queries={"{{run}}": query}, good=signal["good"], bad=signal["bad"], kind="stat",
         limit=limit_of(signal), width=3, height=4, runbook=signal["alerts"][0]["alert"]["name"],
     )  # fmt: skip
 
 
 def panel(entry: Mapping[str, Any], role: str) -> Panel:
-    """``query`` alone has the label of its first aggregation as its legend."""
+    """``query`` alone has the label of its first aggregation as its legend. Each legend ends with the run."""
     facts = dict(entry["panel"])
     if "limit" in facts:
         facts["limit"] = limit_of(SIGNALS[facts["limit"]])
@@ -146,7 +164,7 @@ def panel(entry: Mapping[str, Any], role: str) -> Panel:
     if queries is None:
         by = _BY.match(entry["query"])
         queries = {f"{{{{{by[1]}}}}}" if by else "": entry["query"]}
-    scope = {legend: scoped(query, role) for legend, query in queries.items()}
+    scope = {f"{legend} {{{{run}}}}".lstrip(): scoped(query, role) for legend, query in queries.items()}
     return Panel(**facts, queries=scope, good=entry["good"], bad=entry["bad"])
 
 
@@ -166,14 +184,14 @@ def alerts() -> Iterator[Alert]:
         for signal in signals.values():
             for rule in signal["alerts"]:
                 name, severity, for_ = (rule["alert"][key] for key in ("name", "severity", "for"))
-                expr = expand(rule.get("expr") or judgement(signal["query"], limit_of(signal), severity))
-                yield Alert(name, expr, for_, severity, rule["summary"], group)
+                expr = rule.get("expr") or judgement(query_of(signal), limit_of(signal), severity)
+                yield Alert(name, expand(expr), for_, severity, rule["summary"], group)
 
 
 def judgement(query: str, limit: Limit | Band | None, severity: str) -> str:
     """The rule: the query's value is beyond its limit, or further from the centre than its band allows."""
     if isinstance(limit, Band):
-        return f"abs({query} - {limit.center:g}) > {limit.tolerance:g}"
+        return f"abs(({query}) - {limit.center:g}) > {limit.tolerance:g}"
     assert limit is not None
     value = limit.critical if severity == "critical" else limit.warning
     return f"({query}) {'>' if limit.bad == 'above' else '<'} {value:g}"

@@ -8,13 +8,14 @@ additions to other rows.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import warnings
 from pathlib import Path
 
 import yaml
 
-from grafana.declarations import ALERTS, BOARDS, Band, Board, Limit, Panel, scoped
+from grafana.declarations import ALERTS, BOARDS, RECORDS, Band, Board, Limit, Panel, scoped
 
 with warnings.catch_warnings():  # the SDK warns about its own import
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -30,6 +31,8 @@ with warnings.catch_warnings():  # the SDK warns about its own import
 HERE = Path(__file__).parent
 TAG = "afterplay"
 RUNBOOK = "docs/RUNBOOK.md"
+RUN = "{{ with $labels.run }}{{ . }}: {{ end }}"
+"""Opens the summary of an alert where targets have the label."""
 DATASOURCE = common_models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 GREEN, ORANGE, RED, BLUE = "green", "orange", "red", "blue"
 AnyPanel = stat.Panel | timeseries.Panel | heatmap.Panel
@@ -61,16 +64,18 @@ def _variables(spec: Board) -> list[Builder[models.VariableModel]]:
     source = builders.DatasourceVariable("datasource").label("Data source").type("prometheus")
     return [
         source,
-        _query_variable("job", "Job", "label_values(up, job)"),
-        _query_variable("instance", "Instance", 'label_values(up{job=~"$job"}, instance)'),
+        _query_variable("run", "Run", "label_values(up, run)", every=".*"),  # also series without the label
+        _query_variable("job", "Job", 'label_values(up{run=~"$run"}, job)'),
+        _query_variable("instance", "Instance", 'label_values(up{run=~"$run",job=~"$job"}, instance)'),
         _query_variable(
             "environment", "Environment", "label_values(afterplay_replay_inserted_trajectories_total, env)"
         ),
+        _window_variable(),
         *(builders.TextBoxVariable(n).label(label).default_value(value) for n, (label, value) in spec.texts.items()),
     ]
 
 
-def _query_variable(name: str, label: str, query: str) -> builders.QueryVariable:
+def _asked_variable(name: str, label: str, query: str) -> builders.QueryVariable:
     return (
         builders.QueryVariable(name)
         .label(label)
@@ -78,12 +83,26 @@ def _query_variable(name: str, label: str, query: str) -> builders.QueryVariable
         .definition(query)
         .datasource(DATASOURCE)
         .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+    )
+
+
+def _query_variable(name: str, label: str, query: str, every: str = ".+") -> builders.QueryVariable:
+    return (
+        _asked_variable(name, label, query)
         .sort(models.VariableSort.ALPHABETICAL_ASC)
         .multi(True)
         .include_all(True)
-        .all_value(".+")
+        .all_value(every)
         .current(models.VariableOption(selected=True, text=["All"], value=["$__all"]))
     )
+
+
+def _window_variable() -> builders.QueryVariable:
+    """Seconds over which panels take rates: five minutes, or two and a half updates where those take longer."""
+    longest = 'max(afterplay_learner_update_seconds{run=~"$run"} >= 0)'
+    query = f"query_result(clamp_min(ceil(2.5 * {longest}), 300) or vector(300))"
+    window = _asked_variable("window", "Window, seconds", query).regex("/ ([0-9]+) /")
+    return window.current(models.VariableOption(selected=True, text="300", value="300"))
 
 
 def _annotations() -> list[Builder[models.AnnotationQuery]]:
@@ -92,7 +111,7 @@ def _annotations() -> list[Builder[models.AnnotationQuery]]:
     return [
         _annotation("Weights published", published, "blue", "weights published", "{{instance}}"),
         _annotation("Restarts", restarted, "orange", "restart", "{{job}} {{instance}}"),
-        _annotation("Firing alerts", 'ALERTS{alertstate="firing"}', "red", "{{alertname}}", "{{instance}}"),
+        _annotation("Firing alerts", 'ALERTS{run=~"$run",alertstate="firing"}', "red", "{{alertname}}", "{{instance}}"),
     ]
 
 
@@ -213,14 +232,19 @@ def _step(value: float | None, color: str) -> models.Threshold:
 
 def alerts_yaml(speed: float = 1.0) -> str:
     """The rule file. With ``speed`` for a run whose time passes faster (its limits are configuration): rules are
-    evaluated, and wait, that much less."""
-    rules = [
+    evaluated, and wait, that much less, and look back as much less."""
+
+    def faster(expr: str) -> str:
+        return re.sub(r"(?<=[\[:])\d+[smhd](?=[\]:])", lambda found: _faster(found[0], speed), expr)
+
+    rules: list[dict[str, object]] = [{"record": name, "expr": faster(expr)} for name, expr in RECORDS.items()]
+    rules += [
         {
             "alert": alert.name,
-            "expr": alert.expr,
+            "expr": faster(alert.expr),
             "for": _faster(alert.for_, speed),
             "labels": {"severity": alert.severity},
-            "annotations": {"summary": alert.summary, "runbook": f"{RUNBOOK}#{alert.name.lower()}"},
+            "annotations": {"summary": RUN + alert.summary, "runbook": f"{RUNBOOK}#{alert.name.lower()}"},
         }
         for alert in ALERTS
     ]
@@ -236,7 +260,8 @@ def _faster(duration: str, speed: float) -> str:
     """
     if speed == 1:
         return duration
-    return f"{int(duration[:-1]) * {'s': 1000, 'm': 60_000}[duration[-1]] / speed:.0f}ms"
+    unit = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}[duration[-1]]
+    return f"{int(duration[:-1]) * unit / speed:.0f}ms"
 
 
 def outputs() -> dict[Path, str]:

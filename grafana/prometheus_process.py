@@ -66,11 +66,13 @@ class PrometheusProcess:
         rules: Path | None = None,
         scrape_interval: str = "500ms",
         start_seconds_max: float = 30.0,
+        alertmanager: str = "",
     ) -> None:
         self._targets = tuple(targets)
         self._rules = rules
         self._scrape_interval = scrape_interval
         self._start_seconds_max = start_seconds_max
+        self._alertmanagers = [{"static_configs": [{"targets": [alertmanager]}]}] if alertmanager else []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
@@ -86,6 +88,7 @@ class PrometheusProcess:
                     "scrape_timeout": self._scrape_interval,
                     "evaluation_interval": "1s",
                 },
+                "alerting": {"alertmanagers": self._alertmanagers},
                 "rule_files": [str(self._rules.resolve())] if self._rules else [],
                 "scrape_configs": [
                     {"job_name": job, "static_configs": [{"targets": addresses}]} for job, addresses in jobs.items()

@@ -38,7 +38,8 @@ def targets_of_run(directory: Path) -> list[Target]:
         port = json.loads(path.read_text()).get("metrics_port")
         if port and role != "engine":
             found.append(Target(f"afterplay-{role}", f"{host}:{port}"))
-    found += [Target("afterplay-engine", urlsplit(url).netloc) for url in engine_addresses(config.engine, run).now()]
+    engines = engine_addresses(config.engine, run, None).now()  # Prometheus shows them no key
+    found += [Target("afterplay-engine", urlsplit(url).netloc) for url in engines]
     return found
 
 

@@ -13,6 +13,9 @@ weights that engines get straight from the device; at most one publication is un
 during training too (:mod:`learner.prefetch`). A checkpoint is copied in memory and written by
 :class:`learner.checkpoints.writer.CheckpointWriter`: the loop waits for the disk only when the previous write is not
 done.
+
+When the process is asked to stop, :meth:`LearnerLoop.run` is cancelled, and :meth:`LearnerLoop.save` makes a checkpoint
+of the last update. An update that has not changed the weights yet is given up: it is made from the same groups later.
 """
 
 from __future__ import annotations
@@ -49,10 +52,12 @@ from learner.weights.device_weights import DeviceWeights
 from learner.weights.engine_keeper import Publication
 from learner.weights.probe import WeightProbe
 from learner.weights.publisher import published_dtype, sent_from_device, weights_to_publish
+from learner.witness import trained_line
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.disk_wait import when_room
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.progress import AdaptiveLimit
+from pipeline.runtime.witness import WitnessFile
 from pipeline.schema.state import RoleState
 
 log = logging.getLogger(__name__)
@@ -96,6 +101,7 @@ class LearnerLoop:
         version: int,
         tracer: Tracer | None = None,
         device: DeviceTurn | None = None,
+        witness: WitnessFile | None = None,
     ) -> None:
         self.version = version
         """Policy version of the trainer's weights."""
@@ -110,7 +116,8 @@ class LearnerLoop:
         self._metrics = metrics
         self._lines = lines
         self._tracer = tracer or Tracer()
-        self._saved_updates = session.progress.durable_updates
+        self._witness = witness
+        self._first_update = self._saved_updates = trainer.updates
         self._last_publication: dict[str, Any] = {}
         self._prefetcher = Prefetcher(session, self._config.replay)
         tokens = self._config.learner.tokens_per_microbatch * trainer.policy.ranks.size
@@ -135,6 +142,8 @@ class LearnerLoop:
         """Until ``run.total_steps`` updates are made. ``initial``: the weights are those the engines were started
         with."""
         total = self._config.run.total_steps
+        if self._witness is not None:
+            self._witness.write("resumed", updates=self._trainer.updates, version=self.version)
         async with anyio.create_task_group() as tasks:
             served = initial and self._config.publish.lora == "merged"
             self._clock.lap()
@@ -163,29 +172,47 @@ class LearnerLoop:
             await self._acquire_device()
         self._ctx.report(RoleState.TRAINING, "", step=update + 1, groups=len(groups))
         prefetched = self._prefetcher.take(update, groups)
-        async with anyio.create_task_group() as prefetching:
-            if update + 1 < self._config.run.total_steps:
-                prefetching.start_soon(self._prefetcher.prefetch, update + 1)
-            batch, report, choice = await anyio.to_thread.run_sync(self._train, update, groups, prefetched)
-            report.seconds["choose"] += scored - complete
-            prefetching.cancel_scope.cancel()
-        await self._session.consumed(update, trained_facts(batch, report, choice, self._config.replay.ess_guard.level))
-        self.version += 1
         try:
+            async with anyio.create_task_group() as prefetching:
+                if update + 1 < self._config.run.total_steps:
+                    prefetching.start_soon(self._prefetcher.prefetch, update + 1)
+                with anyio.CancelScope(shield=True):  # what is trained is reported, also while the process stops
+                    batch, report, choice = await anyio.to_thread.run_sync(self._train, update, groups, prefetched)
+                    report.seconds["choose"] += scored - complete
+                    facts = trained_facts(batch, report, choice, self._config.replay.ess_guard.level)
+                    await self._session.consumed(update, facts)
+                    self.version += 1
+                prefetching.cancel_scope.cancel()
             with self._clock.stage("publish"):
                 await self._start_publication(tasks, await self._snapshot())
-        finally:  # the update is made and reported, also where the process is stopped now
-            times = self._clock.lap()
-            left_out = self._config.groups.groups_per_step - len(batch.groups)
-            done = Update(batch, report, times, self._last_publication, choice, self._writer.saved, left_out)
-            record_step(self._metrics, done)
-            write = partial(self._lines.write, step_line(done))
-            await when_room(write, self._ctx.directory.metrics_file, f"the line of step {update + 1} in metrics.jsonl")
+        finally:
+            if self._trainer.updates > update:
+                times = self._clock.lap()
+                left_out = self._config.groups.groups_per_step - len(batch.groups)
+                done = Update(batch, report, times, self._last_publication, choice, self._writer.saved, left_out)
+                record_step(self._metrics, done)
+                write = partial(self._lines.write, step_line(done))
+                what = f"the line of step {update + 1} in metrics.jsonl"
+                await when_room(write, self._ctx.directory.metrics_file, what)
         self._log_step(batch, report)
         updates = self._trainer.updates
         if updates % self._config.checkpoint.every == 0 or self._keeps_best(updates):
             with self._clock.stage("save"):
                 await self._checkpoint()
+
+    async def save(self) -> None:
+        """Make a checkpoint of the last update, unless there is one, and wait until it is durable. Unbounded: the
+        caller sets the bound."""
+        updates = self._trainer.updates
+        if self._saved_updates < updates and not self._trainer.policy.interrupt.mid_update:
+            await self._checkpoint()
+        self._ctx.report(RoleState.SAVING, f"the disk to take the checkpoint of step {updates}", step=updates)
+        await self._writer.idle()
+
+    @property
+    def unsaved(self) -> int:
+        """Updates that no durable checkpoint has."""
+        return self._trainer.updates - int(self._writer.saved.get("updates", self._first_update))
 
     def _train(
         self, update: int, groups: tuple[Group, ...], prefetched: PrefetchedBatch | None
@@ -193,6 +220,8 @@ class LearnerLoop:
         replay, trainer = self._config.replay, self._trainer
         made = prefetched or make_batch(update, groups, replay, trainer.mean_entropies, self._scorer.scores(update))
         report = self._trainer.train(made.batch, self.version)
+        if self._witness is not None:
+            self._witness.write("trained", **trained_line(made.batch, report))
         if report.skipped is not None:
             write_skipped(self._ctx.directory.skipped, report.skipped)
         report.seconds["choose"] += made.choose_seconds
@@ -313,6 +342,8 @@ class LearnerLoop:
                 await self._publisher.until_live(version)
             live = self._publisher.live(version)
             await self._session.announce(version, updates)
+            if self._witness is not None:
+                self._witness.write("published", version=version, updates=updates)
         finally:
             self._unserved = None
             done.set()
@@ -331,6 +362,8 @@ class LearnerLoop:
         async with self._writer.slot(updates) as submit:
             unacknowledged, trained = self._session.unacknowledged()
             state = CheckpointState(updates, self.version, unacknowledged, trained=trained)
+            if self._witness is not None:
+                self._witness.write("saving", updates=updates, version=self.version)
             submit(await anyio.to_thread.run_sync(take_image, self._trainer, state))
         self._saved_updates = updates
         now = time.monotonic()

@@ -29,6 +29,7 @@ from learner.checkpoints.checkpoint import CheckpointState, take_image
 from learner.data.rows import Batch, Row, TokenScores
 from learner.distributed.collectives import ProcessRank, RankGroup, join
 from learner.distributed.messages import unpack_command
+from learner.distributed.ranks import Interrupt
 from learner.training.trainer import Trainer
 from learner.weights.vllm_transfer import follow
 from pipeline.config import RunConfig
@@ -145,10 +146,10 @@ def _first_line(error: Exception) -> str:
 def run(config: RunConfig, process: ProcessRank, store: Store | None = None) -> int:
     """Work until rank 0 ends it; the exit code. The work is done in a thread, so that signals are handled: the first
     one interrupts the update, on all ranks; a process that is still there after
-    ``supervisor.drain_seconds_max`` ends by force."""
+    ``checkpoint.drain_seconds_max`` ends by force."""
     configure_logging(f"learner-{process.rank}")
-    interrupt, codes = threading.Event(), [int(ExitCode.FAILED)]
-    _handle_signals(interrupt, config.supervisor.drain_seconds_max)
+    interrupt, codes = Interrupt(), [int(ExitCode.FAILED)]
+    _handle_signals(interrupt, config.checkpoint.drain_seconds_max)
 
     def work() -> None:
         try:
@@ -168,7 +169,7 @@ def run(config: RunConfig, process: ProcessRank, store: Store | None = None) -> 
     return codes[0]
 
 
-def _work(config: RunConfig, process: ProcessRank, store: Store | None, interrupt: threading.Event) -> None:
+def _work(config: RunConfig, process: ProcessRank, store: Store | None, interrupt: Interrupt) -> None:
     from learner.build import load_trainer
 
     device = join(process, config.learner, store)
@@ -179,9 +180,9 @@ def _work(config: RunConfig, process: ProcessRank, store: Store | None, interrup
         execute_commands(trainer, group, writer.image)
 
 
-def _handle_signals(interrupt: threading.Event, seconds_max: float) -> None:
+def _handle_signals(interrupt: Interrupt, seconds_max: float) -> None:
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if not interrupt.is_set():
+        if not interrupt.asked:
             interrupt.set()
             timer = threading.Timer(seconds_max, os._exit, (int(ExitCode.FORCED),))
             timer.daemon = True

@@ -24,7 +24,7 @@ import anyio.to_thread
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from learner.distributed.collectives import ProcessRank, RankGroup, join, leave, process_rank
-from learner.distributed.ranks import HEARTBEAT_SECONDS
+from learner.distributed.ranks import HEARTBEAT_SECONDS, Interrupt
 from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
 from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit, module_command
@@ -60,7 +60,7 @@ class RankZero:
             self._start_children(config, store.port)
         try:
             device = join(process, config.learner, store)
-            self.group = RankGroup(device, threading.Event(), config.learner.ranks_timeout_seconds)
+            self.group = RankGroup(device, Interrupt(), config.learner.ranks_timeout_seconds)
         except BaseException:
             self._close(wait_seconds=0)
             raise
@@ -85,17 +85,18 @@ class RankZero:
                 self._note(self._gone(REAP_SECONDS) or f"a rank does not answer: {error}")
         raise TrainingError(_loss_message(self._loss))
 
-    def end(self) -> None:
-        """End the other ranks, and wait for them a bounded time. Blocks."""
+    def end(self, *, at_once: bool = False) -> None:
+        """End the other ranks, and wait for them a bounded time. ``at_once``: kill them, for there is no time left.
+        Blocks."""
         gone = self._gone() or self._loss
-        if not gone:
+        if not gone and not at_once:
             try:
                 self.group.end()
             except RuntimeError as error:
                 gone = self._gone(REAP_SECONDS) or f"a rank does not answer: {error}"
         if gone:
             log.error("%s", _loss_message(gone))
-        self._close(wait_seconds=0 if gone else END_SECONDS)
+        self._close(wait_seconds=0 if gone or at_once else END_SECONDS)
 
     def _start_children(self, config: RunConfig, port: int) -> None:
         """Start the other ranks, which read their run file from stdin and meet rank 0 at ``port``. Stdin closes when

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
@@ -26,11 +27,12 @@ from learner.observability.statistics import BatchStatistics, SourceStatistics, 
 from learner.observability.timing import StepTimes
 from pipeline.metrics.base import Declaration
 from pipeline.metrics.learner import PADDED_BECAUSE, LearnerMetrics
-from pipeline.runtime.disk_wait import whole_or_nothing
+from pipeline.runtime.disk_wait import left_out, whole_or_nothing
 from pipeline.runtime.rundir import write_bytes_atomically
 from pipeline.schema import Trajectory
 from pipeline.transport import frames
 
+log = logging.getLogger(__name__)
 M = LearnerMetrics
 ABSENT: Final = object()
 """Read where an update has no such number: its key is left out of the line, its metric stays as it is."""
@@ -201,7 +203,7 @@ NUMBERS: Final = (
     Number("guard_lr_factor", lambda u: u.report.guard_lr_factor, M.guard_learning_rate_ratio),
     Number("", lambda u: u.s.staleness, M.staleness_versions),
     Number("staleness_mean", lambda u: _mean(u.s.staleness), doc="Mean age of fresh trajectories, versions."),
-    Number("staleness_max", lambda u: _max(u.s.staleness), doc="Largest age of fresh trajectories, versions."),
+    Number("staleness_max", lambda u: _max(u.s.staleness), M.staleness_max_versions, keep=True),
     Number("", lambda u: u.s.logprob_differences, M.logprob_diff_nats),
     Number("logprob_diff_mean", lambda u: _mean(u.s.logprob_differences), doc="Mean engine mismatch at version lag 0."),
     Number("", lambda u: u.s.replay_ages, M.replay_age_versions),
@@ -262,6 +264,7 @@ NUMBERS: Final = (
         doc="Seconds by stage; step is their sum, the time since the previous line.",
     ),
     Number("", lambda u: u.times.wait, M.wait_seconds_total),
+    Number("", lambda u: u.times.total, M.update_seconds),
     Number("published", lambda u: u.published, doc="The last finished publication of weights."),
     Number("n_groups", lambda u: len(u.batch.groups), doc="Groups of the update."),
     Number("n_trajectories", lambda u: len(u.batch.trajectories), doc="Trajectories of the update."),
@@ -402,18 +405,18 @@ class MetricsLog:
         return self
 
     def __exit__(self, *args: object) -> None:
-        os.fsync(self._file.fileno())
+        if why := left_out(partial(os.fsync, self._file.fileno()), self._path):
+            log.warning("a power loss may take the last lines of metrics.jsonl: %s", why)
         self._file.close()
 
 
 def _rewind(path: Path, updates: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
     kept = [line for line in lines if _stays(line, updates)]
     if len(kept) != len(lines):
-        write_bytes_atomically(path, b"".join(kept))
+        write_bytes_atomically(path, b"".join(kept), make_folder=False)
 
 
 def _stays(line: bytes, updates: int) -> bool:

@@ -14,7 +14,7 @@ import anyio.to_thread
 from learner.build import load_trainer
 from learner.checkpoints.best import BestKeeper
 from learner.checkpoints.resume import find_resumption
-from learner.checkpoints.writer import STOP_SHARE, CheckpointWriter
+from learner.checkpoints.writer import CheckpointWriter
 from learner.device_turn import DeviceTurn, limit_memory
 from learner.loop import LearnerLoop
 from learner.models.prepare import prepare_model
@@ -26,13 +26,14 @@ from learner.training.trainer import Trainer
 from learner.weights.colocated import await_engines
 from learner.weights.publisher import make_publisher, published_versions
 from pipeline.config import RunConfig
-from pipeline.errors import Interrupted
+from pipeline.errors import Interrupted, StoreError
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.atomic_folder import remove_leftovers
 from pipeline.runtime.contents import damaged_folders
 from pipeline.runtime.disk_wait import when_room
-from pipeline.runtime.process import RoleContext
+from pipeline.runtime.process import RoleContext, working_seconds
 from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.witness import open_witness
 from pipeline.schema.state import RoleState
 from pipeline.transport.protocol import Link
 from pipeline.transport.zeromq import limits_of, open_link
@@ -70,76 +71,88 @@ async def serve(ctx: RoleContext, link: Link) -> None:
         start = await anyio.to_thread.run_sync(load, ctx.config, ctx.directory, ctx.stopping.is_set)
     except Interrupted:
         return
+    unsaved = 0
     try:
         if not ctx.stopping.is_set():
-            await _serve(ctx, start, link)
+            unsaved = await _serve(ctx, start, link)
     finally:
         if start.rank_zero is not None:
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(start.rank_zero.end)
+                await anyio.to_thread.run_sync(partial(start.rank_zero.end, at_once=unsaved > 0))
 
 
-async def _serve(ctx: RoleContext, start: Start, link: Link) -> None:
+async def _serve(ctx: RoleContext, start: Start, link: Link) -> int:
+    """Work until the run is finished or the process stops, which makes a checkpoint of the last update. Returns the
+    updates that no durable checkpoint has."""
     metrics = LearnerMetrics(ctx.registry, environments=tuple(ctx.config.environments))
     metrics.damaged_checkpoints.set(len(damaged_folders(ctx.directory.checkpoints)))
     ctx.notices += start.damaged
-    interrupt = start.trainer.policy.interrupt
-    async with (
-        link,
-        make_publisher(ctx.config, ctx.directory, start.trainer.policy, metrics) as publisher,
-        anyio.create_task_group() as tasks,
-    ):
-        config = ctx.config
-        session = LearnerSession(link, config.groups, credit_groups(config), start.progress, limits_of(config))
-        directory = ctx.directory
-        writer = CheckpointWriter(
-            directory.checkpoints, directory.model, config.checkpoint.keep, session.checkpointed, metrics
-        )
-
-        async def stop_on_signal() -> None:
-            await ctx.stopping.wait()
-            interrupt.set()
-            await until_saved()
-            tasks.cancel_scope.cancel()
-
-        async def until_saved() -> None:
-            with anyio.move_on_after(STOP_SHARE * config.supervisor.drain_seconds_max) as waiting:
-                await writer.idle()
-            if waiting.cancelled_caught:
-                log.warning(
-                    "the checkpoint of %s updates was not written in time: the previous one is kept", writer.writing
-                )
-
-        best = BestKeeper(config.evaluation, directory.checkpoints, session, writer, metrics)
-        for task in (stop_on_signal, session.run, publisher.run, writer.run, best.run):
-            tasks.start_soon(task)
-        if start.rank_zero is not None:
-            tasks.start_soon(start.rank_zero.watch)
-        start.trainer.on_layer(ctx.beat)
-        allow_time_limits(ctx, several_ranks=start.rank_zero is not None)
-        async with ctx.waiting(RoleState.WAITING_FOR_REPLAY, f"an answer from {config.replay.address}"):
-            recorded = await session.welcome()
-        publisher.identify(session.epoch)
-        version = choose_version(start.progress, recorded, published_versions(ctx.directory))
-        log.info("starting with %d updates as version %d", start.trainer.updates, version)
-        updates = start.trainer.updates
-        with (
-            await when_room(
-                partial(MetricsLog, directory.metrics_file, updates), directory.metrics_file, "metrics.jsonl"
-            ) as lines,
-            tracing(config.traces, directory.traces, config.run.seed, updates) as tracer,
+    config, directory, interrupt = ctx.config, ctx.directory, start.trainer.policy.interrupt
+    session = LearnerSession(link, config.groups, credit_groups(config), start.progress, limits_of(config))
+    writer = CheckpointWriter(
+        directory.checkpoints, directory.model, config.checkpoint.keep, session.checkpointed, metrics
+    )
+    best = BestKeeper(config.evaluation, directory.checkpoints, session, writer, metrics)
+    loop: LearnerLoop | None = None
+    try:
+        async with (
+            link,
+            make_publisher(config, directory, start.trainer.policy, metrics) as publisher,
+            anyio.create_task_group() as tasks,
         ):
-            device = None
-            if publisher.device is not None:
-                device = DeviceTurn(publisher.device, start.trainer, offload=config.learner.offload)
-            loop = LearnerLoop(ctx, start.trainer, session, publisher, writer, metrics, lines, version, tracer, device)
-            try:
-                await loop.run(initial=start.checkpoint is None)
-                await best.settle()
-            except* Interrupted:
-                log.info("cancelled the unfinished step: the process is stopping")
-                await until_saved()
-        tasks.cancel_scope.cancel()
+            with anyio.CancelScope() as training:
+
+                async def stop_on_signal() -> None:
+                    await ctx.stopping.wait()
+                    interrupt.set()
+                    training.cancel()
+                    await anyio.sleep(working_seconds(config.checkpoint.drain_seconds_max))
+                    interrupt.force()
+                    tasks.cancel_scope.cancel()
+
+                for task in (stop_on_signal, session.run, publisher.run, writer.run, best.run):
+                    tasks.start_soon(task)
+                if start.rank_zero is not None:
+                    tasks.start_soon(start.rank_zero.watch)
+                start.trainer.on_layer(ctx.beat)
+                allow_time_limits(ctx, several_ranks=start.rank_zero is not None)
+                async with ctx.waiting(RoleState.WAITING_FOR_REPLAY, f"an answer from {config.replay.address}"):
+                    recorded = await session.welcome()
+                publisher.identify(session.epoch)
+                version = choose_version(start.progress, recorded, published_versions(directory))
+                updates = start.trainer.updates
+                log.info("starting with %d updates as version %d", updates, version)
+                with (
+                    await when_room(
+                        partial(MetricsLog, directory.metrics_file, updates), directory.metrics_file, "metrics.jsonl"
+                    ) as lines,
+                    tracing(config.traces, directory.traces, config.run.seed, updates) as tracer,
+                ):
+                    device = None
+                    if publisher.device is not None:
+                        device = DeviceTurn(publisher.device, start.trainer, offload=config.learner.offload)
+                    parts = (ctx, start.trainer, session, publisher, writer, metrics, lines, version, tracer, device)
+                    loop = LearnerLoop(*parts, open_witness("learner"))
+                    try:
+                        await loop.run(initial=start.checkpoint is None)
+                        await best.settle()
+                    except* Interrupted:
+                        log.info("cancelled the unfinished step: the process is stopping")
+            if loop is not None and loop.unsaved and ctx.stopping.is_set():
+                await loop.save()
+            tasks.cancel_scope.cancel()
+    except* (OSError, StoreError):
+        if not ctx.stopping.is_set() or writer.failure is None:
+            raise
+        log.error("the checkpoint could not be written: %s", writer.failure)
+    unsaved = loop.unsaved if loop is not None else 0
+    if ctx.stopping.is_set() and unsaved:
+        log.error(
+            "stopped without a checkpoint of step %d, while %s %s (checkpoint.drain_seconds_max: %g). Steps to make "
+            "again: %d", start.trainer.updates, ctx.status.state, ctx.status.waiting_for,
+            config.checkpoint.drain_seconds_max, unsaved,
+        )  # fmt: skip
+    return unsaved
 
 
 def allow_time_limits(ctx: RoleContext, *, several_ranks: bool) -> None:

@@ -1,7 +1,7 @@
 """Traces of some trajectories of every update, with the learner's values of each token (``traces.trained``).
 
-Uses values that the update has already computed. It never stops the learner: while the disk is full traces are left
-out, on any other disk error tracing ends, both with a warning.
+Uses values that the update has already computed. It never stops the learner: traces that the file system does
+not take are left out, on any other error tracing ends, both with a warning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from learner.observability.report import StepReport
 from learner.observability.statistics import TokenValues
 from pipeline.config.evaluation import TracesConfig
 from pipeline.errors import SchemaError
-from pipeline.runtime.disk_wait import is_full
+from pipeline.runtime.disk_wait import disk_fault
 from pipeline.schema import Trajectory
 from pipeline.store.traces import Flag, SeenTokens, TraceWriter
 from pipeline.transport.codec import encode_trajectory
@@ -54,8 +54,8 @@ class Tracer:
                     frames = encode_trajectory(trajectories[i])
                     self._writer.append(index, frames, tokens.of(i, trajectories[i]), report.update)
         except (OSError, SchemaError) as error:
-            if is_full(error, Path()):
-                log.warning("the disk is full: traces of step %d are left out", report.update + 1)
+            if disk_fault(error, Path()):
+                log.warning("traces of step %d are left out: %s", report.update + 1, error)
                 return
             log.warning("stopped writing traces of trained trajectories: %s", error)
             self.close()

@@ -29,6 +29,7 @@
     ├── EpisodeLimit            an episode reached a limit on turns, tokens or time (data, not a crash)
     ├── TrainingError           the learner cannot make a step from this batch
     ├── TrackerError            an experiment tracker failed; training continues
+    ├── CallsHang               too many calls of plug-ins hang in threads; the process is started again
     ├── EnvironmentFailing      every rollout of an environment failed; the run ends
     ├── RunFailed               a run that was started from Python failed
     └── ForcedExit              a process ended without finishing its work; its exit code is not 0
@@ -43,7 +44,7 @@ import dis
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -180,6 +181,10 @@ class TrackerError(AfterplayError):
     """An experiment tracker failed; what was not sent can be sent later."""
 
 
+class CallsHang(AfterplayError):
+    """Too many calls of plug-ins hang in threads, which cannot be ended: the process is started again."""
+
+
 class EnvironmentFailing(AfterplayError):
     """Every rollout of an environment failed."""
 
@@ -280,11 +285,16 @@ _STANDARD_LIBRARY, _INSTALLED = f"{sysconfig.get_path('stdlib')}/", re.compile("
 
 
 def line_of(error: BaseException) -> str:
-    """File, line and function of the user's code that raised ``error``: the innermost frame that is neither Afterplay's
-    (but for the environments that it ships) nor a library's, else the innermost one of an installed package. Empty
-    where there is none."""
+    """The line of the user's code that raised ``error`` (:func:`line_among`)."""
+    return line_among(traceback.extract_tb(error.__traceback__))
+
+
+def line_among(frames: Iterable[traceback.FrameSummary]) -> str:
+    """File, line and function of the user's code among ``frames``, outermost first: the innermost frame that is neither
+    Afterplay's (but for the environments that it ships) nor a library's, else the innermost one of an installed
+    package. Empty where there is none."""
     installed, own = None, None
-    for frame in traceback.extract_tb(error.__traceback__):
+    for frame in frames:
         file = frame.filename
         if file.startswith("<") or (file.startswith(_OURS) and not file.startswith(_SHIPPED)):
             continue

@@ -70,13 +70,11 @@ project = tomllib.load(open(sys.argv[1], "rb"))
 print("\n".join(project["build-system"]["requires"] + project["project"]["dependencies"]))
 PY
 )
-  # the versions that this machine's tests run with, where they are installed; a torch build such as +cpu is pip's choice
-  "$PYTHON" -m pip freeze --exclude-editable 2>/dev/null | grep -E '^[A-Za-z0-9._-]+==' | sed 's/^\(torch==[^+]*\)+.*/\1/' >"$WORK/constraints"
-  key=$(cat <(echo "$spec") "$WORK/constraints" | sha256sum | cut -c1-12)
+  key=$(cat <(echo "$spec") "$ROOT/constraints.txt" | sha256sum | cut -c1-12)
   WHEELS=$CACHE/wheels-$key
   [ -d "$WHEELS" ] && return
   $NICE "$PYTHON" -m pip download -q --only-binary=:all: --python-version $PY -d "$WORK/wheels" \
-    -c "$WORK/constraints" -r <(echo "$spec") 2>"$WORK/wheels.log" \
+    -c "$ROOT/constraints.txt" -r <(echo "$spec") 2>"$WORK/wheels.log" \
     || { grep -v '^WARNING' "$WORK/wheels.log" | tail -5; cannot "the wheels cannot be downloaded"; }
   mv "$WORK/wheels" "$WHEELS"
 }
@@ -102,7 +100,7 @@ build() { # TAG CONTEXT: a Dockerfile from stdin
 
 stand_ins() {
   $NICE docker import "$CACHE/python.tar" standin/python >/dev/null
-  $NICE docker import "$CACHE/monitoring.tar" standin/monitoring >/dev/null
+  $NICE docker import "$CACHE/monitors.tar" standin/monitoring >/dev/null
   # `python` on the PATH and no PEP 668 marker, like the official image; the wheels ride along
   build python:3.11-slim-bookworm "$WHEELS" <<'EOF'
 FROM standin/python
@@ -114,6 +112,10 @@ EOF
   build "$PROMETHEUS_IMAGE" "$WORK/empty" <<'EOF'
 FROM standin/monitoring
 ENTRYPOINT ["/usr/bin/prometheus"]
+EOF
+  build "$ALERTMANAGER_IMAGE" "$WORK/empty" <<'EOF'
+FROM standin/monitoring
+ENTRYPOINT ["/usr/bin/prometheus-alertmanager"]
 EOF
   build "$GRAFANA_IMAGE" "$ROOT/tests/end_to_end/compose" <<'EOF'
 FROM standin/monitoring
@@ -131,7 +133,7 @@ prometheus() { # QUERY: one number, or nothing
 
 fail() { # WHY: comes last, below the logs
   docker compose ps -a || true
-  for service in prepare keys engine replay learner actor prometheus grafana; do
+  for service in prepare keys engine replay learner actor prometheus alertmanager alerts grafana; do
     echo "--- $service"; docker compose logs --no-log-prefix --tail 25 "$service" 2>&1 || true
   done
   echo "COMPOSE FAILED: $*"
@@ -165,6 +167,7 @@ WORK=$(mktemp -d "${TMPDIR:-/tmp}/afterplay-compose-XXXXXX")
 NS=afterplay-$$
 export DOCKER_HOST=unix://$WORK/docker.sock DOCKER_CONFIG=$WORK/client
 export COMPOSE_PROJECT_NAME=afterplay PROMETHEUS_IMAGE=standin/prometheus GRAFANA_IMAGE=standin/grafana
+export ALERTMANAGER_IMAGE=standin/alertmanager
 export PIP_EXTRA="--no-index --find-links=/wheels" TORCH=torch
 trap 'set +e; cleanup' EXIT
 trap 'exit 130' INT TERM
@@ -173,7 +176,7 @@ requirements
 compose_plugin
 say "tools are there: $(docker compose version --short)"
 root_file_system python python3,python3-venv,python3-pip,ca-certificates
-root_file_system monitoring python3,prometheus,wget
+root_file_system monitors python3,prometheus,prometheus-alertmanager,wget
 wheelhouse
 say "root file systems $(du -cm "$CACHE"/*.tar | tail -1 | cut -f1) MB, wheels $(du -sm "$WHEELS" | cut -f1) MB"
 start_engine
@@ -188,7 +191,7 @@ UP=1
 docker compose up -d --scale actor=2 --wait --wait-timeout "${WAIT_SECONDS:-180}" >"$WORK/up.log" 2>&1 || { cat "$WORK/up.log"; fail "up --wait failed"; }
 healthy=$(docker compose ps --format '{{.Service}} {{.Health}}' | sort | tr '\n' ',')
 say "up: $healthy"
-[ "$healthy" = "actor healthy,actor healthy,engine healthy,grafana healthy,learner healthy,prometheus healthy,replay healthy," ] \
+[ "$healthy" = "actor healthy,actor healthy,alertmanager healthy,alerts healthy,engine healthy,grafana healthy,learner healthy,prometheus healthy,replay healthy," ] \
   || fail "not all healthy: $healthy"
 
 until_at_least 3 'sum(afterplay_learner_steps_total)' || fail "the learner made ${value:-no} steps"
@@ -197,10 +200,12 @@ say "learner steps $value, trajectories trained $(prometheus 'sum(afterplay_repl
 # both actors keep their places under names of their own, and Prometheus finds both; it looks their names up every 5 s
 until_at_least 2 'sum(afterplay_replay_connected_peers{peer="actor"})' || fail "of 2 actors, ${value:-none} connected"
 until_at_least 2 'count(up{job="afterplay-actor"} == 1)' || fail "of 2 actors, ${value:-none} scraped"
-names=$(docker compose exec -T replay sh -c 'cd /runs/compose/processes && echo actor-*.json')
-[ "$names" = "actor-0.json actor-1.json" ] || fail "the actors are $names"
-docker compose exec -T actor sh -c 'test ! -e /keys/learner.key_secret && ! touch /x 2>/dev/null && grep -q "^CapEff:.0*$" /proc/self/status' \
-  || fail "an actor has the keys of others, a writable root, or capabilities"
+names=$(docker compose logs --no-log-prefix actor | grep -oE ' actor-[0-9]+ INFO' | sort -u | tr -d '\n')
+[ "$names" = " actor-0 INFO actor-1 INFO" ] || fail "the actors are$names"
+docker compose exec -T actor sh -c 'test ! -e /keys/learner.key_secret && ! touch /x 2>/dev/null && ! touch /runs/compose/x 2>/dev/null && grep -q "^CapEff:.0*$" /proc/self/status' \
+  || fail "an actor has the keys of others, a writable root or run directory, or capabilities"
+docker compose exec -T actor sh -c 'cd /tmp && afterplay env new my_game >/dev/null && cd afterplay-my-game && python -c "import afterplay, afterplay_my_game.environment"' \
+  || fail "an environment that afterplay env new wrote cannot be imported in the image"
 password=$(docker compose exec -T grafana cat /secrets/grafana-password)
 [ ${#password} -ge 20 ] || fail "Grafana's password is \"$password\""
 say "2 actors connected and scraped; root read-only, no capabilities, own keys, a password"

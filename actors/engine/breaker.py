@@ -10,7 +10,9 @@ half-open  After the wait one request tries the engine, and another once that ha
            the breaker, a failure opens it again.
 =========  =============================================================================================================
 
-One failed request changes nothing for the others: it is made again elsewhere.
+One failed request changes nothing for the others: it is made again elsewhere. One refused connection, DNS error or
+failed probe makes a closed breaker *doubted* until the next probe: no request is sent meanwhile, and no conversation
+moves.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ class Breaker:
     def __init__(self, jitter: Callable[[], float]) -> None:
         self.down = True
         """True while the engine does not answer, or says that it cannot serve."""
+        self.doubted = False
+        """True while nobody knows whether it answers."""
         self.problem = "not probed yet"
         """Reason why it is not closed, in words."""
         self._jitter = jitter
@@ -54,12 +58,17 @@ class Breaker:
     @property
     def closed(self) -> bool:
         """True if requests are sent without a limit."""
+        return self.trusted and not self.doubted
+
+    @property
+    def trusted(self) -> bool:
+        """True if it is closed, or will be when a probe answers."""
         return self._until is None and not self.down
 
     def state(self, now: float) -> BreakerState:
         if self.closed:
             return BreakerState.CLOSED
-        return BreakerState.OPEN if self.down or now < (self._until or 0.0) else BreakerState.HALF_OPEN
+        return BreakerState.OPEN if self.down or self.doubted or now < (self._until or 0.0) else BreakerState.HALF_OPEN
 
     def admits(self, now: float) -> bool:
         """True if a request may be sent now."""
@@ -84,7 +93,7 @@ class Breaker:
         """The engine answered a request."""
         if trial and self._until is not None:
             self._until = None
-            if not self.down:
+            if not (self.down or self.doubted):
                 self.problem = ""
             self._recent.clear()
         if self.closed:
@@ -102,16 +111,22 @@ class Breaker:
         elif trial and self._until is not None:
             self._open(now, f"it was tried again and failed: {problem}")
 
+    def doubt(self, problem: str) -> None:
+        """It refused a connection, has restarted, or a probe failed: no request is sent until the next probe."""
+        if not self.down:
+            self.doubted, self.problem = True, problem
+
     def went_down(self, problem: str) -> None:
-        """No request is sent until a probe succeeds: it refused a connection, has restarted, or a probe failed."""
-        self.down, self.problem = True, problem
+        """No request is sent until a probe succeeds: several in a row failed, or it has hung."""
+        self.down, self.doubted, self.problem = True, False, problem
 
     def came_up(self) -> None:
         """Its health probe succeeded."""
         if self.down:
-            self.down = False
-            self.problem = "" if self._until is None else "too many of its requests failed"
             self._recent.clear()
+        if self.down or self.doubted:
+            self.down = self.doubted = False
+            self.problem = "" if self._until is None else "too many of its requests failed"
 
     def _open(self, now: float, problem: str) -> None:
         wait = min(WAIT_SECONDS * 2.0 ** min(self._openings, 16), WAIT_SECONDS_MAX)

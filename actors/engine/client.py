@@ -29,7 +29,7 @@ ANSWERS_BYTES_MAX = 256 * 1024 * 1024
 CONNECT_SECONDS_MAX = 30.0
 """Long, because thousands of first requests at once may have to wait for the engine to accept them; probes are
 shorter."""
-PROBE_SECONDS_MAX = 10.0
+PROBE_SECONDS_MAX = 60.0
 """Longer than the pool's own patience, which decides what silence means."""
 KEEPALIVE_SECONDS = 3.0
 """Below the 5 s after which vLLM closes idle connections: a request on a connection that is being closed would fail."""

@@ -3,6 +3,8 @@
 *Consumes* requests for a lease and how they ended; *produces* an engine to send to. *Waits* while no engine is fit, at
 most ``wait_seconds_max``; is *unblocked* by the watcher, which probes every engine each ``probe_seconds`` and at once
 when a request failed or found only old weights. Another task reads each engine's load every ``report_seconds``.
+A third listens: an engine from which nothing has come for too long (:class:`Silence`) has hung or is unreachable. It
+gets no requests until it answers, and those under way there fail, to be made again elsewhere.
 :meth:`EnginePool.set_engines` says which engines there are: one that joined is probed and gets requests once it serves
 the weights that they need; one that left gets none, and its connections close when those under way have ended.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import sys
 from collections import Counter
@@ -41,14 +44,21 @@ from pipeline.errors import (
     EngineUnavailable,
 )
 from pipeline.metrics.actor import ENGINE_REQUESTS, ActorMetrics
+from pipeline.runtime.progress import TICK_SECONDS, Silence
 
 logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
-PROBE_SECONDS_MAX = 5.0
-"""A probe that takes longer counts as no answer; two in a row mean that the engine is down (one: it was busy)."""
+PROBE_SECONDS_MAX = 10.0
+"""A probe without an answer is given up then, so that one that was lost with a machine is made again."""
+PROBES_FAILED_MAX = 4
+DOUBT_SECONDS = 0.5
+"""An engine is down when so many probes in a row have failed, so long after each other: one refused connection or DNS
+error moves no conversation."""
 LOAD_SECONDS = 1.0
 """Time between two readings of an engine's load."""
+LOAD_SECONDS_MAX = 5.0
+"""A load that takes longer to read says nothing of now."""
 READ_MAX = 16
 """Readings of loads in a second, of all engines together."""
 LOOK_AGAIN_SECONDS = 0.05
@@ -68,10 +78,13 @@ class _Member:
     """Scope of the task that probes it."""
     poked: anyio.Event = field(default_factory=anyio.Event)
     """Set: probe it at once."""
-    unanswered: int = 0
-    """Probes in a row without an answer."""
+    failed_probes: int = 0
+    """In a row."""
     reading: bool = False
     """True while it is asked for its load."""
+    silence: Silence = field(default_factory=Silence)
+    requests: set[anyio.CancelScope] = field(default_factory=set)
+    """Scopes of the requests that are under way there."""
 
 
 class EnginePool:
@@ -120,6 +133,7 @@ class EnginePool:
             for member in self._members.values():
                 self._watch(group, member)
             group.start_soon(self._read_loads)
+            group.start_soon(self._listen)
 
     def set_engines(self, urls: Iterable[str]) -> None:
         """These are the engines from now on. One that left and comes back is a new one."""
@@ -139,7 +153,8 @@ class EnginePool:
     def _join(self, url: str) -> None:
         assert self._connect is not None
         before = self._members.get(url)
-        member = self._members[url] = _Member(self._connect(url) if before is None else before.engine)
+        member = _Member(self._connect(url)) if before is None else _Member(before.engine, requests=before.requests)
+        self._members[url] = member
         self.router.joined(url)
         if self._watchers is not None:
             logger.info("engine %s has joined", url)
@@ -154,20 +169,27 @@ class EnginePool:
         self, session: str, version_min: int, avoid: Set[str] = frozenset(), tokens: int = 0
     ) -> AsyncIterator[Engine]:
         """An engine for one request of ``session``, with a prompt of so many ``tokens``, released however the block
-        ends. An :class:`EngineError` of the block counts against the engine. Raises :class:`NoEngineFit`."""
+        ends. An :class:`EngineError` of the block counts against the engine. Raises :class:`NoEngineFit`, and
+        :class:`EngineGone` where the engine hangs: the block is cancelled."""
         lease = await self._acquire(session, version_min, avoid, tokens)
+        member = self._members[lease.engine]
         self._metrics.inflight_requests.inc()
-        try:
-            yield self._members[lease.engine].engine
-        except EngineError as error:
-            self._failed(lease, error)
-            raise
-        else:
-            self._answered(lease)
-        finally:
-            self._metrics.inflight_requests.dec()
-            self.router.release(lease)
-            self._count_evictions()
+        with anyio.CancelScope() as scope:
+            member.requests.add(scope)
+            try:
+                yield member.engine
+            except EngineError as error:
+                self._failed(lease, error)
+                raise
+            else:
+                self._answered(lease)
+            finally:
+                member.requests.discard(scope)
+                self._metrics.inflight_requests.dec()
+                self.router.release(lease)
+                self._count_evictions()
+        if scope.cancelled_caught:
+            raise EngineGone(f"engine {lease.engine} hangs, or cannot be reached: the request was given up")
 
     def other_fit(self, version_min: int, avoid: Set[str]) -> bool:
         """True if an engine that is not in ``avoid`` is fit."""
@@ -211,6 +233,7 @@ class EnginePool:
             await member.engine.close()
 
     def _answered(self, lease: Lease) -> None:
+        self._members[lease.engine].silence.heard()
         if self.router.answered(lease, _now()):
             logger.info("engine %s takes requests again", lease.engine)
             self._announce()
@@ -280,43 +303,63 @@ class EnginePool:
         with scope:
             while True:
                 await self._probe(member)
-                with anyio.move_on_after(self._probe_seconds):
+                doubted = self.router.engines[member.engine.name].breaker.doubted
+                with anyio.move_on_after(min(DOUBT_SECONDS, self._probe_seconds) if doubted else self._probe_seconds):
                     await member.poked.wait()
                 member.poked = anyio.Event()
 
     async def _probe(self, member: _Member) -> None:
         engine = member.engine
         state = self.router.engines[engine.name]
-        alive, version, problem = False, None, f"no answer within {PROBE_SECONDS_MAX:g} s"
-        member.unanswered += 1
+        was_alive, alive, version, problem = state.alive, False, None, f"no answer within {PROBE_SECONDS_MAX:g} s"
         try:
             with anyio.move_on_after(PROBE_SECONDS_MAX):
+                asked_at = _now()
                 await engine.health()
+                member.silence.heard(_now() - asked_at)
                 stamped = await engine.weight_version()
                 if self._may_sleep:
                     self._slept(engine.name, sleeping=await engine.is_sleeping())
                 alive, version, problem = True, UNSTAMPED if stamped is None else stamped, ""
-                member.unanswered = 0
         except EngineError as error:
-            member.unanswered = 0
             problem = str(error)
             self._slept(engine.name, sleeping=False)
-        if member.unanswered == 1 and state.alive:
-            return
-        was_alive, now = state.alive, _now()
-        changed = self.router.probed(engine.name, now, healthy=alive, version=version, problem=problem)
-        if alive != was_alive:
+        member.failed_probes = 0 if alive else member.failed_probes + 1
+        if alive or member.failed_probes >= PROBES_FAILED_MAX or not state.alive:
+            changed = self.router.probed(engine.name, _now(), healthy=alive, version=version, problem=problem)
+        else:
+            changed = self.router.doubted(engine.name, _now(), problem)
+        if alive != was_alive and state.alive != was_alive:
             logger.info("engine %s is %s %s", engine.name, "up" if alive else "down:", problem)
         if changed or (self._waiting and not state.breaker.closed):
             self._announce()
         self._count_fit()
+
+    async def _listen(self) -> None:
+        """Notice engines that hang, and give up the requests that are under way there."""
+        while True:
+            await anyio.sleep(TICK_SECONDS)
+            for state in self.router.members:
+                member = self._members[state.name]
+                member.silence.tick()
+                if not member.silence.too_long:
+                    continue
+                if state.alive:
+                    problem = f"it hangs, or cannot be reached: nothing came from it for {member.silence.seconds:g} s"
+                    logger.warning("engine %s is down: %s", state.name, problem)
+                    self.router.probed(state.name, _now(), healthy=False, problem=problem)
+                    self._slept(state.name, sleeping=False)
+                    self._count_fit()
+                for scope in tuple(member.requests):
+                    scope.cancel()
 
     def _count_fit(self) -> None:
         states, now = self.router.members, _now()
         fit = sum(e.fit(0, now) for e in states)
         self._metrics.engines.labels(state="fit").set(fit)
         self._metrics.engines.labels(state="unfit").set(len(states) - fit)
-        self._metrics.policy_version.set(max((e.version for e in states if e.alive), default=UNSTAMPED))
+        known = [e.version for e in states if e.alive and e.version != UNSTAMPED]
+        self._metrics.policy_version.set(max(known, default=math.nan))
 
     async def _read_loads(self) -> None:
         """Ask one engine after another, each once in ``report_seconds``, without waiting for the answers. Close the
@@ -346,7 +389,7 @@ class EnginePool:
         member.reading, asked_at, report = True, _now(), None
         in_flight = state.in_flight
         try:
-            with anyio.move_on_after(PROBE_SECONDS_MAX):
+            with anyio.move_on_after(LOAD_SECONDS_MAX):
                 report = await member.engine.report()
         except EngineError:
             return

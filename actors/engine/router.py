@@ -7,7 +7,7 @@ An engine is *fit* for a request when its :class:`Breaker` admits one and its po
 one. A session moves only
 
 * when its engine is not fit: it is down, too many of its requests fail, it has older weights than the session may
-  use, or it has left;
+  use, or it has left (while it is only doubted, its sessions make single requests elsewhere);
 * between two turns, to an engine that came back or joined and has less than its share of the sessions, while its own
   has more. The limit of such an engine rises to its share over ``RETURN_SECONDS``, for new sessions too;
 * between two turns, to an engine that is less busy, if its next turn, or the tokens of ``HORIZON_SECONDS``, take less
@@ -244,6 +244,8 @@ class Router:
         chosen = self._least_loaded(version_min, now, avoid)
         if chosen is None:
             return None
+        if entry is not None and own is not None and own.breaker.doubted and not own.leaving:
+            return self._lease(entry, session, chosen, Placement.ELSEWHERE, now, tokens)
         if entry is None or own is None:
             entry = self._sessions[session] = _Session(chosen.name)
             chosen.sessions += 1
@@ -277,20 +279,26 @@ class Router:
     def answered(self, lease: Lease, now: float) -> bool:
         """The engine answered. True if requests may be sent there again."""
         state = self.engines[lease.engine]
-        closed = state.breaker.closed
+        before = _standing(state)
         state.breaker.answered(trial=lease.trial)
-        return self._noticed(state, closed, now)
+        return self._noticed(state, before, now)
 
     def failed(self, lease: Lease, now: float, problem: str, *, down: bool = False) -> bool:
         """The request failed at the engine. ``down``: no request can succeed there before its health is probed. True if
         the engine is fit for nothing now."""
         state = self.engines[lease.engine]
-        closed = state.breaker.closed
+        before = _standing(state)
+        state.breaker.failed(now, problem, trial=lease.trial)
         if down:
-            state.breaker.went_down(problem)
-        else:
-            state.breaker.failed(now, problem, trial=lease.trial)
-        return self._noticed(state, closed, now)
+            state.breaker.doubt(problem)
+        return self._noticed(state, before, now)
+
+    def doubted(self, engine: str, now: float, problem: str) -> bool:
+        """A probe failed: nobody knows whether the engine answers. True if that is new."""
+        state = self.engines[engine]
+        before = _standing(state)
+        state.breaker.doubt(problem)
+        return self._noticed(state, before, now)
 
     def release(self, lease: Lease) -> None:
         """The request has ended, well or not. Idempotent."""
@@ -314,13 +322,13 @@ class Router:
     def probed(self, engine: str, now: float, *, healthy: bool, version: int | None = None, problem: str = "") -> bool:
         """Record the result of a health probe. True if fitness or version changed."""
         state = self.engines[engine]
-        closed = state.breaker.closed
+        before = _standing(state)
         if healthy:
             state.breaker.came_up()
         else:
             state.breaker.went_down(problem)
         changed = version is not None and self.stamped(engine, version, now)
-        return self._noticed(state, closed, now) or changed
+        return self._noticed(state, before, now) or changed
 
     def stamped(self, engine: str, version: int, now: float = float("-inf")) -> bool:
         """The engine has this policy version. True if it had another."""
@@ -480,14 +488,16 @@ class Router:
             return False
         return state.sessions + 1 <= share * min(1.0, (now - state.returned_at) / RETURN_SECONDS)
 
-    def _noticed(self, state: EngineState, was_closed: bool, now: float) -> bool:
-        """True if the breaker closed, or stopped being closed."""
-        if state.breaker.closed == was_closed:
+    def _noticed(self, state: EngineState, before: tuple[bool, bool], now: float) -> bool:
+        """True if the breaker closed, or stopped being closed. One that was only doubted has not come back."""
+        closed, trusted = now_standing = _standing(state)
+        if now_standing == before:
             return False
-        state.returned_at = now if state.breaker.closed and state.was_up else None
-        state.was_up |= state.breaker.closed
+        if trusted != before[1]:
+            state.returned_at = now if trusted and state.was_up else None
+            state.was_up |= trusted
         self._steady = self._is_steady()
-        return True
+        return closed != before[0]
 
     def _is_steady(self) -> bool:
         return all(e.breaker.closed and e.returned_at is None for e in self.members)
@@ -501,3 +511,7 @@ class Router:
         for name in idle:
             self.finish(name)
             self._moves[MoveReason.EVICTED] += 1
+
+
+def _standing(state: EngineState) -> tuple[bool, bool]:
+    return state.breaker.closed, state.breaker.trusted

@@ -85,48 +85,34 @@ from afterplay_{name}.environment import {cls}, {cls}Episode
 __all__ = ["{cls}", "{cls}Episode"]
 '''
 
-_TEST = '''"""The environment as the agent loop runs it: its answers are checked, timed and attributed."""
+_TEST = '''"""Right replies pay, wrong ones do not, and a task always starts the same."""
 
-import asyncio
-{imports}
-from actors.environments import Reply
-from actors.environments.host import EnvironmentHost
-from pipeline.config.rollouts import EnvironmentConfig
-from pipeline.schema import Task
+from {module} import {cls}
 
-NAME = {path}
+from afterplay import Reply, Task
 
 
-def host(**options):
-    return EnvironmentHost("{name}", EnvironmentConfig(name=NAME, options=options))
-
-
-async def play(game, seed, choose):
-    episode = await game.start(Task(f"{name}/{{seed}}", "{name}", seed))
+def play(game, seed, choose):
+    episode = game.start(Task(f"{name}/{{seed}}", "{name}", seed))
     total = 0.0
     for _ in range(100):
-        step = await game.step(episode, Reply(choose(episode)))
+        step = episode.step(Reply(choose(episode)))
         total += step.reward
         if step.done:
             break
-    await game.close(episode)
     return total
 
 
 def test_right_replies_pay_and_wrong_ones_do_not():
-    game = host()
+    game = {cls}()
     for seed in range(50):
-        assert asyncio.run(play(game, seed, lambda episode: episode.left[0])) == 1.0
-        assert asyncio.run(play(game, seed, lambda episode: "mauve")) == 0.0
+        assert play(game, seed, lambda episode: episode.left[0]) == 1.0
+        assert play(game, seed, lambda episode: "mauve") == 0.0
 
 
 def test_same_task_starts_the_same():
-    game = host(drops=8)
-
-    async def start(seed):
-        return (await game.start(Task(f"{name}/{{seed}}", "{name}", seed))).messages
-
-    starts = [asyncio.run(start(seed)) for seed in (*range(20), *range(20))]
+    game = {cls}(drops=8)
+    starts = [game.start(Task(f"{name}/{{seed}}", "{name}", seed)).messages for seed in (*range(20), *range(20))]
     assert starts[:20] == starts[20:]
     assert len({{messages[0].content for messages in starts}}) > 5
 '''
@@ -196,8 +182,7 @@ def write_project(folder: Path) -> list[Path]:
 
     Raises :class:`ConfigurationError`.
     """
-    path = 'str(Path(__file__).with_name("environment.py")) + ":Colours"'
-    words = {"name": "colours", "cls": "Colours", "path": path, "imports": "from pathlib import Path\n"}
+    words = {"name": "colours", "cls": "Colours", "module": "environment"}
     files = {"run.yaml": _RUN_FILE, "environment.py": _ENVIRONMENT, "test_environment.py": _TEST}
     return _write(folder, files, words, "choose another folder")
 
@@ -215,8 +200,7 @@ def write_package(name: str, folder: Path) -> list[Path]:
     if name in names():
         raise ConfigurationError(f"there is already an environment {name!r} (afterplay env list): choose another name")
     cls = "".join(w.capitalize() for w in name.split("_"))
-    words = {"name": name, "dashed": name.replace("_", "-"), "cls": cls}
-    words |= {"path": f'"afterplay_{name}:{cls}"', "imports": ""}
+    words = {"name": name, "dashed": name.replace("_", "-"), "cls": cls, "module": f"afterplay_{name}"}
     files = {
         "pyproject.toml": _PYPROJECT,
         "README.md": _README,

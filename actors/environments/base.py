@@ -118,7 +118,14 @@ class _MarkedTools:
 
 
 class Episode(ABC):
-    """One episode of one task, and all its state."""
+    """One episode of one task, and all its state.
+
+    Attributes, which are set before :meth:`Environment.start` returns:
+
+    * ``messages``: the start of the conversation, a tuple of :class:`Message`. Required.
+    * ``hint``: help for the task, or its solution, which the policy never sees. None by default.
+    * ``tools``: tools of this episode. By default its methods that are marked with :func:`tool`.
+    """
 
     messages: tuple[Message, ...]
     """The start of the conversation, set before :meth:`Environment.start` returns."""
@@ -140,7 +147,15 @@ class Episode(ABC):
 
 
 class Environment(ABC):
-    """A family of tasks. The same ``Task`` must give the same start: draw everything random from ``task.seed``."""
+    """A family of tasks. The same ``Task`` must give the same start: draw everything random from ``task.seed``.
+
+    Attributes, of the class or an instance:
+
+    * ``loop``: the agent loop, ``"tool_agent"`` for an environment with tools. None by default.
+    * ``splits``: seeds of each split, ``{"train": range(900), "eval": range(900, 1000)}``. Empty by default.
+    * ``replayable``: the same task and replies always give the same messages and rewards. False by default.
+    * ``blocking``: its plain methods run in threads. False by default.
+    """
 
     loop: str | None = None
     """The agent loop that runs it unless the run file says another: ``"tool_agent"`` for an environment with tools."""

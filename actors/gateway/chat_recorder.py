@@ -19,7 +19,6 @@ from actors.gateway.requests import ChatRequest
 from actors.rendering.renderer import Completed, Conversation
 from actors.rollout.recorder import BranchTip, PendingCall, Recorder
 from actors.tools.parsing.base import Parsed, ToolCall
-from pipeline.errors import PlugInError
 from pipeline.schema import FinishReason, Message
 
 NAME_CHARACTERS_MAX = 64
@@ -70,7 +69,7 @@ class ChatRecorder:
             assert branch.keys is not None and branch.tip.call.conversation is not None
             messages, sampled = self._as_sampled(request)
             before, new = branch.tip.call.conversation, messages[len(branch.keys) :]
-            before = replace(before, sampled=tuple(sampled))
+            before = replace(before, sampled=tuple(reply for reply in sampled if reply.special))
             conversation = self._recorder.next_prompt(before, branch.tip, new, branch.parsed)
         else:
             conversation = self._rendered(request)
@@ -146,12 +145,8 @@ class ChatRecorder:
     def _rendered(self, request: ChatRequest) -> Conversation:
         """The whole prompt. Replies of this session stand in it as they were sampled, where the template takes that."""
         messages, sampled = self._as_sampled(request)
-        try:
-            return self._recorder.renderer.start(messages, request.tools, sampled)
-        except PlugInError:
-            if messages == list(request.messages):
-                raise
-            return self._recorder.renderer.start(request.messages, request.tools, sampled)
+        instead = None if messages == list(request.messages) else request.messages
+        return self._recorder.renderer.start(messages, request.tools, sampled, instead)
 
     def _as_sampled(self, request: ChatRequest) -> tuple[list[Message], list[Completed]]:
         """Its messages, replies of this session as they were sampled, and these replies."""
@@ -160,8 +155,7 @@ class ChatRecorder:
             reply = self._replies.get(key)
             if reply is not None:
                 message = Message("assistant", reply.text)
-                if reply.special:
-                    sampled.append(reply)
+                sampled.append(reply)
             messages.append(message)
         return messages, sampled
 

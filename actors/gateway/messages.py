@@ -179,11 +179,18 @@ def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple(tools)
 
 
+_READ = {"assistant": {"role", "content", "tool_calls"}, "tool": {"role", "content", "tool_call_id", "name"}}
+"""Fields of a message that reach the prompt, by role; of other roles role and content."""
+
+
 def dropped_from(body: Mapping[str, Any]) -> list[str]:
-    """Names of fields in messages and tools that were read and have no effect here."""
-    dropped = []
-    if any(message.get("name") for message in body["messages"] if message["role"] != "tool"):
-        dropped.append("messages.name")
-    if any((tool.get("function") or {}).get("strict") for tool in body.get("tools") or ()):
-        dropped.append("tools.strict")
-    return dropped
+    """Names of fields in messages and tools that say something and have no effect here."""
+    dropped: set[str] = set()
+    for message in body["messages"]:
+        read = _READ.get(message["role"], {"role", "content"})
+        dropped |= {f"messages.{name}" for name, value in message.items() if name not in read and value}
+    for tool in body.get("tools") or ():
+        others = {**tool, **tool["function"], "type": None, "function": None}
+        read = {"name", "description", "parameters"}
+        dropped |= {f"tools.{name}" for name, value in others.items() if name not in read and value}
+    return sorted(dropped)

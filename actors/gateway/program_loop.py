@@ -79,20 +79,31 @@ class ProgramEpisode(AgentEpisode):
         if report is not None and report.error is not None:
             failure = PlugInError(PROGRAM, "Told", report.error, session.stderr)
             report = None
-        if report is None and session.engine_error is not None:
+        if session.engine_error is not None:
             raise session.engine_error
         if failure is not None and (session.limit is None or isinstance(failure, PlugInTimeout)):
             raise failure
+        if session.refusal is not None and session.limit is None:
+            raise PlugInError(
+                PROGRAM,
+                "Refused",
+                f"the last call of the program was refused, so its result is not the policy's ({session.refused_calls} "
+                f"refused in all): {session.refusal.message}",
+                session.stderr,
+            )
         if not recorder.n_turns:
             if session.limit is not None:
                 raise EpisodeLimit(session.limit)
             raise PlugInError(PROGRAM, "NoCalls", "the program ended without a call of the policy", session.stderr)
-        score = await self._reward(session, recorder.last_reply, report)
-        recorder.judge_rollout(score, report.signals if report is not None else {})
+        score = await self._reward(session, recorder.graded_reply, report)
+        signals = dict(report.signals) if report is not None else {}
+        if session.refused_calls:
+            signals["refused_calls"] = float(session.refused_calls)
+        recorder.judge_rollout(score, signals)
         truncated = session.limit is not None or (report is not None and not report.done)
         return TrajectoryStatus.TRUNCATED if truncated else TrajectoryStatus.COMPLETE
 
-    async def _reward(self, session: Session, last_reply: str, report: Report | None) -> float | None:
+    async def _reward(self, session: Session, graded_reply: str, report: Report | None) -> float | None:
         source = self._loop.reward
         reported = report is not None and (source != "program" or report.reward is not None)
         if session.limit is not None and not reported:
@@ -101,7 +112,7 @@ class ProgramEpisode(AgentEpisode):
             return 0.0
         if source == "environment":
             answer = report.answer if report is not None else None
-            step = await self.game.step(Reply(last_reply if answer is None else answer))
+            step = await self.game.step(Reply(graded_reply if answer is None else answer))
             return step.reward
         if report is None or report.reward is None:
             raise PlugInError(
@@ -221,8 +232,16 @@ class ProgramLoop(AgentLoop):
         self._renderer = renderer
         self._threads = host.threads
         self._reaper = OrphanReaper(grace_seconds=0)
-        self._parse = parser_of(self.parser, renderer.template, renderer.tokenizer, f"{where}.options.parser")
-        self._rules = ParameterRules(self.sampling_parameters, self.unsupported)
+        parser, refused = f"{where}.options.parser", ""
+        try:
+            self._parse = parser_of(self.parser, renderer.template, renderer.tokenizer, parser)
+        except ConfigurationError as error:
+            if self.parser != "auto":
+                raise
+            # Only a program that states tools needs a parser.
+            self._parse = parser_of("hermes", renderer.template, renderer.tokenizer, parser)
+            refused = str(error)
+        self._rules = ParameterRules(self.sampling_parameters, self.unsupported, refused)
         self._function = None if self.function is None else attribute(self.function, f"{where}.options.function")
         token = None
         if self.token_env is not None:

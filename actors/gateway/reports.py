@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-import orjson
 
 from actors.gateway.messages import Refusal, wrong
 from pipeline.errors import PlugInError
@@ -16,6 +16,8 @@ PROGRAM = "program"
 SIGNALS_MAX = 64
 ANSWER_CHARACTERS_MAX = 100_000
 FLOAT_MAX = 1e300
+_TERMINAL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+"""Colours and movements of a terminal (ECMA-48 control sequences)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,11 @@ def read_report(body: Mapping[str, Any]) -> Report:
 
 def last_line(output: str) -> Report | None:
     """The report that is the last line of the output, where that is a JSON object with something of a report in it."""
-    lines = output.strip().splitlines()
+    line = re.split(r"[\r\n]", output.strip())[-1]  # splitlines() would cut JSON texts at U+2028 and U+0085
+    line = _TERMINAL.sub("", line).strip("\ufeff \t")
     try:
-        value = orjson.loads(lines[-1]) if lines else None
-    except orjson.JSONDecodeError:
+        value = json.loads(line) if line else None  # takes NaN, of which read_report() says what is wrong
+    except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or not {"reward", "answer", "error", "done", "signals"} & set(value):
         return None

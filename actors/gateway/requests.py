@@ -7,7 +7,7 @@ in ``ignored``, as the run file says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -79,6 +79,8 @@ class ParameterRules:
     """Treatment of sampling parameters, which would change the run's policy."""
     unsupported: Literal["ignore", "refuse"] = "refuse"
     """Treatment of parameters that a program may rely on in the answer."""
+    tools_refused: str = ""
+    """The reason why calls with tools are refused: no parser reads what the model writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class _Reader:
         value = self.body.get(name)
         if value is None or any(value == accepted for accepted in same):
             return
-        self._left_out(
+        self.refuse_or_ignore(
             name,
             self.rules.sampling,
             f"{name}={shown(value)} would change how the policy is sampled, which the run file decides; leave it "
@@ -139,19 +141,23 @@ class _Reader:
         value = self.body.get(name)
         if value is None or any(value == accepted for accepted in same):
             return
-        self._left_out(
+        self.refuse_or_ignore(
             name, self.rules.unsupported, f"{name}={shown(value)}: {why}; leave it out, or set unsupported: ignore"
         )
 
-    def _left_out(self, name: str, rule: str, message: str) -> None:
+    def refuse_or_ignore(self, name: str, rule: str, message: str) -> None:
+        """Raises :class:`Refusal` under the rule ``refuse``."""
         if rule == "refuse":
             raise Refusal(400, message, code="unsupported_parameter", param=name)
         self.ignored.append(name)
 
     def unknown(self, understood: frozenset[str]) -> None:
-        """Parameters that nobody knows are left out, and named where a header can hold the name."""
-        names = sorted(name for name in self.body.keys() - understood if self.body[name] is not None)
-        self.ignored += [name for name in names if name.isascii() and name.isidentifier() and len(name) <= 64][:32]
+        """Parameters that nobody knows are left out."""
+        self.leave_out(sorted(name for name in self.body.keys() - understood if self.body[name] is not None))
+
+    def leave_out(self, names: Sequence[str]) -> None:
+        """Names fields without effect, as far as a header can hold their names."""
+        self.ignored += [n for n in names if n.isascii() and n.replace(".", "_").isidentifier() and len(n) <= 64][:32]
 
     def whole(self, name: str, low: int, high: int) -> int | None:
         value = self.body.get(name)
@@ -178,13 +184,18 @@ def read_chat(data: bytes, sampling: Sampling, rules: ParameterRules) -> ChatReq
     for name, (why, same) in _RELIED_ON.items():
         reader.unsupported(name, why, *same)
     tools = read_tools(body.get("tools"))
+    if tools and rules.tools_refused:
+        raise Refusal(400, rules.tools_refused, code="unsupported_parameter", param="tools")
     if body.get("tool_choice") != "none":
         reader.unsupported("tool_choice", "the policy chooses itself", "auto")
     n = reader.whole("n", 1, CHOICES_MAX) or 1
     options = body.get("stream_options")
     reader.unknown(_CHAT)
     messages, keys = read_messages(body.get("messages"))
-    reader.ignored += dropped_from(body)
+    if any(message.get("function_call") for message in body["messages"]):
+        why = "functions were replaced by tools: give tool_calls instead"
+        reader.refuse_or_ignore("messages.function_call", reader.rules.unsupported, f"messages.function_call: {why}")
+    reader.leave_out([name for name in dropped_from(body) if name not in reader.ignored])
     tokens_max = reader.whole("max_completion_tokens", 1, 2**31)
     return ChatRequest(
         messages,

@@ -115,8 +115,9 @@ def _calls(reply: ChatReply) -> list[dict[str, Any]]:
 def _logprobs(generation: Generation, renderer: Renderer) -> dict[str, Any]:
     content = []
     for token_id, logprob in zip(generation.token_ids.tolist(), generation.logprobs.tolist(), strict=True):
-        text = renderer.decode_ids([token_id])
-        content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+        raw = renderer.token_bytes(token_id)
+        token = raw.decode("utf-8", "replace")
+        content.append({"token": token, "logprob": logprob, "bytes": list(raw), "top_logprobs": []})
     return {"content": content, "refusal": None}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -104,7 +105,7 @@ class Gateway:
         self._socket.close()
 
     def _application(self) -> web.Application:
-        app = web.Application(middlewares=[_errors_as_json], client_max_size=self._body_bytes_max)
+        app = web.Application(middlewares=[_errors_as_json, self._refusals], client_max_size=self._body_bytes_max)
         for prefix in ("", "/sessions/{session}"):
             app.router.add_post(f"{prefix}/v1/chat/completions", self._counted("chat", self._chat))
             app.router.add_post(f"{prefix}/inference/v1/generate", self._counted("generate", self._generate))
@@ -132,6 +133,17 @@ class Gateway:
                 self._count(route, outcome)
 
         return counted
+
+    @web.middleware
+    async def _refusals(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Tells a session which of its calls were not answered; those of routes that do not exist among them."""
+        try:
+            return await handler(request)
+        except (Refusal, web.HTTPException) as error:
+            session = self._session_of(request)
+            if session is not None and request.method == "POST" and not request.path.endswith("/finish"):
+                session.refused(error if isinstance(error, Refusal) else _as_refusal(request, error))
+            raise
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
@@ -195,11 +207,14 @@ class Gateway:
             "task": session.task,
         }
 
-    def _session(self, request: web.Request) -> Session:
+    def _session_of(self, request: web.Request) -> Session | None:
         """The path decides where it names one: clients have session headers of their own."""
-        named = request.match_info.get("session")
-        numbers = (request.headers.get("X-Session-ID", ""), _bearer(request)) if named is None else (named,)
-        session = next((self._sessions[n] for n in numbers if n in self._sessions), None)
+        _, first, *rest = request.path.split("/")
+        named = rest[:1] if first == "sessions" else [request.headers.get("X-Session-ID", ""), _bearer(request)]
+        return next((self._sessions[number] for number in named if number in self._sessions), None)
+
+    def _session(self, request: web.Request) -> Session:
+        session = self._session_of(request)
         if session is None:
             raise Refusal(
                 404,
@@ -224,9 +239,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         answer = _json(refusal.body(), refusal.status)
         return parting(answer) if refusal.status in (401, 404) else answer
     except web.HTTPException as error:
-        return parting(
-            _json(Refusal(error.status, f"{request.method} {request.path}: {error.reason}").body(), error.status)
-        )
+        return parting(_json(_as_refusal(request, error).body(), error.status))
     except web.RequestPayloadError as error:  # chunks, lengths or a compression that are none
         return parting(_json(Refusal(400, f"the body cannot be read: {error}", code="invalid_body").body(), 400))
     except (asyncio.CancelledError, ConnectionError):
@@ -234,6 +247,11 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except Exception as error:
         _log.exception("%s failed", request.method)
         return _json(Refusal(500, f"{type(error).__name__}: {error}").body(), 500)
+
+
+def _as_refusal(request: web.Request, error: web.HTTPException) -> Refusal:
+    path = re.sub(r"^/sessions/[^/]+", "", request.path)  # the id is a secret
+    return Refusal(error.status, f"{request.method} {path}: {error.reason}")
 
 
 def _outcome(refusal: Refusal) -> str:

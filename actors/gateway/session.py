@@ -51,6 +51,10 @@ class Session:
         """Limit that refused the last call, if one did."""
         self.engine_error: EngineError | None = None
         """Error of the engine in the last call, if there was one."""
+        self.refused_calls = 0
+        """Calls that were not answered, for whatever reason."""
+        self.refusal: Refusal | None = None
+        """Refusal of the last call, if it was refused."""
         self.stderr = ""
         """The end of what the program wrote to stderr."""
         self.heard_at = anyio.current_time()
@@ -134,19 +138,29 @@ class Session:
         self.report = report
         self.reported.set()
 
+    def refused(self, refusal: Refusal) -> None:
+        """A call of the program was not answered. After the report that tells nothing any more."""
+        if self.report is None:
+            self.refused_calls += 1
+            self.refusal = refusal
+
     def expire(self) -> None:
         """The time is over: calls are refused, those under way are ended, and a report may still come."""
         self._expired = True
         self.limit = Limit.SECONDS
         trouble = self._policy.trouble() if self.busy else ""
         if trouble:
-            self.engine_error = EngineUnavailable(f"the time of the episode ended while a call waited for {trouble}")
+            self._engine_failed(EngineUnavailable(f"the time of the episode ended while a call waited for {trouble}"))
         self._cancel()
 
     def end(self) -> None:
         """Nothing is taken any more."""
         self._ended = True
         self._cancel()
+
+    def _engine_failed(self, error: EngineError) -> None:
+        if self.report is None:
+            self.engine_error = error
 
     def require_open(self) -> None:
         """Raises :class:`Refusal`."""
@@ -214,10 +228,10 @@ class Session:
             with scope:
                 completion = await self._policy.complete(pending.prompt_ids, room, stop)
         except EngineRefused as error:
-            self.engine_error = error
+            self._engine_failed(error)
             raise Refusal(400, str(error), code="engine_refused") from error
         except EngineError as error:
-            self.engine_error = error
+            self._engine_failed(error)
             raise Refusal(503, str(error), code="engine_unavailable") from error
         except EpisodeLimit as limit:  # of a policy that counts tokens itself
             self.limit = Limit(limit.args[0])
@@ -233,7 +247,7 @@ class Session:
             raise Refusal(404, "this session has ended", code="session_not_found")
         self._in_flight -= 1
         self._budget.give_back(room - len(completion.generation.token_ids))
-        self.engine_error = None
+        self.engine_error = self.refusal = None
         return completion
 
     def _recorded(self, pending: PendingCall, completion: Completion, stop: tuple[str, ...]) -> ChatReply:

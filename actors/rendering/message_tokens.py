@@ -85,6 +85,9 @@ class MessageTokens:
         """The text of messages, one after another."""
         return "".join(part.content for part in map(self._part, ids) if isinstance(part, Message))
 
+    def token_bytes(self, number: int) -> bytes:
+        return self.decode_ids([number]).encode("utf-8", "replace")
+
     def _part(self, number: int) -> Message | tuple[ToolSchema, ...]:
         if not FIRST <= number < FIRST + len(self._known):
             raise PlugInError(RENDERER, "TokenIds", "the program sends token ids, and the endpoint takes messages")

@@ -13,6 +13,12 @@ as context. With ``append`` it never does: what the template puts between *some*
 rendering a short conversation around ``n``) is appended to what was sampled, and what the template would have changed
 earlier stays.
 
+Every text that an environment, a tool, an example or a program said is in the prompt. A conversation is rendered in the
+first form (:class:`actors.rendering.tool_messages.Form`) that the template takes *and* in which nothing of it is
+missing (:mod:`actors.rendering.said`). Where there is none, that is an error with the template's name. Which forms a
+template can take at all is found once for each renderer, with conversations of marked texts. A template may drop what
+the policy itself wrote, such as its thoughts: then the conversation forks.
+
 A tokenizer cuts its input at special tokens before it does anything else, so the rest is tokenised behind the
 end-of-turn token and the ids are those of the whole text. Only a template without special tokens around turns can
 give other ids than a tokenisation of the whole text would; the ids that are recorded are those that the engine sees
@@ -21,20 +27,32 @@ in either case.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from actors.rendering.said import TextLost, arguments_of, lost, lost_schema
 from actors.rendering.special_text import Span, SpecialText
-from actors.rendering.tool_messages import ToolSchema, style_of
+from actors.rendering.tool_messages import (
+    Form,
+    ToolSchema,
+    described,
+    forms_of_tools,
+    with_calls_in_text,
+    with_system_text,
+)
+from actors.tools.parsing.base import ToolCall, ToolFormat
+from actors.tools.parsing.registry import FORMATS, format_of_template
+from pipeline.cli.viewer.vocabulary import bytes_of_tokens
 from pipeline.errors import ConfigurationError, boundary
 from pipeline.schema import Message
 
 RENDERER = "renderer"
-_MARK = "afterplay"
+_MARK, _THOUGHT = "afterplaymark", "afterplaythought"
 PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Tokenizer classes that add nothing to ``tokenizer.json``."""
 
@@ -56,6 +74,18 @@ class Conversation:
     """Tools of the policy, rendered with every prompt of the conversation; marked for the template."""
     sampled: tuple[Completed, ...] = ()
     """The completions of the policy that hold special tokens: they stay special when a template renders them."""
+    given: int = 0
+    """The replies among so many first messages were written, not sampled: every prompt has them whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """Abilities of a chat template."""
+
+    schemas: bool
+    """The template writes ``tools``."""
+    base: Form
+    """The form of a conversation without tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +105,25 @@ class Renderer:
     end_ids: tuple[int, ...]
     """Token ids that end a turn; the engine gets them as ``stop_token_ids``."""
 
-    def __init__(self, tokenizer: Any, end_ids: Iterable[int] = ()) -> None:
-        """``end_ids``: more end-of-turn tokens, beside the tokenizer's and the template's.
+    def __init__(self, tokenizer: Any, end_ids: Iterable[int] = (), name: str = "") -> None:
+        """``end_ids``: more end-of-turn tokens, beside the tokenizer's and the template's. ``name``: of the template,
+        for errors.
 
-        Raises :class:`ConfigurationError` for a tokenizer without a chat template or without any end-of-turn token.
+        Raises :class:`ConfigurationError` for a tokenizer without a chat template or without any end-of-turn token, and
+        for a template that leaves out what is said.
         """
         self._tokenizer = tokenizer
+        self.name = name or str(getattr(tokenizer, "name_or_path", "")) or type(tokenizer).__name__
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigurationError(
-                f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template: "
-                "set model.chat_template to a Jinja file"
+                f"the tokenizer {self.name!r} has no chat template: set model.chat_template to a Jinja file"
             )
         self._backend = _plain_backend(tokenizer)
         self._decoder = _plain_decoder(tokenizer, self._backend)
+        self._bytes_of = bytes_of_tokens(tokenizer)
         self._special_ids = frozenset(int(i) for i in tokenizer.all_special_ids)
         self._special = SpecialText(tokenizer, self._backend, self.template)
-        self._style = style_of(self.template, self._render)
+        self._style = self._find_style()
         ends = {int(i) for i in end_ids}
         if tokenizer.eos_token_id is not None:
             ends.add(int(tokenizer.eos_token_id))
@@ -119,27 +152,65 @@ class Renderer:
             template = template.get("tool_use") or template.get("default") or next(iter(template.values()), "")
         return str(template)
 
+    def forms(self) -> tuple[bool, Form, Form]:
+        """True if the template writes tool schemas; the first forms that it takes of a conversation with written calls,
+        and of one in which a tool answers a reply that is kept as text."""
+        calls, answers = (next(filter(None, f)) for f in (self._forms_of_calls, self._forms_of_answers))
+        return self._style.schemas, calls, answers
+
     def start(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), sampled: Sequence[Completed] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        sampled: Sequence[Completed] = (),
+        instead: Sequence[Message] | None = None,
     ) -> Conversation:
         """The first prompt. ``tools``: the schemas of what may be called, rendered as the template does. ``sampled``:
-        completions of the policy that stand in ``messages`` as replies; other replies are the text of others."""
+        completions of the policy that stand in ``messages`` as replies; other replies are the text of others.
+        ``instead``: the same messages with these replies stated otherwise, for templates that do not take them so."""
         with boundary(RENDERER):
             marked = tuple(self._special.mark_all(tool) for tool in tools)
-        return self._started(messages, marked, tuple(reply for reply in sampled if reply.special))
+        variants = [messages] if instead is None else [messages, instead]
+        texts = [reply.text for reply in sampled]
+        own = (i for i, m in enumerate(messages) if m.role == "assistant" and any(m.content in text for text in texts))
+        return self._started(variants, marked, tuple(sampled), next(own, len(messages)))
 
     def restart(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
         """The next branch, which begins with a rewritten history."""
-        started = self._started(messages, conversation.tools, conversation.sampled)
+        same = (a == b for a, b in zip(messages, conversation.messages[: conversation.given], strict=False))
+        given = next((i for i, equal in enumerate(same) if not equal), min(len(messages), conversation.given))
+        started = self._started([messages], conversation.tools, conversation.sampled, given)
         return replace(started, branch=conversation.branch + 1)
 
     def _started(
-        self, messages: Sequence[Message], tools: tuple[ToolSchema, ...], sampled: tuple[Completed, ...]
+        self,
+        variants: Sequence[Sequence[Message]],
+        tools: tuple[ToolSchema, ...],
+        sampled: tuple[Completed, ...],
+        given: int,
     ) -> Conversation:
+        """``variants``: the same conversation with its replies stated differently. ``given``: see
+        :class:`Conversation`."""
+        replies = [reply.text for reply in sampled]
+
+        def lacks(messages: Sequence[Message], text: str) -> str | None:
+            said = _said(messages, given, replies)
+            return lost(said, text) or lost_schema(tools, text, self._special.restore)
+
         with boundary(RENDERER):
-            marked = self._apply(messages, tools, sampled)
-            ids = self._encode(marked)
-            return Conversation(tuple(messages), self._special.restore(marked), ids, ids, 0, tools, sampled)
+            failure: Exception | None = None
+            for shown in (tools, tuple(described(tools))) if tools and self._style.schemas else (tools,):
+                try:
+                    messages, marked = self._fit(lambda: variants, shown, sampled, lacks)
+                except TextLost as error:
+                    failure = failure or error
+                    continue
+                ids = self._encode(marked)
+                special = tuple(reply for reply in sampled if reply.special)
+                text = self._special.restore(marked)
+                return Conversation(tuple(messages), text, ids, ids, 0, shown, special, given)
+            assert failure is not None
+            raise failure
 
     def completion_ids(self, text: str) -> tuple[int, ...]:
         """Token ids that write ``text`` as a reply, with the end-of-turn token. For demonstrations; a policy may have
@@ -157,6 +228,11 @@ class Renderer:
         """The text of ids."""
         with boundary(RENDERER):
             return self._decode(list(ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one id: a part of a character where it is only that, and with the space it begins with."""
+        with boundary(RENDERER):
+            return self._bytes_of(token_id)
 
     def completed(self, completion_ids: Sequence[int]) -> Completed:
         """Decode a completion for the environment, without the end-of-turn token that closed it."""
@@ -196,7 +272,7 @@ class Renderer:
                 branch += 1
             else:
                 ids = (*conversation.prompt_ids, *completion_ids, *added)
-        return Conversation(messages, text, ids, added, branch, conversation.tools, sampled)
+        return Conversation(messages, text, ids, added, branch, conversation.tools, sampled, conversation.given)
 
     def _whole(
         self,
@@ -206,16 +282,114 @@ class Renderer:
         parsed_reply: Message | None,
         sampled: Sequence[Completed],
     ) -> tuple[tuple[Message, ...], str]:
-        """The whole conversation and its marked text: the reply as it was sampled, or ``parsed_reply`` where that is
-        refused."""
-        messages = (*conversation.messages, Message("assistant", completed.text), *new)
+        """The whole conversation and its marked text: the reply as it was sampled, or with its parts stated apart
+        where the template does not take that."""
+        seen = conversation.text + completed.text
+
+        def variants() -> Iterator[tuple[Message, ...]]:
+            for reply in self._replies(completed.text, parsed_reply):
+                yield (*conversation.messages, reply, *new)
+
+        def lacks(messages: Sequence[Message], text: str) -> str | None:
+            if text.startswith(seen):
+                return lost(new, text, len(seen))
+            said = [*_said(conversation.messages, conversation.given, None), *new]
+            return lost(said, text) or lost_schema(conversation.tools, text, self._special.restore)
+
+        def doubled(text: str) -> bool:
+            """The template writes once more how a reply begins."""
+            opening = self._opening
+            return bool(opening) and not text.startswith(seen) and opening + completed.text in text
+
+        messages, marked = self._fit(variants, conversation.tools, sampled, lacks, doubled)
+        return tuple(messages), marked
+
+    def _fit(
+        self,
+        variants: Callable[[], Iterable[Sequence[Message]]],
+        tools: Sequence[ToolSchema],
+        sampled: Sequence[Completed],
+        lacks: Callable[[Sequence[Message], str], str | None],
+        unlike: Callable[[str], bool] = lambda text: False,
+    ) -> tuple[Sequence[Message], str]:
+        """The first of ``variants``, in the first form, that the template renders and ``lacks`` finds nothing missing
+        in: its messages and its marked text. One that is ``unlike`` what the policy has seen is taken if no other
+        can be. Raises what the template raised, or :class:`TextLost`."""
+        failure: Exception | None = None
+        for attempt in itertools.count():
+            spare, tried = None, False
+            for messages in variants():
+                forms = self._forms_of(messages)
+                if attempt >= len(forms):
+                    continue
+                tried = True
+                if (form := forms[attempt]) is None:
+                    continue
+                try:
+                    marked = self._apply(messages, tools, sampled, form)
+                except Exception as error:
+                    failure = failure or error
+                    continue
+                text = self._special.restore(marked)
+                if (what := lacks(messages, text)) is not None:
+                    failure = failure or TextLost(f"the chat template of {self.name} leaves out {what}")
+                elif not unlike(text):
+                    return messages, marked
+                elif spare is None:
+                    spare = messages, marked
+            if spare is not None:
+                return spare
+            if not tried:
+                break
+        assert failure is not None
+        raise failure
+
+    def _replies(self, text: str, parsed: Message | None) -> Iterator[Message]:
+        """A sampled reply as a message: as it is, without what the template writes around contents and thoughts, and
+        with its calls apart."""
+        yield Message("assistant", text)
+        apart: dict[str, Any] = {}
+        rest = text if parsed is None else parsed.content
+        opening, closing = self._around_thoughts
+        if opening and opening in text:
+            thought = text.partition(opening)[2].partition(closing)[0]
+            apart = {"reasoning_content": thought, "thinking": thought}
+            rest = rest.replace(opening + thought + closing, "", 1)
+        if self._opening and self._opening in text:
+            yield Message("assistant", text.rpartition(self._opening)[2], apart)
+        if parsed is not None:
+            if apart:
+                shown = "" if any(True for _ in self._special.texts_in(rest)) else rest
+                yield replace(parsed, content=shown, extra={**parsed.extra, **apart})
+            yield parsed
+
+    @cached_property
+    def _opening(self) -> str:
+        """The text that the template writes between the generation prompt and a reply, if there are special tokens in
+        it: the policy samples it, and the template writes it again."""
+        return self._before_content({}) or ""
+
+    @cached_property
+    def _around_thoughts(self) -> tuple[str, str]:
+        """The texts before and after the thoughts of a reply, up to a special token; empty where the template takes no
+        thoughts."""
+        before = self._before_content({"reasoning_content": _THOUGHT, "thinking": _THOUGHT}) or ""
+        opening, found, closing = before.partition(_THOUGHT)
+        closing = next(self._special.texts_in(closing), "")
+        return (opening, closing) if found and opening and closing else ("", "")
+
+    def _before_content(self, extra: Mapping[str, Any]) -> str | None:
+        user, reply = Message("user", "x"), Message("assistant", _MARK, extra)
         try:
-            return messages, self._apply(messages, conversation.tools, sampled)
+            prompt = self._apply([user])
+            text = self._apply([user, reply], closed=True)
         except Exception:
-            if parsed_reply is None:
-                raise
-            messages = (*conversation.messages, parsed_reply, *new)
-            return messages, self._apply(messages, conversation.tools, sampled)
+            return None
+        before, found, _ = text.partition(_MARK)
+        if not found or not before.startswith(prompt):
+            return None
+        before = before[len(prompt) :]
+        return before if any(True for _ in self._special.texts_in(before)) else None
 
     def _appended(
         self,
@@ -227,12 +401,11 @@ class Renderer:
         sampled: tuple[Completed, ...],
     ) -> Conversation:
         """Sampled ids as they are, then what the template puts between a reply and the next one."""
-        end, rest = self._between(new, parsed_reply)
+        end = self._end_texts[completed.end_id] if completed.end_id is not None else ""
+        rest = self._between(completed, new, parsed_reply)
         ids = self._encode(end + rest)
-        sampled_end = self._end_texts[completed.end_id] if completed.end_id is not None else ""
-        if end and sampled_end:
-            end = sampled_end
-            ids = ids[1:] if ids and ids[0] == self._usual_end else self._encode(rest)
+        if end:
+            ids = ids[1:] if ids and ids[0] == completed.end_id else self._encode(rest)
         messages = (*conversation.messages, Message("assistant", completed.text), *new)
         return Conversation(
             messages,
@@ -242,31 +415,75 @@ class Renderer:
             conversation.branch,
             conversation.tools,
             sampled,
+            conversation.given,
         )
 
-    def _between(self, new: Sequence[Message], parsed_reply: Message | None) -> tuple[str, str]:
-        """(end-of-turn text, marked text that follows it up to the next reply). No end-of-turn text where the template
-        has none."""
-        forms = [Message("assistant", _MARK)]
-        if parsed_reply is not None:
-            forms.append(replace(parsed_reply, content=_MARK))
-        failure: Exception | None = None
-        for form in forms:
-            try:
-                text = self._apply([Message("user", "x"), form, *new])
-            except Exception as error:
-                failure = error
-                continue
-            tail = text.partition(_MARK)[2]
-            end = self._end_texts[self._usual_end] if self._has_end else ""
-            if not end:
-                return "", tail
-            _, found, rest = tail.partition(end)
-            if found:
-                return end, rest
-        raise ValueError(
-            f"the chat template closes no turn of the assistant before {[m.role for m in new]}"
-        ) from failure
+    def _between(self, completed: Completed, new: Sequence[Message], parsed_reply: Message | None) -> str:
+        """The marked text that follows a completion up to the next reply: behind the end token that was sampled, or
+        with the one that the template writes where none was."""
+        user = Message("user", "x")
+        replies = [Message("assistant", _MARK)]
+        if parsed_reply is not None and (calls := parsed_reply.extra.get("tool_calls")):
+            stated = [{**c, "function": {**c["function"], "arguments": {_MARK: _MARK}}} for c in calls]
+            replies.append(replace(parsed_reply, content="", extra={**parsed_reply.extra, "tool_calls": stated}))
+
+        def variants() -> Iterator[Sequence[Message]]:
+            for reply in replies:
+                yield (user, reply, *new)
+
+        def lacks(messages: Sequence[Message], text: str) -> str | None:
+            return lost(new, text, text.index(_MARK) if _MARK in text else 0)
+
+        messages, text = self._fit(variants, (), (), lacks)
+        if messages[1] is replies[0]:
+            rest = text.partition(_MARK)[2]
+        else:
+            rest = self._after_calls(text.rpartition(_MARK)[2], completed.text)
+        if completed.end_id is None:
+            return rest
+        end = self._end_texts[completed.end_id]
+        ends = dict.fromkeys([end, *self._closing, *self._end_texts.values()])
+        while found := next((text for text in ends if self._closes(text, end, rest.lstrip())), ""):
+            rest = rest.lstrip()[len(found) :]
+            if found == end:
+                break
+        return rest
+
+    def _closes(self, text: str, sampled: str, rest: str) -> bool:
+        """True if ``rest`` begins with ``text`` and that stands for the sampled end token: it is the same, or another
+        end token of a template that closes turns, and not one that opens what follows."""
+        if not text or not rest.startswith(text):
+            return False
+        if text == sampled or text in self._closing:
+            return True
+        after = rest[len(text) :].lstrip()
+        return self._has_end and after.startswith(next(self._special.texts_in(after), "\0"))
+
+    def _after_calls(self, rest: str, sampled: str) -> str:
+        """Text behind a reply whose last call is closed in ``rest``: as the policy closed it, or by an end token."""
+        last = [text for text in self._special.texts_in(sampled)][-1:]
+        closers = [text for text in last if sampled.rstrip().endswith(text)]
+        found = [at + len(text) for text in closers if (at := rest.find(text)) >= 0]
+        found += [at for text in self._end_texts.values() if text and (at := rest.find(text)) >= 0]
+        if not found:
+            raise ValueError("the chat template closes a reply with tool calls by no token")
+        return rest[min(found) :]
+
+    @cached_property
+    def _closing(self) -> tuple[str, ...]:
+        """Tokens with which the template closes a reply: at the end, and before the user's next message. None where it
+        only begins the next message."""
+        if not self._has_end:
+            return ()
+        last = self._end_texts[self._usual_end]
+        user = Message("user", _THOUGHT)
+        try:
+            text = self._apply([Message("user", "x"), Message("assistant", _MARK), user])
+        except Exception:
+            return (last,)
+        after, _, end = text.partition(_MARK)[2].partition(_THOUGHT)
+        inner = next(self._special.texts_in(after), "")
+        return (last, inner) if inner and inner != last and inner in end else (last,)
 
     def _added(self, end_id: int | None, rest: str) -> tuple[int, ...] | None:
         """Ids of the marked text that follows a completion and the end token that was sampled, or None where it does
@@ -282,28 +499,123 @@ class Renderer:
         return self._encode(rest[len(end_text) :])
 
     def _template_end(self) -> int | None:
-        """The special token that the template puts right after an assistant's content."""
-        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
+        """The special token that the template puts after an assistant's content."""
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+            text = self._apply([Message("user", "x"), Message("assistant", _MARK)], closed=True)
         except Exception as error:
             raise ConfigurationError(
                 f"the chat template cannot render a user and an assistant message: {type(error).__name__}: {error}"
             ) from error
         _, found, tail = text.rpartition(_MARK)
-        ids = self._encode(tail) if found and tail else ()
+        ids = self._encode(tail.lstrip()) if found and tail else ()
         return ids[0] if ids and ids[0] in self._special_ids else None
+
+    def _find_style(self) -> Style:
+        """The template's style, by conversations of marked texts. Raises :class:`ConfigurationError` for a template
+        that leaves out the user's messages in each form."""
+        user, again = Message("user", _texts("user")), Message("user", _texts("next"))
+        base = next((form for form in (Form(), Form(parts=True)) if self._talks(form, user, again)), None)
+        if base is None:
+            raise ConfigurationError(
+                f"expected a chat template that renders what is said, but that of {self.name} leaves out a message of "
+                "the user: set model.chat_template to a Jinja file that does not"
+            )
+        system = Message("system", _texts("system"))
+        base = replace(base, system=self._takes([system, user], base))
+        base = replace(base, alternating=not self._takes([user, again], base))
+        schema = {"type": "object", "properties": {_texts("name"): {"type": "string", "description": _texts("about")}}}
+        function = {"name": _texts("tool"), "description": _texts("use"), "parameters": schema}
+        tools: list[ToolSchema] = [{"type": "function", "function": function}]
+        schemas = any(self._takes([system, user], base, shown) for shown in (tools, described(tools)))
+        return Style(schemas, base)
+
+    def _talks(self, form: Form, user: Message, again: Message) -> bool:
+        """False where the user's part of a dialogue is missing. The longest that is not refused decides; a template
+        that refuses a single message is found when it is used."""
+        reply = Message("assistant", _texts("reply"))
+        for said in ([user, reply, again], [user]):
+            try:
+                text = self._render(form.messages(said, self._as_text))
+            except Exception:
+                continue
+            return lost([message for message in said if message is not reply], text) is None
+        return not form.parts
+
+    def _takes(self, messages: Sequence[Message], form: Form, tools: list[ToolSchema] | None = None) -> bool:
+        """True if nothing is missing in the template's text for ``messages`` and ``tools``."""
+        try:
+            text = self._render(form.messages(messages, self._as_text), tools)
+        except Exception:
+            return False
+        return lost(messages, text) is None and lost_schema(tools or (), text, str) is None
+
+    def _forms_of(self, messages: Sequence[Message]) -> Sequence[Form | None]:
+        """The forms in which ``messages`` may be rendered, in the order in which they are tried; None in the place of
+        one that the template does not take."""
+        if any(message.extra.get("tool_calls") for message in messages):
+            return self._forms_of_calls
+        return self._forms_of_answers if _has_answers(messages) else self._plain_forms
+
+    @cached_property
+    def _plain_forms(self) -> tuple[Form, ...]:
+        base = self._style.base
+        return tuple(dict.fromkeys([base, replace(base, system=False, alternating=True)]))
+
+    @cached_property
+    def _forms_of_answers(self) -> tuple[Form | None, ...]:
+        answers = [Message("tool", _texts(f"answer{i}"), _answered(i)) for i in "ab"]
+        said = [Message("user", _texts("user")), Message("assistant", _texts("reply"))]
+        last = [Message("assistant", _texts("last")), Message("user", _texts("next"))]
+        return self._forms_with_tools([[*said, *answers], [*said, answers[0], *last]])
+
+    @cached_property
+    def _forms_of_calls(self) -> tuple[Form | None, ...]:
+        calls = [_called(i) for i in "ab"]
+        answers = [Message("tool", _texts(f"answer{i}"), _answered(i)) for i in "ab"]
+        user, last = Message("user", _texts("user")), Message("assistant", _texts("last"))
+        one, two = ({"tool_calls": calls[:n]} for n in (1, 2))
+        return self._forms_with_tools(
+            [
+                [user, Message("assistant", "", one), answers[0]],
+                [user, Message("assistant", "", two), *answers],
+                [user, Message("assistant", _texts("reply"), one), answers[0], last, Message("user", _texts("next"))],
+            ]
+        )
+
+    def _forms_with_tools(self, conversations: Sequence[Sequence[Message]]) -> tuple[Form | None, ...]:
+        """The forms in which the template renders one of ``conversations`` whole, and the plainest one."""
+        base = self._style.base
+        forms = forms_of_tools(self.template, self._style.schemas, base)
+        whole = [form if any(self._takes(said, form) for said in conversations) else None for form in forms]
+        plainest = replace(base, calls="text", answers=False, system=False, alternating=True)
+        return *whole, None if plainest in whole else plainest
+
+    def _as_text(self, message: Message) -> Message:
+        """A message with its calls in its content, as the policy writes them."""
+        if self._call_format is None:
+            return with_calls_in_text([message])[0]
+        functions = [call.get("function", call) for call in message.extra["tool_calls"]]
+        calls = [ToolCall(str(f["name"]), arguments_of(f.get("arguments"))) for f in functions]
+        text = self._call_format.render(calls)
+        rest = {key: value for key, value in message.extra.items() if key != "tool_calls"}
+        return Message(message.role, f"{message.content}\n{text}" if message.content else text, rest)
+
+    @cached_property
+    def _call_format(self) -> ToolFormat | None:
+        """The form in which the policy writes calls; None where that is not known."""
+        try:
+            name = format_of_template(self.template, self._tokenizer) if self._style.schemas else ""
+        except ConfigurationError:
+            return None
+        return FORMATS.get(name)
 
     @cached_property
     def _in_replies(self) -> frozenset[str]:
         """Special texts that the template writes inside a reply, such as those around thoughts and tool calls."""
-        user = {"role": "user", "content": "x"}
-        call = {"id": "000000000", "type": "function", "function": {"name": "x", "arguments": {"x": "x"}}}
-        reply: dict[str, Any] = {"role": "assistant", "content": _MARK}
-        prompt, found = self._render([user]), set[str]()
-        for form in (reply, reply | {"reasoning_content": _MARK}, reply | {"thinking": _MARK, "tool_calls": [call]}):
+        user, prompt, found = Message("user", "x"), self._apply([Message("user", "x")]), set[str]()
+        for extra in ({}, {"reasoning_content": _MARK}, {"thinking": _MARK, "tool_calls": [_called("a")]}):
             try:
-                text = self._tokenizer.apply_chat_template([user, form], tokenize=False, add_generation_prompt=False)
+                text = self._apply([user, Message("assistant", _MARK, extra)], form=self._style.base, closed=True)
             except Exception:
                 continue
             shared = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
@@ -311,19 +623,34 @@ class Renderer:
         return frozenset(found.difference(self._end_texts.values()))
 
     def _apply(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), sampled: Sequence[Completed] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        sampled: Sequence[Completed] = (),
+        form: Form | None = None,
+        closed: bool = False,
     ) -> str:
-        """The template's text for ``messages``, which are marked first, and for ``tools``, which are marked."""
+        """The template's text for ``messages``, which are marked first, and for ``tools``, which are marked. With the
+        generation prompt, unless ``closed``."""
         replies = [(reply.text, reply.special) for reply in sampled]
         marked = [self._special.mark_message(message, replies) for message in messages]
-        shown = self._style.messages(marked, tools) if tools or _has_answers(messages) else marked
-        text = self._render([m.as_template_input() for m in shown], self._style.tools(tools))
+        shown = with_system_text(marked, tools) if tools and not self._style.schemas else marked
+        given = (form or self._style.base).messages(shown, self._as_text)
+        text = self._render(given, list(tools) if tools and self._style.schemas else None, closed)
         changed = any(a is not b for a, b in zip(messages, marked, strict=True))
         return self._special.unquoted(text) if changed else text
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[ToolSchema] | None = None) -> str:
-        options = {"tools": tools} if tools else {}
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    def _render(
+        self, messages: list[dict[str, Any]], tools: list[ToolSchema] | None = None, closed: bool = False
+    ) -> str:
+        options: dict[str, Any] = {"tools": tools} if tools else {}
+        several = self._tokenizer.chat_template
+        if isinstance(several, Mapping) and "tool_use" in several:
+            uses = tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+            options |= {"chat_template": "tool_use"} if uses else {}
+        text = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=not closed, **options
+        )
         assert isinstance(text, str)
         return text
 
@@ -347,6 +674,31 @@ class Renderer:
 
 def _has_answers(messages: Sequence[Message]) -> bool:
     return any(message.role == "tool" for message in messages)
+
+
+def _said(messages: Sequence[Message], given: int, replies: Sequence[str] | None) -> Iterator[Message]:
+    """``messages`` without the policy's replies: those after the first ``given`` that are in ``replies``, or all where
+    that is None. The thoughts of other replies there may be the policy's, too."""
+    for place, message in enumerate(messages):
+        if message.role != "assistant" or place < given:
+            yield message
+        elif replies is not None and not any(message.content in reply for reply in replies):
+            yield replace(message, content=message.content.rpartition("</think>")[2])
+
+
+def _texts(word: str) -> str:
+    """A text for probing that is in no template: without digits, because templates split at some."""
+    return f"afterplay{word}mark"
+
+
+def _called(word: str) -> dict[str, Any]:
+    """A call for probing. Mistral's templates want ids of nine characters."""
+    function = {"name": _texts(f"call{word}"), "arguments": {_texts(f"key{word}"): _texts(f"value{word}")}}
+    return {"id": f"00000000{word}", "type": "function", "function": function}
+
+
+def _answered(word: str) -> dict[str, str]:
+    return {"name": _texts(f"call{word}"), "tool_call_id": f"00000000{word}"}
 
 
 def _plain_backend(tokenizer: Any) -> Any | None:

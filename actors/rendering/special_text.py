@@ -23,12 +23,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from pipeline.schema import Message
+from pipeline.schema import ROLES, Message
 
 Span = tuple[int, int]
 """Start and end of a part of a text."""
 
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "ipython", "function", "observation", "model"})
 _FIRST_STAND_IN, _STAND_INS_MAX = 0xDB80, 0x80
 _QUOTED = re.compile(r"\\u(db[89a-f][0-9a-f])")
 """A stand-in as ``repr`` and ASCII JSON write it."""

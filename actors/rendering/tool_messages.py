@@ -1,9 +1,11 @@
-"""Rendering of tools for chat templates with and without support for them.
+"""Forms of a conversation for chat templates with and without support for tools, system messages and plain text.
 
-Two facts are found by rendering, not assumed: whether the template writes the schemas it is given as ``tools``, and
-whether it handles the role ``tool``. Without the first, the schemas stand in the system message in the form that Hermes
-models were trained on (and Qwen took over); without the second, the answers of one turn stand in one message of the
-user, each inside ``<tool_response>`` tags.
+What a template takes is found by rendering, not assumed (:class:`actors.rendering.renderer.Renderer`). Where it does
+not write the schemas it is given as ``tools``, they stand in the system message in the form that Hermes models were
+trained on (and Qwen took over). Where it leaves out the answers of tools, those of one turn stand in one message of the
+user, each inside ``<tool_response>`` tags. Where it leaves out the calls of a written reply, or the content beside
+them, these stand in messages of their own or as the text that the policy would write. Where it has no system message,
+its text begins the next message of the user.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+from actors.rendering.said import SYSTEM_ROLES, arguments_of
 from pipeline.schema import Message
 
 SYSTEM_TEXT = """# Tools
@@ -32,44 +35,87 @@ For each function call, return a json object with function name and arguments wi
 """The form of github.com/NousResearch/Hermes-Function-Calling, in the words of Qwen 2.5's published chat template, so
 that a model which knows either meets what it knows."""
 
-_MARK = "afterplay_mark"
 _TOOL_ROLE = re.compile(r"""["'](?:tool|ipython)["']""")
 ToolSchema = Mapping[str, Any]
+CallsAsText = Callable[[Message], Message]
 
 
 @dataclass(frozen=True, slots=True)
-class ToolStyle:
-    """Tool support of one chat template."""
+class Form:
+    """One form in which a conversation is given to a chat template."""
 
-    schemas: bool
-    """The template writes ``tools``."""
-    role: bool
-    """The template handles the role ``tool``."""
+    calls: Literal["stated", "apart", "text"] = "stated"
+    """``apart``: content and each call in a message of its own, the call's answer right after it."""
+    arguments: Literal["object", "text"] = "object"
+    """Arguments of stated calls."""
+    answers: bool = True
+    """Answers of tools have the role ``tool``; otherwise they are the user's."""
+    system: bool = True
+    """System messages have their role; otherwise they begin the next message of the user."""
+    alternating: bool = False
+    """The user never speaks twice in a row."""
+    parts: bool = False
+    """Contents are lists of parts, for templates of models that take images."""
 
-    def messages(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
-        """``messages`` as the template can take them."""
+    def messages(self, messages: Sequence[Message], as_text: CallsAsText) -> list[dict[str, Any]]:
+        """``messages`` as the template can take them. ``as_text`` puts the calls of a message into its content."""
         shown = list(messages)
-        if not self.schemas:
-            shown = with_calls_in_text(shown)
-            shown = with_system_text(shown, tools) if tools else shown
-        if not self.role and any(message.role == "tool" for message in shown):
+        if any(message.extra.get("tool_calls") for message in shown):
+            if self.calls == "text":
+                shown = [as_text(message) if message.extra.get("tool_calls") else message for message in shown]
+            else:
+                shown = [self._stated(message) for message in shown]
+            if self.calls == "apart":
+                shown = with_calls_apart(shown)
+        if not self.answers and any(message.role == "tool" for message in shown):
             shown = with_answers_of_the_user(shown)
-        return shown
+        if not self.system:
+            shown = with_system_of_the_user(shown)
+        if self.alternating:
+            shown = with_alternating_user(shown)
+        given = [message.as_template_input() for message in shown]
+        if self.parts:
+            given = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in given]
+        return given
 
-    def tools(self, tools: Sequence[ToolSchema]) -> list[ToolSchema] | None:
-        """Value of ``tools`` for the template."""
-        return list(tools) if tools and self.schemas else None
+    def _stated(self, message: Message) -> Message:
+        calls = message.extra.get("tool_calls")
+        if not calls:
+            return message
+        stated = []
+        for call in calls:
+            function = call.get("function", call)
+            arguments = arguments_of(function.get("arguments"))
+            if self.arguments == "text" and not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            stated.append({**call, "function": {**function, "arguments": arguments}})
+        return replace(message, extra={**message.extra, "tool_calls": stated})
 
 
-def style_of(source: str, apply: Callable[[list[dict[str, Any]], list[ToolSchema] | None], str]) -> ToolStyle:
-    """``source`` is the template's text, ``apply`` renders it and may raise."""
-    schema = {"name": _MARK, "description": "", "parameters": {"type": "object", "properties": {}}}
-    user = {"role": "user", "content": "x"}
-    try:
-        schemas = _MARK in apply([user], [{"type": "function", "function": schema}])
-    except Exception:
-        schemas = False
-    return ToolStyle(schemas, _TOOL_ROLE.search(source) is not None)
+def forms_of_tools(source: str, schemas: bool, base: Form) -> list[Form]:
+    """Forms of a conversation with calls or answers of tools, in the order in which they are tried. ``source`` is the
+    template's text; ``schemas``: it writes ``tools``. A template that knows nothing of tools may write any role, but
+    its model was trained with none of a tool."""
+    calls: list[Form] = [replace(base, calls="text")]
+    if schemas:
+        stated = [
+            replace(base, calls=how, arguments=form) for how in ("stated", "apart") for form in ("object", "text")
+        ]
+        calls = [*stated, *calls]
+    answers = [True, False] if schemas or _TOOL_ROLE.search(source) is not None else [False]
+    return [replace(form, answers=role) for role in answers for form in calls]
+
+
+def described(tools: Sequence[ToolSchema]) -> list[ToolSchema]:
+    """``tools`` whose descriptions state the parameters, for templates that leave out a part of a JSON schema."""
+
+    def one(tool: ToolSchema) -> ToolSchema:
+        function = tool["function"]
+        stated = json.dumps(function.get("parameters") or {}, ensure_ascii=False)
+        text = f"{function.get('description') or ''}\nParameters: {stated}".lstrip()
+        return {**tool, "function": {**function, "description": text}}
+
+    return [one(tool) for tool in tools]
 
 
 def with_system_text(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
@@ -87,11 +133,9 @@ def with_calls_in_text(messages: Sequence[Message]) -> list[Message]:
 
 def _called(message: Message) -> Message:
     """A message with its calls in the form that the system text asks for."""
-    calls = [call["function"] for call in message.extra["tool_calls"]]
-    blocks = [
-        f"<tool_call>\n{json.dumps({'name': c['name'], 'arguments': c['arguments']}, ensure_ascii=False)}\n</tool_call>"
-        for c in calls
-    ]
+    calls = [call.get("function", call) for call in message.extra["tool_calls"]]
+    stated = [{"name": c["name"], "arguments": arguments_of(c.get("arguments"))} for c in calls]
+    blocks = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in stated]
     return Message(message.role, "\n".join([message.content, *blocks] if message.content else blocks))
 
 
@@ -107,4 +151,56 @@ def with_answers_of_the_user(messages: Sequence[Message]) -> list[Message]:
         else:
             shown.append(Message("user", text) if is_answer else message)
         answering = is_answer
+    return shown
+
+
+def with_calls_apart(messages: Sequence[Message]) -> list[Message]:
+    """The content beside calls as a reply of its own, and each call right before its answer."""
+    shown: list[Message] = []
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        calls = message.extra.get("tool_calls") or ()
+        if not calls or (len(calls) == 1 and not message.content):
+            shown.append(message)
+            continue
+        if message.content:
+            rest = {key: value for key, value in message.extra.items() if key != "tool_calls"}
+            shown.append(Message(message.role, message.content, rest))
+        for call in calls:
+            shown.append(Message(message.role, "", {"tool_calls": [call]}))
+            if at < len(messages) and messages[at].role == "tool":
+                shown.append(messages[at])
+                at += 1
+    return shown
+
+
+def with_system_of_the_user(messages: Sequence[Message]) -> list[Message]:
+    """System messages at the beginning of the user's next message, or as a message of the user."""
+    shown: list[Message] = []
+    held: list[str] = []
+    for message in [*messages, None]:
+        if message is not None and message.role in SYSTEM_ROLES:
+            held.append(message.content)
+        elif held and message is not None and message.role == "user":
+            shown.append(replace(message, content="\n\n".join([*held, message.content])))
+            held = []
+        else:
+            if held:
+                shown.append(Message("user", "\n\n".join(held)))
+                held = []
+            if message is not None:
+                shown.append(message)
+    return shown
+
+
+def with_alternating_user(messages: Sequence[Message]) -> list[Message]:
+    """Messages of the user in a row as one."""
+    shown: list[Message] = []
+    for message in messages:
+        if shown and message.role == shown[-1].role == "user":
+            shown[-1] = replace(shown[-1], content=f"{shown[-1].content}\n\n{message.content}")
+        else:
+            shown.append(message)
     return shown

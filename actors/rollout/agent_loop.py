@@ -39,7 +39,7 @@ from actors.rollout.policy import Policy
 from actors.rollout.recorder import Recorder
 from pipeline.errors import PlugInError
 from pipeline.metrics.actor import ActorMetrics
-from pipeline.schema import Message, Task, TrajectoryStatus
+from pipeline.schema import ROLES, Message, Task, TrajectoryStatus
 
 
 class Limit(StrEnum):
@@ -258,7 +258,8 @@ def checked_history(messages: Any) -> tuple[Message, ...]:
 
 def _are_messages(messages: Any) -> bool:
     return isinstance(messages, list | tuple) and all(
-        isinstance(m, Message) and isinstance(m.role, str) and isinstance(m.content, str) for m in messages
+        isinstance(m, Message) and isinstance(m.role, str) and m.role in ROLES and isinstance(m.content, str)
+        for m in messages
     )
 
 

@@ -2,8 +2,12 @@
 
 A completion that continues a branch adds the new tokens; one whose prompt does not continue from
 there begins a branch, with its whole prompt as context. The spans of a branch, concatenated, are what the engine saw
-and sampled; every sampled token stands in exactly one turn; branches are numbered without gaps in the order in which
-their first calls began; a call that was never finished leaves no trace.
+and sampled; every sampled token stands in exactly one turn; a call that was never finished leaves no trace. Branches
+are numbered without gaps in the order in which their first calls began, but that of the graded reply comes last.
+
+The graded reply is the newest of the main conversation. That is the conversation which the first call began, with the
+branches that continue it, and those that open with the same first message (a compacted history, say). What opens
+otherwise is a helper's conversation: it is trained, and never graded.
 """
 
 from __future__ import annotations
@@ -59,11 +63,6 @@ class _Sampled:
     signals: Mapping[str, float]
     reward: float | None = None
 
-    @property
-    def order(self) -> tuple[int, int]:
-        """Sorts by branch, and within a branch by call."""
-        return self.branch, self.number
-
     def turn(self, branch: int) -> Turn:
         return Turn(
             context=TokenSpan.context(self.added_ids),
@@ -88,6 +87,10 @@ class Recorder:
         """Undiscounted sum of the rewards so far. None: the rollout has no score of its own."""
         self._append = append
         self._sampled: list[_Sampled] = []
+        self._main: set[int] = set()
+        """Branches of the main conversation."""
+        self._opening: Message | None = None
+        """The first message of the first call; None where it gave token ids alone."""
         self._judged = 0
         self._calls = 0
         self._branches = 0
@@ -97,9 +100,9 @@ class Recorder:
         return len(self._sampled)
 
     @property
-    def last_reply(self) -> str:
-        """Text of the newest completion; empty before the first."""
-        return self._sampled[-1].text if self._sampled else ""
+    def graded_reply(self) -> str:
+        """Text of the reply that is graded; empty before the first."""
+        return self._graded().text if self._sampled else ""
 
     def next_prompt(
         self, before: Conversation, tip: BranchTip, new: Sequence[Message], parsed: Message | None = None
@@ -115,11 +118,13 @@ class Recorder:
     ) -> PendingCall:
         """Begin a call that continues ``tip`` with ``new``, or in a new branch: at the first prompt, and where the
         template or a loop changed the history (``conversation`` is then in a branch after that of ``tip``)."""
+        opening = conversation.messages[0] if conversation.messages else None
+        main = self._opens_main(opening) if tip is None else tip.call.branch in self._main
         if tip is None or conversation.branch:
             added_ids, added, tip = conversation.prompt_ids, conversation.messages, None
         else:
             added_ids, added = conversation.added_ids, tuple(new)
-        return self._begun(conversation.prompt_ids, added_ids, added, tip, replace(conversation, branch=0))
+        return self._begun(conversation.prompt_ids, added_ids, added, tip, replace(conversation, branch=0), main)
 
     def replay(self, reward: float) -> None:
         """A stored turn was played again: its reward is part of the score, and the turn is context of those that
@@ -130,7 +135,7 @@ class Recorder:
         """Begin a call whose prompt is given as tokens alone. With ``tip`` they begin with those of its branch."""
         added_ids = token_ids if tip is None else token_ids[len(tip.ids) :]
         added = (Message("user", self.renderer.decode_ids(added_ids)),) if added_ids else ()
-        return self._begun(token_ids, added_ids, added, tip, None)
+        return self._begun(token_ids, added_ids, added, tip, None, tip is None and self._opens_main(None))
 
     def finish(
         self,
@@ -164,15 +169,15 @@ class Recorder:
         self.score = (self.score or 0.0) + reward
 
     def judge_rollout(self, score: float | None, signals: Mapping[str, float]) -> None:
-        """Reward the rollout as a whole: the last turn gets ``score`` and ``signals``, the others 0."""
+        """Reward the rollout as a whole: the graded turn gets ``score`` and ``signals``, the others 0."""
         self.score = score
         self._judged = len(self._sampled)
         if score is None:
             return
         for sampled in self._sampled:
             sampled.reward = 0.0
-        last = max(self._sampled, key=lambda sampled: sampled.order)
-        last.reward, last.signals = score, {**last.signals, **signals}
+        graded = self._graded()
+        graded.reward, graded.signals = score, {**graded.signals, **signals}
 
     def drop_unjudged(self) -> tuple[int, int]:
         """Remove the turns after the last judged one. (turns left, tokens removed)"""
@@ -182,10 +187,22 @@ class Recorder:
         return self._judged, removed
 
     def turns(self) -> tuple[Turn, ...]:
-        """Branch by branch, numbered from 0; within a branch in the order of its calls."""
-        ordered = sorted(self._sampled, key=lambda sampled: sampled.order)
+        """Branch by branch, numbered from 0, that of the graded reply last; within a branch in the order of its
+        calls."""
+        last = self._graded().branch if self._sampled else 0
+        ordered = sorted(self._sampled, key=lambda sampled: (sampled.branch == last, sampled.branch, sampled.number))
         branches = {branch: i for i, branch in enumerate(dict.fromkeys(s.branch for s in ordered))}
         return tuple(sampled.turn(branches[sampled.branch]) for sampled in ordered)
+
+    def _graded(self) -> _Sampled:
+        """The newest reply of the main conversation; the newest of all where that has none."""
+        return next((s for s in reversed(self._sampled) if s.branch in self._main), self._sampled[-1])
+
+    def _opens_main(self, opening: Message | None) -> bool:
+        """True if a conversation that begins with ``opening`` is the main one. Token ids alone tell nothing else."""
+        if not self._calls:
+            self._opening = opening
+        return opening is None or self._opening is None or opening == self._opening
 
     def _begun(
         self,
@@ -194,10 +211,13 @@ class Recorder:
         added: tuple[Message, ...],
         tip: BranchTip | None,
         conversation: Conversation | None,
+        main: bool,
     ) -> PendingCall:
         self._calls += 1
         if tip is None:
             branch, self._branches = self._branches, self._branches + 1
+            if main:
+                self._main.add(branch)
         else:
             branch = tip.call.branch
         return PendingCall(self._calls, branch, prompt_ids, added_ids, added, conversation)

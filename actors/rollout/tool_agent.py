@@ -94,8 +94,8 @@ class ToolAgent(AgentLoop):
     """The prompt describes the tools. False where the environment's own messages show them: a long text about tools
     confuses a model that never saw one, and a few examples do not."""
     parser: str = "auto"
-    """Form of calls: ``auto`` (what the chat template asks for), ``hermes``, ``qwen``, ``qwen_xml``, ``llama``,
-    ``mistral``, ``pythonic``, ``transformers`` (the tokenizer's response template) or ``vllm:NAME``."""
+    """Form of calls: ``auto`` (that in which the chat template writes calls), the name of one (docs/AGENTS.md lists
+    them, such as ``hermes``), ``transformers`` (the tokenizer's response template) or ``vllm:NAME``."""
     max_parallel_calls: int = Field(default=8, ge=1, le=256)
     """Calls of one turn that run at the same time."""
     max_calls: int = Field(default=16, ge=1, le=256)

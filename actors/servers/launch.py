@@ -21,7 +21,7 @@ from pipeline.config.rollouts import EngineConfig
 from pipeline.errors import AfterplayError, ConfigurationError
 from pipeline.runtime.children import module_command
 from pipeline.runtime.engine_addresses import EngineRegistry
-from pipeline.runtime.engine_keys import LEARNER_DIGEST_FILE
+from pipeline.runtime.engine_keys import LEARNER_DIGEST_FILE, find_digests
 from pipeline.runtime.process import configure_logging, role_name
 from pipeline.runtime.rundir import AWAIT_MODEL, PREPARE_SECONDS_MAX, RunDirectory, take_index
 
@@ -58,7 +58,7 @@ def _announced(config: RunConfig, index: int | None, await_model: bool, joins: b
     before = _content(digest)
     joining = JoiningEngine(
         config,
-        EngineRegistry(directory.engines),
+        EngineRegistry(directory.engines, find_digests(engine, directory.path)),
         name,
         announced_url(host, port, config.replay.address),
         belongs=lambda: before is None or _content(digest) == before,

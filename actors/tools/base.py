@@ -43,10 +43,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jsonschema
-import referencing
 
 from actors.environments.host import BlockingCalls
 from actors.environments.plugins import construct, find
+from actors.tools.parsing.argument_types import validator_of
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Task
 
@@ -235,7 +235,7 @@ def check_of(schema: Mapping[str, Any], where: str) -> Check:
         raise ConfigurationError(
             f"{where}: the parameters of {function['name']} are no JSON schema: {error.message}"
         ) from error
-    validator = jsonschema.Draft202012Validator(function["parameters"], registry=referencing.Registry())
+    validator = validator_of(function["parameters"])
 
     def check(arguments: Mapping[str, Any]) -> str | None:
         try:

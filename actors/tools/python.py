@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import importlib
 import logging
+import os
 import shlex
 import shutil
 import tempfile
@@ -151,7 +152,7 @@ class Python(Tool):
         find_monty_binary: Any = importlib.import_module("pydantic_monty._binary").find_monty_binary
         self._wrapper = tempfile.TemporaryDirectory(prefix="afterplay-python-")
         script = Path(self._wrapper.name) / "worker"
-        script.write_text(f'#!/bin/sh\nexec {shlex.join(walls(bwrap, find_monty_binary()))} "$@"\n')
+        script.write_text(f'#!/bin/sh\nexec {shlex.join(walls(bwrap, os.path.realpath(find_monty_binary())))} "$@"\n')
         script.chmod(0o700)
         return str(script)
 

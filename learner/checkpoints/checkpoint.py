@@ -36,13 +36,13 @@ from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
 from pipeline.errors import FormatMismatch, StoreError, TrainingError
 from pipeline.runtime.atomic_folder import atomic_folder
-from pipeline.runtime.contents import find_damage, write_contents
+from pipeline.runtime.contents import CONTENTS, find_damage, write_contents
 
 log = logging.getLogger(__name__)
 FORMAT = 2
 _NAME = re.compile(r"u(\d{6,})")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
-_MODEL_OWN = ("config.json", "generation_config.json", "model.safetensors.index.json")
+_MODEL_OWN = ("config.json", "generation_config.json", "model.safetensors.index.json", CONTENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class CheckpointImage:
 
 def take_image(trainer: Trainer, state: CheckpointState) -> CheckpointImage:
     """Copies of everything that a checkpoint holds. Raises :class:`TrainingError` in the middle of an update."""
-    if trainer.mid_update:
+    if trainer.policy.interrupt.mid_update:
         raise TrainingError("expected the weights of complete updates, got an unfinished one: nothing is saved")
     with trainer.policy.ranks.together("image", facts={"updates": state.updates}):
         return _image(trainer, state)
@@ -256,9 +256,9 @@ def is_complete(path: Path) -> bool:
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
-    """Everything of the model folder that is not weights: tokenizer, chat template, custom code."""
-    if not source.is_dir():
-        return
-    for path in source.iterdir():
+    """Everything of the model folder that is not weights: tokenizer, chat templates, custom code."""
+    for path in source.rglob("*"):
         if path.is_file() and path.suffix not in _WEIGHTS and path.name not in _MODEL_OWN:
-            shutil.copyfile(path, target / path.name)
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)

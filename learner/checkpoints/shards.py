@@ -29,7 +29,7 @@ from learner.distributed.collectives import RankGroup
 from learner.models import model_folder
 from learner.models.model_folder import own_rows
 from pipeline.errors import StoreError
-from pipeline.runtime.disk_wait import is_full
+from pipeline.runtime.disk_wait import disk_fault
 
 if TYPE_CHECKING:
     from learner.training.trainer import Trainer
@@ -63,7 +63,7 @@ class Shards:
             self._save(folder)
         except CheckpointException as error:
             causes = [cause for cause, _ in error.failures.values()]
-            cause = next((cause for cause in causes if is_full(cause, folder)), causes[0])
+            cause = next((cause for cause in causes if disk_fault(cause, folder)), causes[0])
             raise StoreError(f"the shards of a checkpoint could not be written: {cause}") from cause
 
     def finish(self) -> None:

@@ -43,7 +43,8 @@ def write_skipped(folder: Path, batch: SkippedBatch) -> Path | None:
     }
     try:
         message = pack_command("skipped", batch.rows, facts, batch.token_scores)
-        write_bytes_atomically(path, KIND.magic + message.tobytes())
+        folder.mkdir(exist_ok=True)
+        write_bytes_atomically(path, KIND.magic + message.tobytes(), make_folder=False)
         for old in sorted(folder.glob("u*.batch"))[:-KEPT_MAX]:
             old.unlink(missing_ok=True)
     except OSError as error:

@@ -21,9 +21,6 @@ from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.disk_wait import when_room
 
 log = logging.getLogger(__name__)
-STOP_SHARE = 0.75
-"""Share of ``supervisor.drain_seconds_max``, after which a stopping process is killed, that it waits for a write. An
-abandoned write does no harm: the checkpoint before stays."""
 
 
 class CheckpointWriter:
@@ -41,6 +38,8 @@ class CheckpointWriter:
         """Updates of the checkpoint under way."""
         self.saved: dict[str, float] = {}
         """``updates`` of the last durable checkpoint, and the ``seconds`` of its write."""
+        self.failure: Exception | None = None
+        """The error that has ended :meth:`run`."""
         self.protected: frozenset[int] = frozenset()
         """Updates of checkpoints that are never pruned: under evaluation, or the best."""
         self._root = root
@@ -65,11 +64,16 @@ class CheckpointWriter:
             start = time.perf_counter()
             write = partial(write_image, self._root, image, self._initial_model, self._keep, self.protected)
             what = f"the checkpoint of step {image.updates}"
-            await when_room(write, self._root, what, image.n_bytes, abandon=True)
+            try:
+                await when_room(write, self._root, what, image.n_bytes, abandon=True)
+            except Exception as error:
+                self.failure = error
+                raise
             seconds = time.perf_counter() - start
             self.saved = {"updates": image.updates, "seconds": seconds}
             self._metrics.checkpoint_duration_seconds.observe(seconds)
-            self._metrics.checkpoint_timestamp_seconds.set(time.time())
+            durable_at = time.monotonic()
+            self._metrics.checkpoint_age_seconds.set_function(lambda at=durable_at: time.monotonic() - at)
             log.info("checkpoint of %d updates is durable after %.1f s", image.updates, seconds)
             self.writing = None  # the next line wakes tasks that wait for this checkpoint
             await self._durable(image.updates)

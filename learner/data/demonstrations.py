@@ -88,7 +88,7 @@ def _trajectories(file: Path, render: Render, limits: Limits) -> Iterator[Trajec
     if not is_archive(file):
         yield from read_demonstrations(file, render, 0)
         return
-    for portable in read_archive(file):
+    for portable in read_archive(file, limits):
         try:
             trajectory = decode_trajectory(portable.frames, limits)
         except AfterplayError as error:

@@ -30,7 +30,7 @@ from learner.data.packing import Form
 from learner.data.rows import Row, TokenScores
 from learner.distributed.interface import choose_interface
 from learner.distributed.messages import pack, pack_command, unpack
-from learner.distributed.ranks import resolve_device
+from learner.distributed.ranks import Interrupt, resolve_device
 from learner.observability.statistics import TokenValues, Weights
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError, Interrupted, TrainingError
@@ -41,12 +41,12 @@ _STOP = 1 << 32
 
 
 class RankGroup:
-    """Implements :class:`learner.distributed.ranks.Ranks`. ``interrupt`` is set to stop this rank.
+    """Implements :class:`learner.distributed.ranks.Ranks`. ``interrupt`` stops the ranks at their next agreement.
 
     ``torch.distributed`` must be initialised (:func:`join`).
     """
 
-    def __init__(self, device: torch.device, interrupt: threading.Event, timeout_seconds: float) -> None:
+    def __init__(self, device: torch.device, interrupt: Interrupt, timeout_seconds: float) -> None:
         self.interrupt = interrupt
         self._lock = threading.Lock()
         self._worker: int | None = None

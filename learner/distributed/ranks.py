@@ -126,6 +126,32 @@ class Alone:
 ALONE: Ranks = Alone()
 
 
+class Interrupt:
+    """Asks the work of a learner to end, from any thread.
+
+    It is heeded while the weights are those of complete updates, so that a checkpoint can be made of them; once an
+    update has begun to change them, only after :meth:`force`.
+    """
+
+    def __init__(self) -> None:
+        self.mid_update = False
+        """True while the weights hold a part of an update: such weights must not be saved."""
+        self.asked = False
+        self._forced = False
+
+    def set(self) -> None:
+        """Ask."""
+        self.asked = True
+
+    def force(self) -> None:
+        """Ask, in the middle of an update too."""
+        self.asked = self._forced = True
+
+    def is_set(self) -> bool:
+        """True if the work should end where it is."""
+        return self.asked and (self._forced or not self.mid_update)
+
+
 IDLE = Row(
     trajectory_id="idle",
     trajectory_index=0,

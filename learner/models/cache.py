@@ -86,7 +86,7 @@ def fill_from_cache(
             make(folder)
             return
         os.utime(entry)
-        link_or_copy(sorted(entry.iterdir()), folder)
+        link_or_copy(sorted(path for path in entry.rglob("*") if path.is_file()), folder)
         shutil.copyfile(entry / CONTENTS, folder / CONTENTS)
 
 

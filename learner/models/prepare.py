@@ -21,6 +21,7 @@ from filelock import FileLock
 from learner.models.cache import acquire, cache_folder, fill_from_cache
 from learner.models.info import MANIFEST, ModelInfo, inspect_folder, request_of
 from learner.models.sources import (
+    TEMPLATES,
     find_in_package,
     is_path,
     make_readable,
@@ -32,7 +33,7 @@ from learner.models.tiny import TinyOptions, write_tiny_model
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError, DamagedFiles
 from pipeline.runtime.contents import CONTENTS, find_damage, set_aside
-from pipeline.runtime.disk_wait import wait_for_room
+from pipeline.runtime.disk_wait import FULL, wait_for_room
 from pipeline.runtime.rundir import PREPARE_SECONDS_MAX, read_json
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ def prepare_model(config: RunConfig, target: Path, give_up: Callable[[], bool] =
                 )
         else:
             make = partial(_make, config, request, target, give_up)
-            info = wait_for_room(make, target, "the initial model")
+            info = wait_for_room(make, target, "the initial model", FULL)  # it also reads what the user names
     if config.model.max_length > info.max_position:
         raise ConfigurationError(
             f"model.max_length is {config.model.max_length}, but {info.source!r} supports at most "
@@ -139,7 +140,7 @@ def _identity(config: RunConfig) -> tuple[str, dict[str, Any]]:
         return "", {}
     name = source.removeprefix("package:")
     found = find_in_package(name)
-    files = [found] if found.is_file() else sorted(path for path in found.iterdir() if path.is_file())
+    files = [found] if found.is_file() else sorted(path for path in found.rglob("*") if path.is_file())
     facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return re.sub(r"[^\w.-]", "_", name), {"version": metadata.version(name), "files": facts}
 
@@ -175,6 +176,7 @@ def _replace_template(folder: Path, template: str, trust_remote_code: bool) -> N
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     tokenizer.chat_template = template
+    shutil.rmtree(folder / TEMPLATES, ignore_errors=True)  # it replaces all of them
     tokenizer.save_pretrained(folder)
 
 

@@ -18,31 +18,42 @@ from typing import Any
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.contents import CONTENTS
 
-_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+TEMPLATES = "additional_chat_templates"
+"""Folder of chat templates beside the first, such as the one for tools."""
+_PATTERNS = (
+    "*.json", "*.safetensors", "*.jinja", f"{TEMPLATES}/*.jinja", "*.model", "*.txt", "*.tiktoken", "*.codes", "*.spm",
+    "*.tokenizer",
+)  # fmt: skip
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def link_or_copy(files: list[Path], folder: Path) -> None:
     """Put ``files`` into ``folder``: weights as hard links where possible (nothing rewrites them), the rest copied.
-    ``contents.json`` stays behind: it describes the folder that it lies in."""
+    Those of ``additional_chat_templates`` keep their folder. ``contents.json`` stays behind: it describes the folder
+    that it lies in."""
     for file in files:
         if file.name == CONTENTS:
             continue
-        real = file.resolve()
+        real, target = file.resolve(), folder / file.name
+        if file.parent.name == TEMPLATES:
+            target = folder / TEMPLATES / file.name
+            target.parent.mkdir(exist_ok=True)
         if file.suffix == ".safetensors":
             try:
-                (folder / file.name).hardlink_to(real)
+                target.hardlink_to(real)
                 continue
             except OSError:
                 pass
-        shutil.copyfile(real, folder / file.name)
+        shutil.copyfile(real, target)
 
 
 def make_readable(folder: Path) -> None:
     """Let every user read ``folder``: engine and learner may run as different ones."""
     folder.chmod(0o755)
-    for file in folder.iterdir():
-        if file.stat().st_nlink == 1:
+    for file in folder.rglob("*"):
+        if file.is_dir():
+            file.chmod(0o755)
+        elif file.stat().st_nlink == 1:
             file.chmod(0o644)
 
 

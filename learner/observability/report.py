@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -145,6 +145,9 @@ class StepReport:
     """Mean cross-entropy over supervised tokens before the step, nats, without its weight; 0 without any."""
     supervised_tokens: int = 0
     """Supervised tokens of the last optimizer step."""
+    tokens_by_trajectory: Sequence[int] = ()
+    """Sampled tokens that passed through the loss in the first epoch, by ``Row.trajectory_index``; none behind the last
+    trajectory that has some."""
     overlong: int = 0
     """Trajectories whose reward lost the overlong penalty."""
     kl_coefficient: float = 0.0

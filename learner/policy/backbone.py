@@ -6,7 +6,6 @@ Dimensions: B rows, T padded length, S sampled tokens of a micro-batch, H hidden
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from learner.data.microbatch import MicroBatch
-from learner.distributed.ranks import ALONE, Ranks
+from learner.distributed.ranks import ALONE, Interrupt, Ranks
 from learner.models.model_folder import is_empty
 from learner.policy.attention import choose_form, packed_inputs, packs_by_varlen
 from learner.policy.flops import pass_cost, peak_flops
@@ -43,13 +42,13 @@ class Backbone:
         model: Any,
         config: LearnerConfig,
         device: torch.device,
-        interrupt: threading.Event | None = None,
+        interrupt: Interrupt | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model = model.to(dtype=dtype) if is_empty(model) else model.to(device=device, dtype=dtype)
         _without_dropout(self.model)
         self.device = device
-        self.interrupt = interrupt or threading.Event()
+        self.interrupt = interrupt or Interrupt()
         self.on_layer: Callable[[], None] = lambda: None
         """Called after each layer, forward and backward: a pass makes progress."""
         self.ranks: Ranks = ALONE

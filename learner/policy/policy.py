@@ -5,7 +5,6 @@ Dimensions: B rows, T padded length, S sampled tokens of a micro-batch, H hidden
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from learner.data.microbatch import MicroBatch
-from learner.distributed.ranks import resolve_device
+from learner.distributed.ranks import Interrupt, resolve_device
 from learner.models.model_folder import ModelFolder
 from learner.policy.backbone import DTYPES, Backbone, DtypeName
 from learner.policy.logprobs import Head, sampled_logprobs
@@ -38,7 +37,7 @@ class Policy(Backbone):
         model: Any,
         config: LearnerConfig,
         device: torch.device,
-        interrupt: threading.Event | None = None,
+        interrupt: Interrupt | None = None,
         dtype: torch.dtype = torch.float32,
         adapter_folder: Path | None = None,
     ) -> None:

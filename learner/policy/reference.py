@@ -9,13 +9,11 @@ for the requests of one update. Dimension: S sampled tokens of the rows.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import aiohttp
 import anyio
-import anyio.to_thread
 import numpy as np
 import orjson
 import torch
@@ -23,7 +21,7 @@ from torch import Tensor
 
 from learner.data.microbatch import token_offsets
 from learner.data.rows import Row, TokenArray
-from learner.distributed.ranks import ALONE
+from learner.distributed.ranks import ALONE, Interrupt
 from learner.observability.report import Stopwatch
 from learner.policy.passes import token_pass
 from learner.policy.policy import Policy
@@ -160,7 +158,7 @@ _TEXT_MAX = 300
 class ServerReference:
     """A reference policy behind HTTP. ``interrupt`` cancels the requests; ``key`` opens the server."""
 
-    def __init__(self, config: ReferenceConfig, interrupt: threading.Event, key: str | None = None) -> None:
+    def __init__(self, config: ReferenceConfig, interrupt: Interrupt, key: str | None = None) -> None:
         self._headers = authorization(key)
         self._url = f"{(config.url or '').rstrip('/')}/v1/completions"
         self._config = config
@@ -203,8 +201,8 @@ class ServerReference:
                 out[offset : offset + row.n_sampled] = await self._row(session, row)
 
         async def watch_interrupt() -> None:
-            while not await anyio.to_thread.run_sync(self._interrupt.wait, LOOK_SECONDS, abandon_on_cancel=True):
-                pass
+            while not self._interrupt.is_set():
+                await anyio.sleep(LOOK_SECONDS)
             raise Interrupted
 
         async with aiohttp.ClientSession(headers=self._headers) as session, anyio.create_task_group() as watching:

@@ -113,7 +113,8 @@ class StepTotals:
         nonfinite: dict[NonFinite, int] = {"loss": 0, "gradient": 0, "ratio": 0, "value": 0}
         for step in self.skipped:
             nonfinite[step.where] += 1
-        statistics = batch_statistics(TokenValues.join(self.values), conditions.policy_version, rules.log_ratio_max)
+        values = TokenValues.join(self.values)
+        statistics = batch_statistics(values, conditions.policy_version, rules.log_ratio_max)
         trained = statistics.all.tokens
         return StepReport(
             update=conditions.update,
@@ -126,6 +127,7 @@ class StepTotals:
             kl_coefficient=rules.kl_coef,
             supervised_loss=last.supervised,
             supervised_tokens=last.supervised_tokens,
+            tokens_by_trajectory=np.bincount(values.trajectory_indices).tolist(),
             grad_norm=last.grad_norm,
             learning_rate=conditions.learning_rate * (self.lr_factors[-1] if self.lr_factors else 1.0),
             guard_lr_factor=float(np.mean(self.lr_factors)) if self.lr_factors else 1.0,

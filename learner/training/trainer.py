@@ -1,7 +1,7 @@
 """One update: score tokens, estimate advantages, take the optimizer steps, report.
 
 The trainer owns policy and optimizer and knows nothing of sockets or files. Its methods run in a worker thread;
-setting ``policy.interrupt`` makes them raise :class:`Interrupted` within a layer's time. Scoring passes are in
+``policy.interrupt`` makes them raise :class:`Interrupted` within a layer's time. Scoring passes are in
 :mod:`learner.training.scoring_passes`, one optimizer step in :mod:`learner.training.optimizer_step`, sums and report
 in :mod:`learner.training.totals`.
 """
@@ -46,8 +46,8 @@ from pipeline.errors import Interrupted, TrainingError
 class Trainer:
     """Updates a policy from batches.
 
-    ``updates`` counts finished updates. ``mid_update`` is True while the weights hold a part of an update (an
-    interrupted update of several optimizer steps): such weights must not be saved.
+    ``updates`` counts finished updates. An update of several optimizer steps that has made the first is finished though
+    asked to stop, unless it is forced: then the weights hold a part of it and must not be saved.
     """
 
     def __init__(
@@ -63,7 +63,6 @@ class Trainer:
         self.reference = reference
         self.critic = critic
         self.updates = 0
-        self.mid_update = False
         self.seed = config.run.seed
         self.saves_optimizer = config.checkpoint.optimizer
         self.kl = KLController.of(config.loss)
@@ -132,9 +131,9 @@ class Trainer:
                     self._train(batch, conditions, totals)
             except Interrupted:
                 self.optimizer.zero_grad(set_to_none=True)
-                self.mid_update = totals.optimizer_steps > 0 or totals.critic is not None
                 raise
             self.updates += 1
+            self.policy.interrupt.mid_update = False
             if self.reference is not None:
                 self.reference.updated(self.updates)
             totals.peak_memory_bytes = peak_memory_bytes(self.policy.device)
@@ -176,7 +175,9 @@ class Trainer:
                 finally:
                     self.optimizer.zero_grad(set_to_none=True)
                     self.policy.eval_mode()
+                    self.policy.interrupt.mid_update |= totals.optimizer_steps > 0
                 self._critic_step(rows, first_tokens, conditions, totals)
+                self.policy.interrupt.mid_update |= totals.critic is not None
                 if totals.critic is not None and totals.critic.skipped:
                     totals.skipped.append(SkippedStep("value", tuple(chosen)))
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import anyio
 import orjson
 
 from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable
 from pipeline.runtime.engine_keys import LEARNER_HEADER
+from pipeline.runtime.progress import SILENCE_SECONDS_MAX, Silence
 from pipeline.schema.weight_stamp import WITHDRAWN
 
 WATCH_SECONDS_MAX = 10.0
 """An engine that does not report its version within this time counts as down."""
 RESUME_SECONDS_MAX = 30.0
 _TEXT_MAX = 300
-_GENERATE = "/inference/v1/generate"
+_GENERATE, _HEALTH = "/inference/v1/generate", "/health"
 _KEY_HINT = " (is it an engine of another run, or engine.learner_key wrong?)"
 _HINTS = {401: _KEY_HINT, 403: _KEY_HINT, 404: " (is the engine started with VLLM_SERVER_DEV_MODE=1?)"}
 
@@ -33,6 +36,13 @@ class EngineControl:
         """Number of this learner process, once the replay stage has told it."""
         self._timeout_seconds = timeout_seconds
         self._requests = 0
+        self.silence = Silence()
+        """Since its last answer to any call, while somebody listens."""
+
+    async def health(self) -> None:
+        """Return once it has answered a probe of its health, whatever it says; ``silence`` keeps the time."""
+        with contextlib.suppress(EngineRefused, EngineProtocolError):
+            await self._call("GET", _HEALTH, seconds=SILENCE_SECONDS_MAX, json_answer=False)
 
     async def version(self) -> str:
         """The stamp of the weights it serves (``GET /weight_info``); ``default`` before the first one."""
@@ -144,8 +154,8 @@ class EngineControl:
     ) -> dict[str, Any]:
         seconds = seconds or self._timeout_seconds
         what = f"{method} {self.url}{path}"
-        headers = {}
-        if self.epoch is not None and path != _GENERATE:
+        headers, asked_at = {}, anyio.current_time()
+        if self.epoch is not None and path not in (_GENERATE, _HEALTH):
             self._requests += 1
             headers[LEARNER_HEADER] = f"{self.epoch}.{self._requests}"
         try:
@@ -153,6 +163,7 @@ class EngineControl:
                 method, self.url + path, json=body, headers=headers, timeout=aiohttp.ClientTimeout(total=seconds)
             ) as response:
                 text = await response.read()
+                self.silence.heard(anyio.current_time() - asked_at if method == "GET" else None)
         except TimeoutError as error:
             raise EngineUnavailable(f"{what} did not answer within {seconds:g} s") from error
         except (aiohttp.ClientError, OSError) as error:

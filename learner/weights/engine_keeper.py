@@ -2,7 +2,8 @@
 
 *consumes* targets (the newest replaces older ones) and the version that the engine reports; *produces* ``state``, and
 an attempt for every new target and whenever the engine reports another version; *waits for* a new target, or the next
-look at the engine. An engine that is down or slow only lags; it blocks nothing else.
+look at the engine. An engine that is down or slow only lags; it blocks nothing else. One that hangs, so that nothing
+comes from it for too long (:class:`pipeline.runtime.progress.Silence`), fails its attempt at once.
 
 A load is not atomic: vLLM replaces weights layer by layer. An engine in which a load began and did not succeed stays
 paused, its weights labelled ``withdrawn``, until a load has succeeded. The next one first undoes what is left of the
@@ -20,7 +21,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -31,6 +32,7 @@ from learner.data.rows import TokenArray
 from learner.weights.engine_control import EngineControl
 from learner.weights.probe import WeightProbe
 from pipeline.errors import EngineError, EngineProtocolError, EngineRefused, EngineUnavailable
+from pipeline.runtime.progress import TICK_SECONDS
 from pipeline.schema.weight_stamp import UNSTAMPED, write_stamp
 
 if TYPE_CHECKING:
@@ -120,6 +122,8 @@ class WeightPublisher(Protocol):
 
 WATCH_SECONDS = 1.0
 """Interval at which a healthy engine is asked for its version: bounds how long a restarted one serves old weights."""
+PROBE_SECONDS = 1.0
+"""An engine that says nothing for so long is asked whether it lives, while it loads."""
 RETRY_SECONDS = 0.5
 SPOILT_MAX = 3
 """Loads in a row that were not whole, before the engine is ended."""
@@ -191,6 +195,8 @@ class EngineKeeper:
         self._served = False
         """True once it has served a version to this process."""
         self._left = False
+        self._shield = anyio.CancelScope()
+        """Of the newest call that must not be cancelled."""
         self._wake = anyio.Event()
         self._changed = anyio.Event()
 
@@ -256,7 +262,7 @@ class EngineKeeper:
     async def _attempt(self, target: Target) -> None:
         try:
             with anyio.fail_after(self._timeout_seconds):
-                await self._bring_to(target)
+                await self._unless_it_hangs(target)
         except TimeoutError:
             self._failed(target, f"took longer than publish.timeout_seconds={self._timeout_seconds:g}")
         except EngineError as error:
@@ -267,6 +273,43 @@ class EngineKeeper:
             self.state.live, self.state.trouble = target.version, ""
             self.state.lagging = self.state.lagging and target is not self._target
             self._attempted(target)
+
+    async def _unless_it_hangs(self, target: Target) -> None:
+        """:meth:`_bring_to`, given up when the engine says nothing at all. Loads may take minutes, but its server
+        answers meanwhile."""
+        silence, error = self.control.silence, None
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._listen, group.cancel_scope)
+            try:
+                await self._bring_to(target)
+            except Exception as raised:  # else it would come in a group
+                error = raised
+            group.cancel_scope.cancel()
+        if error is not None:
+            raise error
+        if silence.too_long:
+            raise EngineUnavailable(f"{self.control.url} hangs, or cannot be reached: nothing came from it")
+
+    async def _listen(self, attempt: anyio.CancelScope) -> None:
+        silence = self.control.silence
+        silence.begin()
+        async with anyio.create_task_group() as probes:
+            asking = False
+
+            async def ask() -> None:
+                nonlocal asking
+                asking = True
+                with contextlib.suppress(EngineError):
+                    await self.control.health()
+                asking = False
+
+            while not silence.too_long:
+                await anyio.sleep(TICK_SECONDS)
+                silence.tick()
+                if silence.seconds >= PROBE_SECONDS and not asking:
+                    probes.start_soon(ask)
+            self._shield.cancel()
+            attempt.cancel()
 
     async def _bring_to(self, target: Target) -> None:
         served = await self.control.version()
@@ -298,15 +341,23 @@ class EngineKeeper:
             await self.control.pause()
             await self._replace_weights(target)
         except BaseException:
-            with anyio.CancelScope(shield=True):
+            with self._shielded():
                 await (self._resume() if self._whole else self._withdraw())
             raise
         finally:
             self.loading = None
-        with anyio.CancelScope(shield=True):
+        with self._shielded():
             await self.control.resume()
         self.state.loads += 1
         self.state.load_seconds = time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def _shielded(self) -> Iterator[None]:
+        """Inside, only an engine that hangs ends a call."""
+        with anyio.CancelScope(shield=True) as self._shield:
+            if self.control.silence.too_long:
+                self._shield.cancel()
+            yield
 
     async def _replace_weights(self, target: Target) -> None:
         """Load into an engine that is paused, and stamp."""

@@ -236,7 +236,7 @@ class Publisher:
         initial = initial or (tensors is None and weights is None)
         if not initial and weights is not None:
             n_bytes = weights.n_bytes
-            folder.mkdir(parents=True, exist_ok=True)  # its name says that the version was used
+            folder.mkdir(exist_ok=True)  # its name says that the version was used
         elif not initial and tensors is not None:
             n_bytes = await _write_version(self._write, folder, version, tensors)
         target = Target(
@@ -380,7 +380,8 @@ def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, m
     _check_dtype(config, policy)
     write = _writer(config, policy)
     loader = _loader(config, directory, write, policy)
-    addresses = engine_addresses(config.engine, directory)
+    key = find_key(config.engine, "learner_key")
+    addresses = engine_addresses(config.engine, directory, key)
     return Publisher(
         addresses.fixed,
         directory,
@@ -391,7 +392,7 @@ def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, m
         loader.write if isinstance(loader, DeltaLoader) else write,
         SharedDevice(addresses.fixed, metrics) if config.engine.colocate == "sleep" else None,
         config.engine.sleep_level,
-        find_key(config.engine, "learner_key"),
+        key,
         config.run.id,
         make_probe(config, directory.model, metrics),
         addresses,
@@ -452,7 +453,7 @@ def _folder_writer(config: RunConfig, policy: Policy) -> Callable[[Path, Mapping
 
 def _record_version(folder: Path, tensors: Mapping[str, Tensor]) -> int:
     """An empty folder, whose name says that the version was used: engines get the weights from memory."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     return sum(tensor.nbytes for tensor in tensors.values())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
 import os
 import resource
@@ -253,8 +254,8 @@ def chaos(
 
     Faults come at random times drawn from the seed: SIGKILL to a process or to the whole run, SIGSTOP for some seconds,
     no free cores, a damaged copy of the store. Afterwards the run must make two more updates and end. The exit code is
-    0 if every sum adds up, nothing was lost, and it never stood still. The run directory is that of FILE with -chaos
-    behind it; it is emptied first.
+    0 if every sum adds up, the store agrees with what actors and learner recorded themselves, and the run never stood
+    still. The run directory is that of FILE with -chaos behind it; it is emptied first.
 
       afterplay chaos @replay_tiny --minutes 60 --seed 1
     """
@@ -335,7 +336,8 @@ def actor(
 
     config = _load_of_run(file, sets) if join else _load(file, sets)
     directory = RunDirectory(config.run.path)
-    take = partial(take_index, directory, "actor", None if free_index or join else index)
+    own = None if free_index or join else index
+    take = partial(take_index, directory, "actor", own, keys=config.transport.curve)
     if join:
         take = partial(take, first=config.actor.replicas)
     found, _lock = wait_for_room(take, directory.path, "the lock of the actor's index")
@@ -458,21 +460,35 @@ def status(run_directory: Run) -> None:
 
 
 @app.command()
-def plot(run_directory: Run) -> None:
-    """Draw curves.png from the metrics.jsonl of a run. Works while the run is alive.
+def plot(
+    run_directories: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The picture of several runs.")] = Path(
+        "curves.png"
+    ),
+) -> None:
+    """Draw curves.png from the metrics.jsonl of a run, or the curves of several runs over each other. Works while a run
+    is alive.
 
-    afterplay plot runs/tiny
+      afterplay plot runs/tiny
+      afterplay plot runs/first runs/second -o both.png
     """
-    from pipeline.cli.viewer.plots import draw
+    from pipeline.cli.viewer.plots import draw, draw_runs
     from pipeline.runtime.rundir import RunDirectory
 
-    directory = RunDirectory(run_directory)
-    if not directory.config_file.exists() and not directory.metrics_file.exists():
-        _refuse(f"expected a run directory, got {run_directory}, which has no config.yaml")
-    problem = draw(directory.metrics_file, directory.curves_file)
-    if problem:
-        _refuse(problem)
-    typer.echo(str(directory.curves_file))
+    directories = [RunDirectory(path) for path in run_directories]
+    for directory in directories:
+        if not directory.config_file.exists() and not directory.metrics_file.exists():
+            _refuse(f"expected a run directory, got {directory.path}, which has no config.yaml")
+        if len(directories) > 1 and not directory.metrics_file.exists():
+            _refuse(f"not drawn: {directory.path} has no steps yet")
+    if len(directories) == 1:
+        output = directories[0].curves_file
+        if problem := draw(directories[0].metrics_file, output):
+            _refuse(problem)
+    else:
+        named = [f"{number}: {directory.path.name[-20:]}" for number, directory in enumerate(directories, 1)]
+        draw_runs(dict(zip(named, (d.metrics_file for d in directories), strict=True)), output)
+    typer.echo(str(output))
 
 
 @app.command()
@@ -635,6 +651,9 @@ def entry() -> None:
     """Console script. Expected errors are printed as one message on stderr, without a traceback."""
     append_working_folder()
     allow_descriptors()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a locale without our characters ends nothing
     try:
         sys.exit(app(prog_name="afterplay", standalone_mode=False))
     except USAGE_ERROR as error:

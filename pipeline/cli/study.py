@@ -34,7 +34,7 @@ from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit, m
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, read_json, write_bytes_atomically, write_json_atomically
 
-DRAIN_SECONDS_MAX = 30.0
+DRAIN_SECONDS_MAX = 90.0
 """For the runs that are left if this process is killed."""
 LOOK_SECONDS = 1.0
 """Interval at which signals and, with ``--until-reached``, curves are looked at."""

@@ -3,7 +3,7 @@ name."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
@@ -19,17 +19,20 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_true_as_number(cls, values: Any) -> Any:
-        """``values`` with ``true`` as text where a number is expected: Python takes it for 1."""
+    def _as_meant(cls, values: Any) -> Any:
+        """``values`` with one text as a list of it where a list is expected (``report_to: wandb``), and with ``true``
+        as text where a number is: Python takes it for 1."""
         if not isinstance(values, dict):
             return values
-        fields = cls.model_fields
-        return {
-            key: str(value).lower()
-            if isinstance(value, bool) and key in fields and fields[key].annotation in NUMBERS
-            else value
-            for key, value in values.items()
-        }
+
+        def meant(key: str, value: Any) -> Any:
+            kind = cls.model_fields[key].annotation if key in cls.model_fields else None
+            if isinstance(value, bool) and kind in NUMBERS:
+                return str(value).lower()
+            one = isinstance(value, str) and get_origin(kind) is tuple and get_args(kind)[1:] == (...,)
+            return [value] if one else value
+
+        return {key: meant(key, value) for key, value in values.items()}
 
 
 Options = TypeVar("Options", bound=Section)

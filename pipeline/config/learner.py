@@ -249,3 +249,7 @@ class CheckpointConfig(Section):
     learner starts with a fresh optimizer."""
     at_end: bool = True
     """Also write a checkpoint after the last update."""
+    drain_seconds_max: float = Field(60.0, gt=0)
+    """Seconds between SIGTERM and SIGKILL, for all processes together. A run that is stopped writes a checkpoint of its
+    last update first, so set it above the time that one takes. The notice that SLURM gives and the grace of Kubernetes
+    follow from it. A run whose processes obey stops sooner."""

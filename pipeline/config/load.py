@@ -478,7 +478,30 @@ def _describe(problem: Any, sources: _Sources) -> str:
     return f"{place}: {key}: expected {message[0].lower() + message[1:]}{came}"
 
 
+USUAL_NAMES = {
+    "lr": "learner.learning_rate",
+    "batch_size": "groups.groups_per_step",
+    "train_batch_size": "groups.groups_per_step",
+    "group_size": "groups.n_rollout",
+    "num_generations": "groups.n_rollout",
+    "num_iterations": "learner.epochs",
+    "ppo_epochs": "learner.epochs",
+    "max_grad_norm": "learner.grad_clip",
+    "max_steps": "run.total_steps",
+    "max_completion_length": "sampling.max_tokens",
+    "max_new_tokens": "sampling.max_tokens",
+    "temp": "sampling.temperature",
+    "save_steps": "checkpoint.every",
+    "eval_steps": "evaluation.every",
+    "model_name": "model.source",
+    "model_name_or_path": "model.source",
+}
+"""Keys of ours by the names that other trainers give them."""
+
+
 def _suggestion(wrong: str, known: Sequence[str], section: Path_) -> str:
+    if (ours := USUAL_NAMES.get(wrong.lower())) is not None:
+        return f"; did you mean {ours}?"
     close = difflib.get_close_matches(wrong.lower(), known, n=1, cutoff=0.6)
     if close:
         return f"; did you mean {_dotted((*section, close[0]))}?"

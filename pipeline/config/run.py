@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -106,8 +107,6 @@ class SupervisorConfig(Section):
     """Seconds before the first restart. Doubles with each failure."""
     backoff_seconds_max: float = Field(30.0, gt=0)
     """Upper bound of the wait between restarts, in seconds."""
-    drain_seconds_max: float = Field(8.0, gt=0)
-    """Seconds between SIGTERM and SIGKILL, for all processes together."""
     stuck_seconds_max: float = Field(300.0, gt=0)
     """Seconds without a health answer, or without progress beyond the limit of its state, after which a process is
     restarted. The alert comes at the limit."""
@@ -128,7 +127,8 @@ class RunConfig(Section):
     placement: PlacementConfig = PlacementConfig()
     sampling: SamplingConfig = SamplingConfig()
     environments: dict[str, EnvironmentConfig] = Field(default_factory=lambda: {"arithmetic": EnvironmentConfig()})
-    """Environments by name. The name is ``Task.environment`` and the ``env`` label of metrics."""
+    """Environments by name. The name is ``Task.environment`` and the ``env`` label of metrics. It has letters, digits,
+    ``_``, ``-`` and ``.``."""
     actor: ActorConfig = ActorConfig()
     groups: GroupsConfig = GroupsConfig()
     staleness: StalenessConfig = StalenessConfig()
@@ -161,6 +161,11 @@ class RunConfig(Section):
             raise ValueError(
                 "environments is empty: add at least one, for example environments: {guess: {name: number_guess}}"
             )
+        for name in self.environments:
+            if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name) is None:
+                raise ValueError(
+                    f"environments: expected names of at most 100 letters, digits, _, - and ., got {name!r:.120}"
+                )
         if not self.trained_environments and not self.evaluation.only:
             raise ValueError(
                 f"environments: expected one with a weight above 0 to train on, got weight: 0 for "

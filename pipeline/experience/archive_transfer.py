@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -33,8 +34,10 @@ from pipeline.store.store import ReplayStore, store_path
 from pipeline.transport.codec import decode_trajectory, encode_trajectory
 from pipeline.transport.protocol import Frames, Limits
 
-CHUNK = 256
-"""Trajectories of one transaction."""
+CHUNK, CHUNK_TOKENS = 256, 1 << 20
+"""Trajectories of one transaction, and about how many tokens they have."""
+
+T = TypeVar("T")
 
 
 class Importer:
@@ -57,7 +60,9 @@ class Importer:
             )
         self._config, self._directory, self._render = config, directory, render
         self._path = store_path(config, directory)
-        self._limits = Limits(tokens_max=config.transport.tokens_max)
+        self._limits = Limits(
+            header_bytes_max=config.transport.header_bytes_max, tokens_max=config.transport.tokens_max
+        )
         self._vocabulary = (read_json(directory.model / "config.json") or {}).get("vocab_size")
         self._origin, self._version = self._look()
 
@@ -70,7 +75,7 @@ class Importer:
         with ReplayStore(self._path, self._config.replay.synchronous) as store:
             pool = PoolWriter(self._config, store, self._version)
             trajectories = self._trajectories(file)
-            while chunk := list(islice(trajectories, CHUNK)):
+            while chunk := list(_chunk(trajectories)):
                 counts += pool.add(chunk)
         return counts
 
@@ -92,7 +97,7 @@ class Importer:
             for trajectory in read_demonstrations(file, self._render, self._version):
                 yield trajectory, None
             return
-        for portable in read_archive(file):
+        for portable in read_archive(file, self._limits):
             try:
                 trajectory = decode_trajectory(portable.frames, self._limits)
             except AfterplayError as error:
@@ -124,6 +129,16 @@ class Importer:
             )
         if portable is not None and not isinstance(portable.marks.get("success_rate"), int | float | None):
             raise StoreError(f"{file}: expected success_rate as a number, got {portable.marks.get('success_rate')!r}")
+
+
+def _chunk(trajectories: Iterator[tuple[Trajectory, T]]) -> Iterator[tuple[Trajectory, T]]:
+    """The trajectories of the next transaction: what is imported at once is held in memory."""
+    n_tokens = 0
+    for found in islice(trajectories, CHUNK):
+        yield found
+        n_tokens += found[0].n_tokens
+        if n_tokens > CHUNK_TOKENS:
+            return
 
 
 class PoolWriter:

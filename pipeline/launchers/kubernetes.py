@@ -138,7 +138,7 @@ def values_of(request: Launch) -> tuple[RunConfig, dict[str, Any]]:
         )
     return config_in_pods(config, name), {
         "name": name,
-        "graceSeconds": math.ceil(config.supervisor.drain_seconds_max) + 10,
+        "graceSeconds": math.ceil(config.checkpoint.drain_seconds_max) + 10,
         "stuckSeconds": math.ceil(config.supervisor.stuck_seconds_max),
         **_roles(config, chosen),
     }

@@ -29,7 +29,9 @@ from pipeline.errors import ConfigurationError
 from pipeline.launchers.launcher import Launch
 from pipeline.launchers.ray_keeper import Keeper, has_disk
 from pipeline.launchers.ray_placement import PlacementGroup, Seat, describe, lacking, placement_groups
-from pipeline.runtime.disk_wait import unless_full
+from pipeline.runtime.disk_wait import left_out
+from pipeline.runtime.engine_addresses import signed_line
+from pipeline.runtime.engine_keys import find_digests
 from pipeline.runtime.process import ADDRESS, ExitCode
 from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
 from pipeline.store.store import store_path
@@ -307,9 +309,10 @@ class RayHost:
             self._write_urls()
 
     def _write_urls(self) -> None:
-        text = "".join(f"{url}\n" for _, url in sorted(self._urls.items()))
+        digests = find_digests(self._config.engine, self._directory.path) if self._urls else None
+        text = "".join(f"{signed_line(url, digests or ())}\n" for _, url in sorted(self._urls.items()))
         path = engine_urls(self._directory)
-        self._urls_wait = not unless_full(partial(write_bytes_atomically, path, text.encode()), path)
+        self._urls_wait = bool(left_out(partial(write_bytes_atomically, path, text.encode()), path))
 
     async def _begin(self, spec: ProcessSpec, keeper: Any, node: Node, waiting: Waiting) -> RayChild | None:
         """Start the process under ``keeper``; None where its disk is missing."""
@@ -350,14 +353,14 @@ class RayHost:
 
         group, index, seat = self._seats[name]
         self._count += 1
-        section = self._config.supervisor
+        stuck, drain = self._config.supervisor.stuck_seconds_max, self._config.checkpoint.drain_seconds_max
         return self._keepers.options(
             name=f"{name}/{os.getpid()}-{self._count}",
             lifetime="detached",
             num_cpus=seat.cpus,
             num_gpus=seat.gpus,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[group.name], index),
-        ).remote(str(self._directory.path), os.getcwd(), section.stuck_seconds_max, section.drain_seconds_max)
+        ).remote(str(self._directory.path), os.getcwd(), stuck, drain)
 
     async def _await_bundle(self, name: str, waiting: Waiting) -> Node:
         """The node of the bundle of ``name``, once Ray has one."""

@@ -105,7 +105,7 @@ def job_script(chosen: Plan, arguments: Sequence[str], folder: Path) -> str:
         "--ntasks-per-node=1",
         f"--cpus-per-task={max(cores.values())}",
         *([f"--gpus-per-node={most}"] if most else []),
-        f"--signal=B:TERM@{math.ceil(config.supervisor.drain_seconds_max) + NOTICE_SECONDS}",
+        f"--signal=B:TERM@{math.ceil(config.checkpoint.drain_seconds_max) + NOTICE_SECONDS}",
         "--requeue",
         "--no-kill",
         "--open-mode=append",

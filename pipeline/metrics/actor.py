@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.metrics.base import LAG, LAT, LONG, REW, TOK, CollectorRegistry, MetricSet, counter, gauge, histogram
+from pipeline.metrics.base import (
+    LAG,
+    LAT,
+    LONG,
+    REW,
+    TOK,
+    CollectorRegistry,
+    MetricSet,
+    counter,
+    gauge,
+    histogram,
+    latest,
+)
 
 OUTCOMES = ("complete", "truncated", "aborted", "error")
 TOKEN_KINDS = ("prompt", "generated", "discarded")
@@ -42,7 +54,7 @@ class ActorMetrics(MetricSet):
     ) -> None:
         super().__init__(registry, environments=environments, engines=engines)
 
-    policy_version = gauge("Policy version of the weights that generate.")
+    policy_version = latest("Policy version of the weights that generate; NaN while no engine is known to have any.")
     trajectories_total = counter(
         "Finished trajectories; outcome = complete, truncated, aborted or error.", env="environments", outcome=OUTCOMES
     )
@@ -124,6 +136,11 @@ class ActorMetrics(MetricSet):
         env="environments",
         route=DOOR_ROUTES,
         outcome=DOOR_OUTCOMES,
+    )
+    hung_calls = gauge(
+        "Blocking calls of an environment, its tools or programs that hang in a thread: nobody waits for them, "
+        "and they do not return.",
+        env="environments",
     )
     leaked_tasks_total = counter(
         "asyncio tasks that an episode left running and that were cancelled.", env="environments"

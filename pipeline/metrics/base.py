@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+import math
 import os
 import platform
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar, overload
@@ -69,6 +69,8 @@ class Declaration(Generic[M]):
     """Label name to its values, or to the name under which :class:`MetricSet` is given them."""
     buckets: Sequence[float] = ()
     """Upper bounds of a histogram."""
+    start: float | None = None
+    """Value of a gauge until it is set; None: 0."""
     name: str = field(default="", init=False)
     """Attribute of the set."""
     full_name: str = field(default="", init=False)
@@ -92,8 +94,10 @@ class Declaration(Generic[M]):
         buckets = {"buckets": self.buckets} if self.buckets else {}
         metric = make(self.full_name, self.help, labelnames=tuple(self.labels), registry=registry, **buckets)
         values = (given[v] if isinstance(v, str) else v for v in self.labels.values())
-        for child in itertools.product(*values) if self.labels else ():
-            metric.labels(*child)
+        children = [metric.labels(*child) for child in itertools.product(*values)] if self.labels else [metric]
+        if self.start is not None:
+            for child in children:
+                child.set(self.start)
         return metric
 
     def record(self, metrics: MetricSet, labels: Sequence[str], value: Any) -> None:
@@ -116,6 +120,12 @@ def counter(help: str, **labels: Sequence[str] | str) -> Declaration[Counter]:
 def gauge(help: str, **labels: Sequence[str] | str) -> Declaration[Gauge]:
     """Declares a gauge; see :attr:`Declaration.labels`."""
     return Declaration(Gauge, help, labels)
+
+
+def latest(help: str, **labels: Sequence[str] | str) -> Declaration[Gauge]:
+    """Declares a gauge that a process does not know when it starts: NaN until it is set, which draws nothing and fires
+    nothing."""
+    return Declaration(Gauge, help, labels, start=math.nan)
 
 
 def histogram(help: str, buckets: Sequence[float], **labels: Sequence[str] | str) -> Declaration[Histogram]:
@@ -257,8 +267,8 @@ class ProgressMetrics(MetricSet):
     """State and progress of a role or an engine, which the alert about a stuck process reads."""
 
     prefix = "afterplay_"
-    heartbeat_timestamp_seconds = gauge(
-        "Unix time of the last progress: the counter of the work moved, or the main loop found nothing to do."
+    heartbeat_age_seconds = gauge(
+        "Seconds since the last progress: the counter of the work moved, or the main loop found nothing to do."
     )
     heartbeat_limit_seconds = gauge(
         "Seconds that the process may spend in its state without progress; follows the pauses that it has had there."
@@ -269,7 +279,7 @@ class ProgressMetrics(MetricSet):
 
     def follow(self, age: Callable[[], float], limit: Callable[[], float], state: RoleState) -> None:
         """Export these from now on: seconds without progress, and how many of them are allowed."""
-        self.heartbeat_timestamp_seconds.set_function(lambda: time.time() - age())
+        self.heartbeat_age_seconds.set_function(age)
         self.heartbeat_limit_seconds.set_function(limit)
         self.role_state.labels(state=state).set(1)
 
@@ -300,7 +310,6 @@ class ProcessMetrics(ProgressMetrics):
         super().__init__(registry, **build, **run)
         self.build_info.labels(**{name: values[0] for name, values in build.items()}).set(1)
         self.run_info.labels(**{name: values[0] for name, values in run.items()}).set(1)
-        self.heartbeat_timestamp_seconds.set(time.time())
         ProcessCollector(registry=registry)
 
 

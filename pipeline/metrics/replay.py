@@ -97,8 +97,8 @@ class ReplayMetrics(MetricSet):
     sample_wait_seconds = histogram("Time the learner waited for a group.", LAT)
     share_ratio = gauge("Replayed tokens among trained response tokens of the last update; 0 to 1.")
 
-    progress_timestamp_seconds = gauge(
-        "Unix time at which a rollout last succeeded, an update was trained or a version was published."
+    progress_age_seconds = gauge(
+        "Seconds since a rollout last succeeded, an update was trained or a version was published."
     )
     progress_limit_seconds = gauge(
         "Seconds that the run may take between two of these; follows the time between them. Inf once it has finished."

@@ -43,7 +43,7 @@ def write_contents(folder: Path) -> int:
             for path, digest in zip(files, digests, strict=True)
         }
     value = {"files": found, "sha256": _own_digest(found)}
-    write_json_atomically(folder / CONTENTS, value)
+    write_json_atomically(folder / CONTENTS, value, make_folder=False)
     return sum(path.stat().st_size for path in files)
 
 

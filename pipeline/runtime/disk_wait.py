@@ -1,9 +1,10 @@
-"""Waiting for disk: a write that finds the disk full is tried again until there is room.
+"""Waiting for disk: a write that the file system refuses is tried again until it succeeds.
 
-A full disk, or a used-up quota, is a state of a process and not a failure of it. :func:`when_room` and
-:func:`wait_for_room` try an operation again; the operation leaves nothing behind when it fails. Meanwhile
-:func:`shortage` says what waits, ``/healthz`` reports the state ``waiting for disk``, and whoever needs the result
-waits too: nothing is acknowledged, reported or counted before it is written.
+A full disk, a used-up quota, a file system that is read-only or does not answer, a folder in the place of a file: these
+are states of a process and not failures of it (:data:`STATES`). :func:`when_room` and :func:`wait_for_room` try an
+operation again; the operation leaves nothing behind when it fails. Meanwhile :func:`shortage` says what waits and why,
+``/healthz`` reports the state ``waiting for disk``, and whoever needs the result waits too: nothing is acknowledged,
+reported or counted before it is written. What the run can do without is left out (:func:`left_out`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 
+from pipeline.errors import ConfigurationError, DamagedFiles, FormatMismatch
 from pipeline.schema.state import RoleState
 
 log = logging.getLogger("afterplay.disk")
@@ -30,26 +33,53 @@ RETRY_SECONDS = 0.5
 """Between two attempts."""
 FREE_BYTES_MIN = 128 * 1024
 """With less free than this, an error of SQLite or torch that does not tell its cause counts as a full disk."""
-_ERRORS = (errno.ENOSPC, errno.EDQUOT)
-_SQLITE_FULL = 13
-_TEXTS = tuple(f"os error {number}" for number in _ERRORS)
-"""End of the messages that libraries in Rust (safetensors) give these errors."""
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors of a full disk, and of a used-up quota."""
+_NAMES = (
+    *("ENOSPC", "EDQUOT", "EFBIG"),  # no room
+    *("EIO", "EREMOTEIO", "EUCLEAN", "EBADMSG", "ENODEV", "ENXIO", "ENOTCONN", "ESHUTDOWN", "EHOSTDOWN"),  # broken
+    *("ESTALE", "ETIMEDOUT", "ENOLCK", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "ECONNABORTED"),  # of a network
+    *("EROFS", "EACCES", "EPERM", "EBUSY", "ETXTBSY"),  # not allowed
+    *("ENOENT", "ENOTDIR", "EISDIR", "EEXIST", "ENOTEMPTY", "ELOOP"),  # something else is there, or nothing
+    *("EMFILE", "ENFILE", "ENOMEM"),  # used up
+)
+STATES = frozenset(number for name in _NAMES if (number := getattr(errno, name, None)) is not None)
+"""Errors of a file system that may end without a change of the program; others (EINVAL, EBADF) are faults of it."""
+_SQLITE = {
+    3: errno.EACCES,  # SQLITE_PERM
+    5: errno.EBUSY,  # SQLITE_BUSY
+    6: errno.EBUSY,  # SQLITE_LOCKED
+    7: errno.ENOMEM,  # SQLITE_NOMEM
+    8: errno.EROFS,  # SQLITE_READONLY
+    10: errno.EIO,  # SQLITE_IOERR
+    13: errno.ENOSPC,  # SQLITE_FULL
+    14: errno.ENOENT,  # SQLITE_CANTOPEN
+    15: errno.ENOLCK,  # SQLITE_PROTOCOL
+}
+"""Primary result codes of SQLite, and the error that each stands for."""
+_RUST_ERROR = re.compile(r"os error (\d+)")
+"""Part of the messages that libraries in Rust (safetensors) give to errors of the system."""
+_TORCH_ERRORS = ("PytorchStreamWriter failed", "cannot be opened", "Parent directory")
+"""Parts of the messages of ``torch.save``, which do not tell the error of the system."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class Shortage:
-    """An operation that waits for room. ``n_bytes``: what it is about to write, where that is known."""
+    """An operation that waits. ``n_bytes``: what it is about to write, where that is known."""
 
     where: Path
     what: str
+    error: OSError
     n_bytes: int | None = None
     since: float = field(default_factory=time.monotonic)
 
     @property
     def text(self) -> str:
-        """A clause: what waits, where, how much is missing."""
+        """A clause: what waits, where, and why or how much is missing."""
+        if self.error.errno not in FULL:
+            return f"{self.what} cannot be written to {self.where} now: {describe(self.error)}"
         free = free_bytes(self.where)
         needs = f"needs {size(self.n_bytes)} on" if self.n_bytes else "needs room on"
         return f"{self.what} {needs} {self.where}, which has {size(free)} free"
@@ -57,103 +87,122 @@ class Shortage:
 
 _SHORTAGES: list[Shortage] = []
 """Operations of this process that wait, oldest first."""
+_TORN: dict[tuple[int, int], int] = {}
+"""Files that end with half a write, and where that begins."""
 _ON_ATTEMPT: list[Callable[[], None]] = []
 
 
 def on_attempt(call: Callable[[], None]) -> None:
-    """``call`` is called after each attempt that found the disk full: whoever waits for disk does not hang."""
+    """``call`` is called after each attempt that the file system refused: whoever waits for disk does not hang."""
     _ON_ATTEMPT.append(call)
 
 
 def shortage() -> Shortage | None:
-    """The operation that has waited longest for room in this process; None: nothing waits."""
+    """The operation that has waited longest for disk in this process; None: nothing waits."""
     found = list(_SHORTAGES)
     return found[0] if found else None
 
 
 def shortage_seconds() -> float:
-    """Seconds that a write has waited for room; 0: none waits."""
+    """Seconds that a write has waited for disk; 0: none waits."""
     found = shortage()
     return time.monotonic() - found.since if found is not None else 0.0
 
 
-def is_full(error: BaseException | None, where: Path) -> bool:
-    """True if ``error``, or what caused it, is that a write below ``where`` found no room."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _ERRORS:
-            return True
-        if (code := getattr(error, "sqlite_errorcode", None)) == _SQLITE_FULL:
-            return True
-        if any(text in str(error) for text in _TEXTS):
-            return True
-        if (code is not None or isinstance(error, RuntimeError)) and free_bytes(where) < FREE_BYTES_MIN:
-            return True
+def disk_fault(error: BaseException | None, where: Path) -> OSError | None:
+    """The error of the file system below ``where`` that ``error`` is, or was caused by; None where it is another."""
+    while error is not None and not isinstance(error, ConfigurationError | DamagedFiles | FormatMismatch):
+        if isinstance(error, OSError) and error.errno in STATES:
+            return error
+        number, code = None, getattr(error, "sqlite_errorcode", None)
+        if found := _RUST_ERROR.search(str(error)):
+            number = int(found[1])
+        elif (code is not None or isinstance(error, RuntimeError)) and free_bytes(where) < FREE_BYTES_MIN:
+            number = errno.ENOSPC
+        elif code is not None:
+            number = _SQLITE.get(code & 0xFF)
+        elif isinstance(error, RuntimeError) and any(text in str(error) for text in _TORCH_ERRORS):
+            number = errno.EIO
+        if number is not None and number in STATES:
+            return OSError(number, str(error), str(where))
         error = error.__cause__
-    return False
+    return None
+
+
+def describe(error: OSError) -> str:
+    """The error in words, with its name: ``Input/output error (EIO)``."""
+    return f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'no number')})"
 
 
 async def when_room(
     operation: Callable[[], T], where: Path, what: str, n_bytes: int | None = None, *, abandon: bool = False
 ) -> T:
-    """The result of ``operation``, which runs in a worker thread, once the disk of ``where`` has room for it.
+    """The result of ``operation``, which runs in a worker thread, once the file system of ``where`` takes it.
 
     An attempt that has begun is finished, cancelled or not (unless ``abandon``); the wait between two ends when it is
     cancelled. ``what`` is the subject of a sentence: ``the checkpoint of step 7``.
     """
-    with _attempts(where, what, n_bytes) as full:
+    with _attempts(where, what, n_bytes) as failed:
         while True:
             try:
                 with anyio.CancelScope(shield=not abandon):
                     return await anyio.to_thread.run_sync(operation, abandon_on_cancel=abandon)
             except Exception as error:
-                full(error)
+                failed(error)
             await anyio.sleep(RETRY_SECONDS)
 
 
-def wait_for_room(operation: Callable[[], T], where: Path, what: str, n_bytes: int | None = None) -> T:
-    """The same in the calling thread, which sleeps meanwhile."""
-    with _attempts(where, what, n_bytes) as full:
+def wait_for_room(operation: Callable[[], T], where: Path, what: str, states: frozenset[int] = STATES) -> T:
+    """The same in the calling thread, which sleeps meanwhile. ``states``: errors that it waits for."""
+    with _attempts(where, what, None, states) as failed:
         while True:
             try:
                 return operation()
             except Exception as error:
-                full(error)
+                failed(error)
             time.sleep(RETRY_SECONDS)
 
 
 @contextmanager
-def _attempts(where: Path, what: str, n_bytes: int | None) -> Iterator[Callable[[BaseException], None]]:
-    """Yields a function that notes a failed attempt; it raises the error of one that is not a full disk."""
+def _attempts(
+    where: Path, what: str, n_bytes: int | None, states: frozenset[int] = STATES
+) -> Iterator[Callable[[BaseException], None]]:
+    """Yields a function that notes a failed attempt; it raises an error that is none of ``states``."""
     waiting: Shortage | None = None
 
-    def full(error: BaseException) -> None:
+    def failed(error: BaseException) -> None:
         nonlocal waiting
-        if not is_full(error, where):
+        fault = disk_fault(error, where)
+        if fault is None or fault.errno not in states:
             raise error
-        if waiting is None:
-            waiting = Shortage(where, what, n_bytes)
+        if new := waiting is None:
+            waiting = Shortage(where, what, fault, n_bytes)
             _SHORTAGES.append(waiting)
+        if new or waiting.error.errno != fault.errno:
+            waiting.error = fault
             log.error("%s: %s (%s)", RoleState.WAITING_FOR_DISK, waiting.text, error)
         for call in _ON_ATTEMPT:
             call()
 
     try:
-        yield full
+        yield failed
     finally:
         if waiting is not None:
             _SHORTAGES.remove(waiting)
             log.info("%s waited %.1f s for disk", what, time.monotonic() - waiting.since)
 
 
-def unless_full(operation: Callable[[], object], where: Path) -> bool:
-    """Run an operation that may be left out; False if there was no room for it."""
+def left_out(operation: Callable[[], object], where: Path) -> str:
+    """Run an operation that the run can do without; empty, or why the file system refused it."""
     try:
         operation()
     except Exception as error:
-        if not is_full(error, where):
+        fault = disk_fault(error, where)
+        if fault is None:
             raise
-        return False
-    return True
+        free = f"{where} has {size(free_bytes(where))} free"
+        return free if fault.errno in FULL else f"{where} cannot be written now: {describe(fault)}"
+    return ""
 
 
 def free_bytes(where: Path) -> int:
@@ -166,12 +215,20 @@ def free_bytes(where: Path) -> int:
 
 @contextmanager
 def whole_or_nothing(descriptor: int) -> Iterator[None]:
-    """Writes inside are appended to a file whole, or cut off again when one fails."""
-    end = os.fstat(descriptor).st_size
+    """Writes inside are appended to a file whole, or cut off again when one fails; where that fails too, before the
+    next write."""
+    status = os.fstat(descriptor)
+    file = (status.st_dev, status.st_ino)
+    end = min(status.st_size, _TORN.get(file, status.st_size))
+    if file in _TORN:
+        os.ftruncate(descriptor, end)
+        del _TORN[file]
     try:
         yield
     except BaseException:
+        _TORN[file] = end
         os.ftruncate(descriptor, end)
+        del _TORN[file]
         raise
 
 

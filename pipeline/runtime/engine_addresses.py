@@ -2,26 +2,34 @@
 
 ::
 
-    addresses = engine_addresses(config.engine, directory)  # as engine.discovery says
-    tasks.start_soon(addresses.follow, set_engines)         # all URLs, at once and after each change
-    registry = EngineRegistry(directory.engines)            # engines that join a run
-    registry.announce("engine-3", "http://b:8103")          # again within LEASE_SECONDS, or it counts as gone
-    registry.withdraw("engine-3")                           # it gets no new turns: then drain and end it
+    addresses = engine_addresses(config.engine, directory, key)  # as engine.discovery says
+    tasks.start_soon(addresses.follow, set_engines)              # all URLs, at once and after each change
+    digests = find_digests(config.engine, directory.path)
+    registry = EngineRegistry(directory.engines, digests)        # engines that join a run
+    registry.announce("engine-3", "http://b:8103")               # again within LEASE_SECONDS, or it counts as gone
+    registry.withdraw("engine-3")                                # it gets no new turns: then drain and end it
 
 A launcher has four ways: ``engine.discovery: registry``, with which each ``afterplay engine FILE --index N`` announces
 itself in the run directory, on whatever machine it is; the calls above; a file of URLs that it replaces on each machine
 (``file:PATH``); a name with an address for each engine (``dns:NAME:PORT``). ``afterplay engine FILE --join`` announces
 one more engine in any case.
+
+Actors and learner show their keys to every engine that they find. So what is written into the run directory, which
+others may write to, counts only with a signature: an HMAC of the address under the digest of the reader's key
+(:mod:`pipeline.runtime.engine_keys`). Engines know both digests, an actor that of its own key alone, so it can sign
+nothing that the learner accepts. A reader that shows no key takes every address.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import os
 import socket
+import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +41,7 @@ import orjson
 
 from pipeline.config.rollouts import EngineConfig
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.engine_keys import digest_of
 from pipeline.runtime.rundir import RunDirectory, write_json_atomically
 
 log = logging.getLogger("afterplay.engines")
@@ -44,6 +53,8 @@ LEASE_SECONDS = 30.0
 RENEW_SECONDS = 5.0
 """Time between two announcements."""
 URL_MAX = 500
+CONTENT_BYTES_MAX = 4096
+"""Longest file of one engine."""
 
 Changed = Callable[[tuple[str, ...]], None]
 
@@ -51,11 +62,18 @@ Changed = Callable[[tuple[str, ...]], None]
 class EngineRegistry:
     """Engines that have announced themselves: a folder with one file for each. Processes on several machines may use
     it. A file is gone when its engine withdraws, and does not count once it has stayed the same for ``LEASE_SECONDS``
-    of the reader's own time, so clocks need not agree. Safe to use from one thread at a time."""
+    of the reader's own time, so clocks need not agree. Safe to use from one thread at a time.
 
-    def __init__(self, folder: Path, now: Callable[[], float] = time.monotonic) -> None:
+    ``digests``: who announces signs with each; who reads takes what is signed with one of them. Without any, nothing is
+    signed and all is taken."""
+
+    def __init__(
+        self, folder: Path, digests: Sequence[str] | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self.folder = folder
+        self._digests = tuple(digests or ())
         self._now = now
+        self._unsigned: frozenset[str] = frozenset()
         self._announcements = 0
         self._seen: dict[str, tuple[bytes, float]] = {}
         """Content of each file, and when it was first seen."""
@@ -64,7 +82,9 @@ class EngineRegistry:
         """The engine ``name`` serves at ``url``. Call it every ``RENEW_SECONDS``. Raises :class:`OSError`."""
         self._announcements += 1
         value = {"url": check_url(url), "process": os.getpid(), "announcement": self._announcements}
-        write_json_atomically(self.folder / f"{name}.json", value)
+        signatures = [_signature(digest, name, value) for digest in self._digests]
+        self.folder.mkdir(exist_ok=True)
+        write_json_atomically(self.folder / f"{name}.json", value | {"signatures": signatures}, make_folder=False)
 
     def withdraw(self, name: str) -> None:
         """The engine takes no new requests. Harmless when it was not announced."""
@@ -72,13 +92,22 @@ class EngineRegistry:
 
     def read(self) -> tuple[str, ...]:
         """URLs of the engines that are there, by name. Raises :class:`OSError` when the folder cannot be read."""
-        now, seen, urls = self._now(), {}, []
+        now, seen, urls, unsigned = self._now(), {}, [], set()
         for name, content in sorted(self._files()):
             before, since = self._seen.get(name, (b"", now))
             seen[name] = (content, since if content == before else now)
             if now - seen[name][1] <= LEASE_SECONDS and (url := _url_of(content)):
-                urls.append(url)
-        self._seen = seen
+                if _is_signed(content, name.removesuffix(".json"), self._digests):
+                    urls.append(url)
+                else:
+                    unsigned.add(name)
+        if new := sorted(unsigned - self._unsigned):
+            log.warning(
+                "%s is not signed with a key of this run, so this engine gets no requests: start it with `afterplay "
+                "engine FILE --join`, as the user of the run or with both of its keys",
+                self.folder / new[0],
+            )
+        self._seen, self._unsigned = seen, frozenset(unsigned)
         return tuple(urls)
 
     def ages(self) -> dict[str, tuple[str, float]]:
@@ -97,11 +126,12 @@ class EngineRegistry:
         except FileNotFoundError:
             return
         for name in names:
+            path = self.folder / name
             if name.endswith(".json") and not name.startswith("."):
-                try:
-                    yield name, (self.folder / name).read_bytes()
-                except FileNotFoundError:
-                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    if stat.S_ISREG(path.lstat().st_mode):  # reading a pipe would not end
+                        with path.open("rb") as file:
+                            yield name, file.read(CONTENT_BYTES_MAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,26 +175,43 @@ class EngineAddresses:
             await anyio.sleep(LOOK_SECONDS)
 
 
-def engine_addresses(engine: EngineConfig, directory: RunDirectory) -> EngineAddresses:
+def engine_addresses(engine: EngineConfig, directory: RunDirectory, key: str | None) -> EngineAddresses:
     """Engines of a run, as ``engine.discovery`` says, and those that join. Where engine and learner share one device
-    there is one engine, which stays."""
+    there is one engine, which stays. ``key``: what the caller shows them; None: nothing."""
     if engine.colocate != "none":
         return EngineAddresses(engine.addresses())
-    registry = EngineRegistry(directory.engines)
+    digests = () if key is None else (digest_of(key),)
+    registry = EngineRegistry(directory.engines, digests)
     kind, _, place = (engine.discovery or "").partition(":")
     if kind == "file":
-        return EngineAddresses(look=lambda: read_urls(Path(place)), registry=registry)
+        ours = Path(place).absolute().is_relative_to(directory.path.absolute())
+        return EngineAddresses(look=lambda: read_urls(Path(place), digests if ours else ()), registry=registry)
     if kind == "dns":
         host, _, port = place.rpartition(":")
         return EngineAddresses(look=lambda: resolve_name(host, int(port)), registry=registry)
     return EngineAddresses(() if kind == "registry" else engine.addresses(), registry=registry)
 
 
-def read_urls(file: Path) -> tuple[str, ...]:
-    """One base URL for each line of ``file``; empty lines and those that begin with ``#`` are passed over. Raises
-    :class:`OSError`, and :class:`ConfigurationError` for a line that is no URL."""
-    lines = (line.strip() for line in file.read_text().splitlines())
-    return tuple(check_url(line) for line in lines if line and not line.startswith("#"))
+def read_urls(file: Path, digests: Sequence[str] = ()) -> tuple[str, ...]:
+    """One base URL for each line of ``file``; empty lines and those that begin with ``#`` are passed over. With
+    ``digests`` each line must be signed with one of them. Raises :class:`OSError`, and :class:`ConfigurationError` for
+    a line that is no URL, or not signed."""
+    found = []
+    for line in file.read_text().splitlines():
+        url, *signatures = line.split() or ["#"]
+        if not url.startswith("#"):
+            found.append(check_url(url))
+            if not _matches(signatures, [_signature(digest, "", {"url": url}) for digest in digests]):
+                raise ConfigurationError(
+                    f"{file} is in the run directory, where others may write, and names {url} without a signature: "
+                    "keep a file of your own elsewhere (engine.discovery)"
+                )
+    return tuple(found)
+
+
+def signed_line(url: str, digests: Sequence[str]) -> str:
+    """A line of a file that :func:`read_urls` takes with any of ``digests``."""
+    return " ".join((url, *(_signature(digest, "", {"url": url}) for digest in digests)))
 
 
 def resolve_name(host: str, port: int) -> tuple[str, ...]:
@@ -196,3 +243,26 @@ def _url_of(content: bytes) -> str:
         return check_url(str(value["url"]))
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, ConfigurationError):
         return ""
+
+
+def _signature(digest: str, name: str, value: dict[str, Any]) -> str:
+    """Proof that who knows ``digest`` announced ``value`` as ``name``."""
+    signed = orjson.dumps([name, *(value.get(key) for key in ("url", "process", "announcement"))])
+    return hmac.new(digest.encode(), signed, "sha256").hexdigest()
+
+
+def _is_signed(content: bytes, name: str, digests: Sequence[str]) -> bool:
+    """True for an announcement that is signed with one of ``digests``, and for each without any."""
+    value = orjson.loads(content)
+    try:
+        expected = [_signature(digest, name, value) for digest in digests]
+    except orjson.JSONEncodeError:
+        return False
+    return _matches(value.get("signatures"), expected)
+
+
+def _matches(signatures: Any, expected: Sequence[str]) -> bool:
+    if not expected:
+        return True
+    shown = [text.encode() for text in signatures if isinstance(text, str)] if isinstance(signatures, list) else []
+    return any(hmac.compare_digest(one, other.encode()) for one in shown for other in expected)

@@ -3,8 +3,8 @@
 The actors' key opens generation, the learner's key also the control routes (weights, pause, sleep). The run file never
 holds a key, only where it is: ``env:NAME`` or ``file:PATH``. ``afterplay run`` makes new keys at each start. That of
 the actors is a file in the run directory, so that more actors may join. That of the learner is in no file: engines and
-learner get it as an environment variable. Its digest is in the run directory, so that more engines may join, which only
-recognise the key.
+learner get it as an environment variable. Its digest is in the run directory, readable by the user of the run alone, so
+that more engines may join: they recognise the key by it, and sign their announcements with it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def make_actor_key(engine: EngineConfig, run: Path) -> None:
     file = run.absolute() / ACTOR_KEY_FILE
     if engine.actor_key == f"{_FILE}{file}":
         file.unlink(missing_ok=True)
-        _write_key(file)
+        _write_key(file, secrets.token_urlsafe(32))
 
 
 LEARNER_DIGEST_FILE = "engine_learner.sha256"
@@ -101,23 +101,31 @@ LEARNER_DIGEST_FILE = "engine_learner.sha256"
 def write_learner_digest(engine: EngineConfig, run: Path, learner: dict[str, str]) -> None:
     """Write the digest of the learner's key that is in its environment ``learner``, if we made that key."""
     if engine.learner_key == LEARNER_KEY:
-        (run / LEARNER_DIGEST_FILE).write_text(_digest(learner[LEARNER_KEY.removeprefix(_ENV)]))
+        (run / LEARNER_DIGEST_FILE).unlink(missing_ok=True)
+        _write_key(run / LEARNER_DIGEST_FILE, digest_of(learner[LEARNER_KEY.removeprefix(_ENV)]))
 
 
 def find_digests(engine: EngineConfig, run: Path) -> tuple[str, str] | None:
     """Digests of the actors' key and of the learner's key; None without keys. An engine that joins a run has the second
-    from the run directory. Raises :class:`ConfigurationError`."""
+    from the run directory, where it must belong to this user: who wrote it can load weights. Raises
+    :class:`ConfigurationError`."""
     if engine.actor_key is None or engine.learner_key is None:
         return None
     actor, file = find_key(engine, "actor_key"), run / LEARNER_DIGEST_FILE
     if engine.learner_key == LEARNER_KEY and not os.environ.get(LEARNER_KEY.removeprefix(_ENV)) and file.exists():
-        learner = file.read_text().strip()
+        if (owner := file.lstat().st_uid) != os.geteuid():
+            raise ConfigurationError(
+                f"{file} belongs to user {owner}: expected that of this process, {os.geteuid()}. Start the engine as "
+                "the user of the run, or give the run keys of its own (afterplay keys DIR)"
+            )
+        learner = key_at(f"{_FILE}{file}", "the digest of the learner's key")
     else:
-        learner = _digest(find_key(engine, "learner_key") or "")
-    return _digest(actor or ""), learner
+        learner = digest_of(find_key(engine, "learner_key") or "")
+    return digest_of(actor or ""), learner
 
 
-def _digest(key: str) -> str:
+def digest_of(key: str) -> str:
+    """SHA-256 of ``key`` in hexadecimal: an engine recognises keys by it, and signs its announcements with it."""
     return sha256(key.encode()).hexdigest()
 
 
@@ -139,13 +147,13 @@ def make_key_files(folder: Path) -> None:
     that are there. Each is readable by its owner alone; give a role only its own."""
     for name in (ACTOR_KEY_FILE, LEARNER_KEY_FILE):
         if not (folder / name).exists():
-            _write_key(folder / name)
+            _write_key(folder / name, secrets.token_urlsafe(32))
 
 
-def _write_key(file: Path) -> None:
+def _write_key(file: Path, key: str) -> None:
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigurationError(f"a key cannot be written to {file}: {error}") from error
     with os.fdopen(descriptor, "w") as opened:
-        opened.write(secrets.token_urlsafe(32))
+        opened.write(key)

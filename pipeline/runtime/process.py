@@ -5,7 +5,7 @@
 * uvloop, standard logging on stderr, ``/metrics`` and ``/healthz`` from a thread;
 * a watchdog thread writes the stacks of a role without progress to its log, and later ends it (:mod:`.progress`);
 * SIGTERM or SIGINT sets ``ctx.stopping``: the main coroutine finishes what it must and returns. A second signal, or a
-  drain longer than ``supervisor.drain_seconds_max``, ends the process at once. SIGTERM that comes twice within
+  drain longer than ``checkpoint.drain_seconds_max``, ends the process at once. SIGTERM that comes twice within
   ``SAME_SIGNAL_SECONDS`` is one signal: SLURM may tell a step of a preempted job twice;
 * the exit code is one of :class:`ExitCode`.
 """
@@ -28,15 +28,18 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from pipeline.config import RunConfig
 from pipeline.errors import (
     AfterplayError,
+    CallsHang,
     ConfigurationError,
     DamagedFiles,
     EnvironmentFailing,
@@ -47,7 +50,7 @@ from pipeline.metrics.base import CollectorRegistry, ProcessMetrics
 from pipeline.runtime import disk_wait
 from pipeline.runtime.plugin_guard import bounded_prints
 from pipeline.runtime.progress import Alarm, Progress, Watchdog
-from pipeline.runtime.rundir import RunDirectory, write_json_atomically
+from pipeline.runtime.rundir import PathWatch, RunDirectory, write_json_atomically
 from pipeline.schema.state import RoleState
 
 if TYPE_CHECKING:
@@ -66,6 +69,8 @@ SCRAPED_SECONDS_MAX = 30.0
 """Longest wait of a finished role for a scrape that shows that it has finished."""
 READER_SECONDS_MAX = 60.0
 """Without a scrape for longer, nobody reads the metrics."""
+GONE_SECONDS_MAX = 5.0
+"""For the end of a process whose run directory is gone."""
 LOOK_SECONDS = 0.05
 STDERR = 2
 ADDRESS = "AFTERPLAY_ADDRESS"
@@ -79,7 +84,19 @@ SAME_SIGNAL_SECONDS = 2.0
 BLOCKED_SECONDS_MAX = 1.0
 """Beyond the drain's own limit, before a process with a blocked event loop is ended by force."""
 
+LAST_SECONDS = 4.0
+"""End of a drain that is for the replay stage and the engines: they end after actors and learner."""
+
 Main = Callable[["RoleContext"], Awaitable[None]]
+
+
+def working_seconds(drain_seconds_max: float) -> float:
+    """Part of a drain in which actors and learner finish their work. Most of it is for the last checkpoint.
+
+    >>> [working_seconds(seconds) for seconds in (2.0, 60.0)]
+    [1.5, 56.0]
+    """
+    return drain_seconds_max - min(LAST_SECONDS, drain_seconds_max / 4)
 
 
 class ExitCode(IntEnum):
@@ -101,6 +118,9 @@ class ExitCode(IntEnum):
     """Every rollout of an environment failed."""
     STUCK = 7
     """A role made no progress and ended itself, to be started again."""
+    CALLS_HANG = 8
+    """Calls of plug-ins hang in threads of a role, which drained and is started again. This is no failure of the role,
+    so it does not count for ``supervisor.restarts_max``."""
 
 
 @dataclass(slots=True)
@@ -138,6 +158,7 @@ class RoleContext:
         )
         self.progress = Progress(config.supervisor.progress_seconds_max, time.monotonic())
         self._finished = False
+        self._watched: list[PathWatch] = []
         self.server: MetricsServer | None = None
         progress = self.progress
         self.process.follow(lambda: progress.age(time.monotonic()), lambda: progress.limit, RoleState.STARTING)
@@ -160,6 +181,22 @@ class RoleContext:
         Never call it in a task beside the work: then a role that hangs looks healthy.
         """
         self.progress.beat(time.monotonic())
+
+    def watch(self, path: Path) -> None:
+        """End this process with an error soon after ``path``, which it has open, was moved, removed or replaced."""
+        self._watched.append(PathWatch(path))
+
+    async def watch_paths(self) -> None:
+        """Raises :class:`DamagedFiles` when a watched path is gone; until cancelled. A main coroutine that does not
+        heed that has ``GONE_SECONDS_MAX``."""
+        while True:
+            await anyio.sleep(WATCH_SECONDS)
+            for path in self._watched:
+                if why := await anyio.to_thread.run_sync(path.gone, abandon_on_cancel=True):
+                    forced = threading.Timer(GONE_SECONDS_MAX, os._exit, (ExitCode.CONFIGURATION,))
+                    forced.daemon = True
+                    forced.start()
+                    raise DamagedFiles(why)
 
     @asynccontextmanager
     async def waiting(self, state: RoleState, waiting_for: str = "", **details: Any) -> AsyncIterator[None]:
@@ -305,10 +342,12 @@ async def _live(name: str, index: int, config: RunConfig, main: Main) -> int:
     ):
         ctx.server = server
         log.info("started, /metrics on port %d", server.port)
+        ctx.watch(directory.path)
         async with anyio.create_task_group() as background:
             background.start_soon(_measure_lag, ctx)
+            background.start_soon(ctx.watch_paths)
             _announce(ctx, server.port, background)
-            await _run_main(ctx, main, config.supervisor.drain_seconds_max)
+            await _run_main(ctx, main, config.checkpoint.drain_seconds_max)
             background.cancel_scope.cancel()
     log.info("finished")
     return ExitCode.FINISHED
@@ -332,7 +371,7 @@ async def _run_main(ctx: RoleContext, main: Main, drain_seconds_max: float) -> N
         group.cancel_scope.cancel()
     if overdue:
         raise ForcedExit(
-            f"{ctx.name} was expected to drain within supervisor.drain_seconds_max={drain_seconds_max} s, and did not "
+            f"{ctx.name} was expected to drain within checkpoint.drain_seconds_max={drain_seconds_max} s, and did not "
             f"(it was {ctx.status.state}{' for ' + ctx.status.waiting_for if ctx.status.waiting_for else ''})"
         )
 
@@ -385,7 +424,7 @@ def _signals(ctx: RoleContext) -> Iterator[None]:
     drained ignores SIGTERM: only its exit code is left to give.
     """
     loop = asyncio.get_running_loop()
-    seconds_max = ctx.config.supervisor.drain_seconds_max + BLOCKED_SECONDS_MAX
+    seconds_max = ctx.config.checkpoint.drain_seconds_max + BLOCKED_SECONDS_MAX
     watchdog: list[threading.Timer] = []
     stopped_at = 0.0
 
@@ -418,22 +457,30 @@ def _signals(ctx: RoleContext) -> Iterator[None]:
 
 @contextmanager
 def _process_file(directory: RunDirectory, name: str) -> Iterator[None]:
-    """Removes ``processes/NAME.json`` at the end."""
+    """Removes ``processes/NAME.json`` at the end, if it can."""
     try:
         yield
     finally:
-        directory.process_file(name).unlink(missing_ok=True)
+        with suppress(OSError):
+            directory.process_file(name).unlink()
 
 
 def _announce(ctx: RoleContext, port: int, background: TaskGroup) -> None:
-    """Write ``processes/NAME.json``; while the disk is full beside the work of the role."""
+    """Write ``processes/NAME.json``; where the file system refuses that, again and again beside the work of the
+    role."""
     path, host = ctx.directory.process_file(ctx.name), ctx.config.metrics.host
     if host in EVERYWHERE:
         host = os.environ.get(ADDRESS, host)
     record = {"pid": os.getpid(), "metrics_host": host, "metrics_port": port, "started_at": time.time()}
-    write = partial(write_json_atomically, path, record)
-    if not disk_wait.unless_full(write, path):
-        background.start_soon(disk_wait.when_room, write, path, f"the file {path.name}")
+    write = partial(write_json_atomically, path, record, make_folder=False)
+    if why := disk_wait.left_out(write, path):
+        log.warning("others do not find the metrics of this process: %s", why)
+        background.start_soon(_announce_later, write, path)
+
+
+async def _announce_later(write: Callable[[], object], path: Path) -> None:
+    while await anyio.to_thread.run_sync(disk_wait.left_out, write, path, abandon_on_cancel=True):
+        await anyio.sleep(disk_wait.RETRY_SECONDS)
 
 
 def _explain(name: str, error: BaseException) -> int:
@@ -446,6 +493,9 @@ def _explain(name: str, error: BaseException) -> int:
         if isinstance(leaf, EnvironmentFailing):
             _print(f"{name}: {leaf}")
             return ExitCode.ENVIRONMENT
+        if isinstance(leaf, CallsHang):
+            _print(f"{name}: {leaf}")
+            return ExitCode.CALLS_HANG
     log.error("%s failed", name, exc_info=error)
     for leaf in leaves:
         kind = "" if isinstance(leaf, AfterplayError) else f"{type(leaf).__name__}: "

@@ -4,7 +4,8 @@
 entered another state, or its main loop looked and found that there is nothing to do. Silence is measured against a
 limit that follows the run: :class:`AdaptiveLimit` of the pauses that the role has had in that state before.
 
-:class:`Watchdog` turns that into actions, for the thread that carries them out.
+:class:`Watchdog` turns that into actions, for the thread that carries them out. :class:`Silence` is the same rule for
+an engine that is watched from outside: by actors and the learner.
 """
 
 from __future__ import annotations
@@ -52,6 +53,50 @@ class AdaptiveLimit:
         ``factor`` at most."""
         self._durations.append(min(seconds, self.seconds))
         self.seconds = max(self._floor, self._factor * max(self._durations))
+
+
+SILENCE_SECONDS, SILENCE_SECONDS_MAX = 5.0, 30.0
+"""Shortest and longest silence after which an engine counts as hung."""
+TICK_SECONDS = 0.5
+"""Time between two calls of :meth:`Silence.tick`."""
+
+
+class Silence:
+    """How long an engine has said nothing, and when that is too long. It counts as hung after five times the longest of
+    its newest answers to probes, at least ``SILENCE_SECONDS`` and at most ``SILENCE_SECONDS_MAX``, without any answer.
+    So one that is slow (a slow core, a long prefill that holds the interpreter) sets its own limit, and what is stopped
+    or unreachable is noticed in any case.
+
+    The caller ticks while it listens. A tick counts ``TICK_SECONDS`` however late it comes, so that time in which the
+    caller itself stood still is not held against the engine.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """Time since it was heard last."""
+        self._limit = AdaptiveLimit(SILENCE_SECONDS, SILENCE_SECONDS_MAX)
+
+    @property
+    def limit(self) -> float:
+        return min(SILENCE_SECONDS_MAX, self._limit.seconds)
+
+    @property
+    def too_long(self) -> bool:
+        """True if the engine counts as hung."""
+        return self.seconds >= self.limit
+
+    def begin(self) -> None:
+        """Listen from now on."""
+        self.seconds = 0.0
+
+    def tick(self) -> None:
+        self.seconds += TICK_SECONDS
+
+    def heard(self, answered_after: float | None = None) -> None:
+        """Anything came from it; ``answered_after``: seconds that it took to answer a probe."""
+        self.seconds = 0.0
+        if answered_after is not None:
+            self._limit.record(answered_after)
 
 
 _WORK = (RoleState.PLAYING, RoleState.SERVING, RoleState.EVALUATING)

@@ -28,6 +28,7 @@
       run.lock           held by the supervisor while the run lives
       hub                link to the folder of the replay stage's socket (transport/socket_folder.py), while it lives
       keys/              CURVE keys that ``afterplay run`` made, if the stage listens on TCP
+      chaos/             what ``afterplay chaos`` did, and what the processes recorded for it (runtime/witness.py)
       slurm.sh, slurm.yaml, slurm.log  job script, its run file and its output, if the run was submitted to SLURM
 """
 
@@ -216,17 +217,20 @@ def await_model(folder: Path, seconds_max: float | None = None) -> None:
         time.sleep(LOOK_SECONDS)
 
 
-def write_json_atomically(path: Path, value: Any, *, durable: bool = False) -> None:
+def write_json_atomically(path: Path, value: Any, *, durable: bool = False, make_folder: bool = True) -> None:
     """Replace ``path`` by ``value`` as JSON so that a reader sees the old file or the new one, never a part.
 
-    ``durable``: when this returns, the new one also survives a power loss.
+    ``durable``: when this returns, the new one also survives a power loss. ``make_folder``: false for files of a run
+    that is alive, whose directory must not come back when it was removed.
     """
-    write_bytes_atomically(path, orjson.dumps(value, option=orjson.OPT_INDENT_2), durable=durable)
+    data = orjson.dumps(value, option=orjson.OPT_INDENT_2)
+    write_bytes_atomically(path, data, durable=durable, make_folder=make_folder)
 
 
-def write_bytes_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
+def write_bytes_atomically(path: Path, data: bytes, *, durable: bool = False, make_folder: bool = True) -> None:
     """Write beside ``path`` and rename. The name is per process, so two writers cannot mix their bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if make_folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(data)
@@ -258,20 +262,31 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def take_index(
-    directory: RunDirectory, role: str, index: int | None = None, first: int = 0
+    directory: RunDirectory, role: str, index: int | None = None, first: int = 0, keys: Path | None = None
 ) -> tuple[int, FileLock | None]:
     """``index``, or the least from ``first`` on that no other ``role`` of the run holds. It is ours until the lock is
-    released. On a file system without locks ``index`` is taken without one.
+    released. On a file system without locks ``index`` is taken without one. In a container that may not write to the
+    run directory the lock is on the key of that index in the folder ``keys``.
 
     Raises :class:`StoreError` if another process holds ``index``.
     """
-    directory.processes.mkdir(parents=True, exist_ok=True)
 
     def take(index: int) -> FileLock:
-        return FileLock(
-            directory.processes / f"{role}-{index}.lock",
-            f"{role}-{index} of the run {directory.path} is alive in another process: expected an --index of its own",
-        )
+        name = f"{role}-{index}"
+        taken = f"{name} of the run {directory.path} is alive in another process: expected an --index of its own"
+        try:
+            directory.processes.mkdir(parents=True, exist_ok=True)
+            return FileLock(directory.processes / f"{name}.lock", taken)
+        except OSError as error:
+            key = None if keys is None else keys / f"{name}.key_secret"
+            if error.errno != errno.EROFS or key is None:
+                raise
+            if not key.exists():
+                raise ConfigurationError(
+                    f"expected a key of {name} in {keys}, and others have all that are there: "
+                    f"`afterplay keys {keys} --actors {index + 1}` makes more"
+                ) from error
+            return FileLock(key, taken, os.O_RDONLY)
 
     if index is not None:
         try:
@@ -286,14 +301,46 @@ def take_index(
     raise AssertionError
 
 
+class PathWatch:
+    """Tells when a path leads no longer to the folder or file that it led to at first, which must be open in this
+    process: what is written there is lost then. A file system that cannot be asked does not count."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        # closing a file that SQLite has open would release its locks, and an open folder keeps its number from others
+        self._folder = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if self.path.is_dir() else None
+        self._first = os.stat(self.path)
+        self._gone = 0
+
+    def gone(self, looks: int = 2) -> str:
+        """Says what became of it, once so many calls in a row have found that; else empty."""
+        try:
+            found = os.stat(self.path)
+            became = "" if os.path.samestat(found, self._first) else "replaced by another"
+        except (FileNotFoundError, NotADirectoryError):
+            became = "moved or removed"
+        except OSError:
+            became = ""
+        self._gone = self._gone + 1 if became else 0
+        if not self._gone or self._gone < looks:
+            return ""
+        return f"{self.path} was {became} while the run used it (put it back, and start the run again to resume it)"
+
+    def close(self) -> None:
+        """Harmless when done already."""
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
+
+
 class FileLock:
-    """Exclusive lock on ``file``, which is created if missing and never removed. It ends with the process.
+    """Exclusive lock on ``file``, which is created if missing (by default) and never removed. It ends with the process.
 
     Raises :class:`StoreError` with the message ``taken`` when another process holds it, else :class:`OSError`.
     """
 
-    def __init__(self, file: Path, taken: str) -> None:
-        self.descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    def __init__(self, file: Path, taken: str, flags: int = os.O_RDWR | os.O_CREAT) -> None:
+        self.descriptor = os.open(file, flags | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -116,7 +116,7 @@ def write_delta(path: Path, base: int, version: int, old: Mapping[str, Weight], 
     }
     header = orjson.dumps({"format": FORMAT, "base": base, "version": version, "tensors": tensors})
     data = save({name: p.coded for name, p in patches.items()}, metadata={_KEY: header.decode()})
-    write_bytes_atomically(path, data)
+    write_bytes_atomically(path, data, make_folder=False)
     elements = sum(weight.bits.size for weight in new.values())
     return DeltaSize(elements, sum(p.changed for p in patches.values()), len(data))
 

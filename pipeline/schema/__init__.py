@@ -6,6 +6,7 @@ Nothing in this package imports anything of Afterplay but ``pipeline.errors``.
 from pipeline.schema.orders import GroupPlan, Order
 from pipeline.schema.tokens import FlatTokens, SpanSource, TokenSpan, VersionSpan
 from pipeline.schema.trajectory import (
+    ROLES,
     SCHEMA_VERSION,
     EngineRecord,
     Failure,
@@ -20,6 +21,7 @@ from pipeline.schema.trajectory import (
 )
 
 __all__ = [
+    "ROLES",
     "SCHEMA_VERSION",
     "EngineRecord",
     "Failure",

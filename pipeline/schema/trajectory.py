@@ -63,6 +63,10 @@ class Task:
         require(isinstance(self.payload, Mapping), "payload to be a mapping", self.payload)
 
 
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "ipython", "function", "observation", "model"})
+"""Roles of messages that chat templates know."""
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """A chat message as the template sees it; ``extra`` holds tool calls, names and the like (JSON)."""
@@ -248,6 +252,15 @@ class Trajectory:
     def n_tokens(self) -> int:
         """Number of tokens stored."""
         return sum(len(turn.context) + len(turn.completion) for turn in self.turns)
+
+    @property
+    def graded_turn(self) -> Turn:
+        """The turn whose reply is the answer of the episode: the last one.
+
+        Graders, judges, reward models, the environment and views read this reply and no other. The actor orders the
+        branches so that the answer stands last (``actors/rollout/recorder.py``).
+        """
+        return self.turns[-1]
 
     @property
     def turn_rewards(self) -> tuple[float, ...] | None:

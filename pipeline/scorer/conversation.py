@@ -19,9 +19,9 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 
 def reply(trajectory: Trajectory, after: str | None = None) -> str:
-    """The last reply of the policy. ``after``: only what follows the last occurrence of that text (``</think>``);
-    nothing where it does not occur."""
-    text = trajectory.turns[-1].completion_message.content
+    """The reply that is graded (:attr:`Trajectory.graded_turn`). ``after``: only what follows the last occurrence of
+    that text (``</think>``); nothing where it does not occur."""
+    text = trajectory.graded_turn.completion_message.content
     if after is None:
         return text
     _, found, rest = text.rpartition(after)
@@ -29,8 +29,8 @@ def reply(trajectory: Trajectory, after: str | None = None) -> str:
 
 
 def conversation(trajectory: Trajectory) -> list[Message]:
-    """Every message in order, the last reply included; of the last branch."""
-    last = trajectory.turns[-1].branch
+    """Every message in order, the graded reply included; of its branch."""
+    last = trajectory.graded_turn.branch
     messages: list[Message] = []
     for turn in trajectory.turns:
         if turn.branch == last:

@@ -74,7 +74,7 @@ class StageCore:
         clock, journal = Clock(now, wall), Journal(snapshot.counters, meta.get(FAILURES))
         self.config, self.journal, self._clock = config, journal, clock
         self.batches = StalenessLedger(rule, meta.get("consumed", 0), meta.get("live"), meta.get("policy_version", -1))
-        self.records = GroupRecords(snapshot.groups, meta.get("next_group", 0), journal, clock)
+        self.records = GroupRecords(snapshot.groups, meta.get("next_group", 0), journal, clock, snapshot.covered)
         """Groups in memory, by number."""
         self.payloads = PayloadRefCounts(journal)
         """Payloads that are still needed."""
@@ -134,6 +134,8 @@ class StageCore:
             self.groups.distrust()
             journal.meta("transactions_lost", 0)
         self._rolled_below = snapshot.rolled_below
+        self._first_needed = -1, 0
+        """Durable updates, and the first group whose rows a learner may need that goes back from there."""
 
     @property
     def policy_version(self) -> int:
@@ -246,13 +248,20 @@ class StageCore:
         return self.journal.collect()
 
     def _roll_up(self) -> None:
-        """Let rows of groups that ended long ago be rolled up, some groups at a time, oldest first."""
+        """Let rows of groups that ended long ago be rolled up, some groups at a time, oldest first. Those of updates
+        that an older checkpoint may lack stay: a learner may have to go back to it."""
         due = self.records.next_group - self.config.replay.retain_groups
         if due - self._rolled_below < ROLL_UP_GROUPS:
             return
-        below = min(due, min(self.records, default=due))
+        if self._first_needed[0] != (durable := self.dispatch.durable_updates):
+            oldest = durable - self.config.checkpoint.keep * self.config.checkpoint.every
+            needed = (number for number, group in self.records.covered.items() if group.update >= oldest)
+            self._first_needed = durable, min(needed, default=due)
+        below = min(due, min(self.records, default=due), self._first_needed[1])
         if below > self._rolled_below:
             self._rolled_below = min(below, self._rolled_below + ROLL_UP_GROUPS)
+            for number in [n for n in self.records.covered if n < self._rolled_below]:
+                del self.records.covered[number]
             self.journal.meta("rolled_below", self._rolled_below)
 
     def _restore_batches(self) -> None:

@@ -20,6 +20,7 @@ from pipeline.store.ledger import Count
 from pipeline.store.payload_refs import PayloadRefCounts
 from pipeline.store.records import (
     CancelReason,
+    CoveredGroup,
     GroupRecord,
     GroupState,
     TrainedVersions,
@@ -203,10 +204,13 @@ class Dispatch:
         if self._batches.consumed > updates:
             log.warning("the learner continues from %d updates, %d were made: %d groups are trained again",
                         updates, self._batches.consumed, len(again))  # fmt: skip
-            if updates < self.durable_updates:
-                log.warning("the groups of %d updates were freed when a checkpoint covered them: others are played",
-                            self.durable_updates - updates)  # fmt: skip
             self._replays.experience.roll_back(updates)
+        lost = {number: group for number, group in self._records.covered.items() if group.update >= updates}
+        for number, covered in lost.items():
+            self._lose(number, covered)
+        if lost:
+            log.warning("%d groups were freed when a checkpoint covered them, and it is not there any more: others are "
+                        "played in their place", len(lost))  # fmt: skip
         self._batches.roll_back(updates, again)
         self._close_gaps()
         self.durable_updates = min(self.durable_updates, updates)
@@ -275,6 +279,20 @@ class Dispatch:
         self._journal.count(Count.TRAJECTORIES_ROLLED_BACK, group.n_fresh)
         self._replays.untrained(group)
 
+    def _lose(self, number: int, group: CoveredGroup) -> None:
+        """No weights have a group any more that a checkpoint covered: it does not count as trained."""
+        del self._records.covered[number]
+        self._journal.lose_group(number)
+        self._journal.count(Count.GROUPS_UNINFORMATIVE if group.dropped else Count.GROUPS_TRAINED, -1)
+        self._journal.count(Count.GROUPS_ROLLED_BACK)
+        self._journal.count(Count.GROUPS_CANCELLED_LOST)
+        if not group.dropped:
+            self._journal.count(Count.TRAJECTORIES_TRAINED, -group.n_fresh)
+            self._journal.count(Count.TRAJECTORIES_ROLLED_BACK, group.n_fresh)
+            self._journal.count(Count.TRAJECTORIES_DROPPED_CANCELLED, group.n_fresh)
+            self._journal.count(Count.REPLAYS_TRAINED, -group.k)
+            self._journal.count(Count.REPLAYS_ROLLED_BACK, group.k)
+
     def _send(self, group: GroupRecord) -> None:
         assert self.peer is not None
         self.sent.add(group.group_number)
@@ -326,6 +344,9 @@ class Dispatch:
                 self._journal.observe("item_samples", slot.trajectory.samples)
         if group.state is GroupState.TRAINED:
             self._replays.unpin(group)
+        if group.consumed and group.update is not None:
+            covered = CoveredGroup(group.update, group.dropped, group.n_fresh, group.k)
+            self._records.covered[group.group_number] = covered
         self._journal.forget_group(group.group_number)
         del self._records[group.group_number]
 

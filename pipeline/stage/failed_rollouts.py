@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.config.evaluation import TracesConfig
-from pipeline.runtime.disk_wait import is_full
+from pipeline.runtime.disk_wait import disk_fault
 from pipeline.store.journal import UntrainedRollout
 from pipeline.store.traces import TraceWriter
 
@@ -23,13 +23,13 @@ FAILED, EVALUATED = "failed", "evaluated"
 
 
 class UntrainedTraces:
-    """Writes the traces of each kind that has a writer. A full disk leaves traces out, any other error ends it, both
-    with a warning."""
+    """Writes the traces of each kind that has a writer. What the file system does not take is left out, any other error
+    ends it, both with a warning."""
 
     def __init__(self, failed: TraceWriter | None = None, evaluated: TraceWriter | None = None) -> None:
         self._writers = {FAILED: failed, EVALUATED: evaluated}
-        self._full = False
-        """The newest trace was left out."""
+        self._left_out = False
+        """The newest trace was."""
 
     def keep(self, rollouts: Sequence[UntrainedRollout]) -> None:
         """Blocks for the disk's page cache. Called by one thread at a time."""
@@ -40,12 +40,12 @@ class UntrainedTraces:
                 continue
             try:
                 writer.append({"trajectory_id": one.trajectory_id, "time": one.received_at}, one.frames, None)
-                self._full = False
+                self._left_out = False
             except OSError as error:
-                if is_full(error, Path()):
-                    if not self._full:
-                        log.warning("traces of rollouts are left out until there is room: %s", error)
-                    self._full = True
+                if disk_fault(error, Path()):
+                    if not self._left_out:
+                        log.warning("traces of rollouts are left out until they can be written: %s", error)
+                    self._left_out = True
                     continue
                 log.warning("stopped writing traces of %s rollouts: %s", kind, error)
                 self._close(kind)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipeline.store.journal import Journal
 from pipeline.store.ledger import Count
-from pipeline.store.records import GroupRecord, OrderKey, OrderRecord, OrderState, TrajectoryRecord
+from pipeline.store.records import CoveredGroup, GroupRecord, OrderKey, OrderRecord, OrderState, TrajectoryRecord
 
 
 @dataclass(slots=True)
@@ -23,8 +23,17 @@ class Clock:
 class GroupRecords(dict[int, GroupRecord]):
     """Open groups, and ended ones until a checkpoint covers them, by number."""
 
-    def __init__(self, groups: Mapping[int, GroupRecord], next_group: int, journal: Journal, clock: Clock) -> None:
+    def __init__(
+        self,
+        groups: Mapping[int, GroupRecord],
+        next_group: int,
+        journal: Journal,
+        clock: Clock,
+        covered: Mapping[int, CoveredGroup],
+    ) -> None:
         super().__init__(groups)
+        self.covered = dict(covered)
+        """Consumed groups that a checkpoint covers, until their rows are rolled up."""
         self.next_group = next_group
         """Number of the next group; all smaller ones have been used."""
         self._journal = journal

@@ -148,6 +148,8 @@ class Observer:
         self._moved: tuple[int, ...] = ()
         self._moved_at = time.monotonic()
         self._limit: AdaptiveLimit | None = None
+        metrics.progress_age_seconds.set_function(lambda: time.monotonic() - self._moved_at)
+        metrics.progress_limit_seconds.set(math.inf)
 
     def update(self, core: StageCore) -> None:
         """Publish what changed since the last call."""
@@ -188,7 +190,6 @@ class Observer:
         if self._moved:
             self._limit.record(now - self._moved_at)
         self._moved, self._moved_at = moved, now
-        self._m.progress_timestamp_seconds.set(time.time())
         self._m.progress_limit_seconds.set(math.inf if core.finished else self._limit.seconds)
 
     def _count(self, name: str, change: int) -> None:

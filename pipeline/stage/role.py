@@ -16,7 +16,7 @@ from pipeline.errors import TransportClosed
 from pipeline.experience.memory_service import MemoryService, open_memory_service
 from pipeline.metrics.replay import ReplayMetrics
 from pipeline.runtime.disk_budget import LOOK_SECONDS, DiskBudget
-from pipeline.runtime.disk_wait import when_room
+from pipeline.runtime.disk_wait import left_out, when_room
 from pipeline.runtime.plugin_guard import interrupting_blocks
 from pipeline.runtime.process import RoleContext
 from pipeline.schema.state import RoleState
@@ -64,6 +64,7 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
     path = store_path(config, ctx.directory)
     ctx.report(RoleState.STARTING, f"the store {path}")
     store = await when_room(partial(ReplayStore, path, config.replay.synchronous), path, "the replay store")
+    ctx.watch(path)
     try:
         snapshot = await anyio.to_thread.run_sync(store.load)
         core = StageCore(
@@ -143,7 +144,7 @@ async def _serve(
             working.start_soon(loop.run, inbox_receive, name="loop")
             async with inbox_send, anyio.create_task_group() as feeding:
                 feeding.start_soon(scoring.run, name="scoring")
-                feeding.start_soon(_watch_disk, ctx, core, metrics, name="disk")
+                feeding.start_soon(_watch_disk, ctx, core, store, hub, metrics, name="disk")
                 feeding.start_soon(_listen, hub, inbox_send, outgoing, lessons, metrics, name="listen")
                 if lessons is not None:
                     feeding.start_soon(lessons.run, name="lessons")
@@ -156,12 +157,19 @@ async def _serve(
         sending.cancel_scope.cancel()
 
 
-async def _watch_disk(ctx: RoleContext, core: StageCore, metrics: ReplayMetrics) -> None:
-    """Pause admission while the run directory is larger than ``run.disk_bytes_max``."""
+async def _watch_disk(ctx: RoleContext, core: StageCore, store: ReplayStore, hub: Hub, metrics: ReplayMetrics) -> None:
+    """Pause admission while the run directory is larger than ``run.disk_bytes_max``, and tell of readers that keep the
+    store's ``-wal`` from being emptied."""
+    held_back = ""
     budget = DiskBudget(ctx.directory, ctx.config.run.disk_bytes_max)
     metrics.disk_budget_bytes.set(budget.bytes_max or 0)
     while True:
-        await anyio.to_thread.run_sync(budget.look)
+        if why := await anyio.to_thread.run_sync(left_out, budget.look, ctx.directory.path):
+            log.warning("the size of the run directory is not known: %s", why)
+        before, held_back = held_back, await anyio.to_thread.run_sync(store.held_back)
+        if held_back and not before:
+            log.warning("%s", held_back)
+            ctx.notices.append(held_back)
         metrics.disk_used_bytes.set(budget.used)
         if budget.exceeded and not core.groups.paused:
             log.error("no group is admitted until there is %s", budget.exceeded)

@@ -17,13 +17,15 @@ from typing import Any
 from pipeline.errors import ConfigurationError, StoreError, WireError
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.transport import frames
-from pipeline.transport.protocol import Frames
+from pipeline.transport.protocol import Frames, Limits
 
 KIND = frames.FileKind(
     "replay export", 2, "an export of Afterplay", "export it again with this Afterplay; nothing was imported"
 )
 _START_BYTES = 64
 _LEVEL = 6
+TOKEN_BYTES_MAX = 32
+"""Bytes of a token: 8 for its id and log-probability, 12 for a span of its own, and the text of its message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +91,15 @@ def is_archive(path: Path) -> bool:
         raise StoreError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def read_archive(path: Path) -> Iterator[ArchivedTrajectory]:
-    """Every trajectory, each checked before it is yielded, and the whole at the end.
+def read_archive(path: Path, limits: Limits) -> Iterator[ArchivedTrajectory]:
+    """Every trajectory, each checked before it is yielded, and the whole at the end. One has at most
+    ``limits.header_bytes_max`` and ``TOKEN_BYTES_MAX`` for each of ``limits.tokens_max``, compressed or not.
 
     Raises :class:`StoreError` that names the byte where a file is foreign, cut off, damaged or of another schema. Read
     it once to the end before anything is done with it.
     """
     at = len(KIND.magic)
+    bytes_max = limits.header_bytes_max + TOKEN_BYTES_MAX * limits.tokens_max
 
     def wrong(what: str) -> StoreError:
         return StoreError(f"{path}, byte {at}: {what}. Nothing was imported; export it again")
@@ -106,7 +110,7 @@ def read_archive(path: Path) -> Iterator[ArchivedTrajectory]:
         total, count, footer = 0, -1, None
         for frame in frames.scan(fd, at):
             try:
-                header, parts = frame.header, frame.load(fd)
+                header, parts = frame.header, frame.load(fd, bytes_max)
             except (WireError, ValueError, TypeError, LookupError) as error:
                 raise wrong(f"the file is damaged: {error}") from error
             if count < 0:

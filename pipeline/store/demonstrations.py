@@ -24,7 +24,7 @@ import numpy as np
 import orjson
 
 from pipeline.errors import AfterplayError, SchemaError, StoreError
-from pipeline.schema import FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
+from pipeline.schema import ROLES, FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
 
 LINE_BYTES_MAX = 1 << 28
 
@@ -120,6 +120,8 @@ def _rendered(values: Any, render: Render, temperature: float) -> tuple[Turn, ..
         extra = {k: v for k, v in value.items() if k not in ("role", "content")}
         if not isinstance(value["role"], str) or not isinstance(value["content"], str):
             raise SchemaError(f"expected role and content as text, got {value!r:.200}")
+        if value["role"] not in ROLES:
+            raise SchemaError(f"expected one of the roles {', '.join(sorted(ROLES))}, got {value['role']!r:.100}")
         messages.append(Message(value["role"], value["content"], extra))
     turns, start = [], 0
     ends = [i for i, message in enumerate(messages) if message.role == "assistant"]

@@ -81,8 +81,13 @@ class HighWaterFile:
 
     def set(self, mark: Mark) -> None:
         """Write a record that a power loss does not undo."""
-        self._write(mark)
-        os.fdatasync(self._fd)
+        before = self.mark
+        try:
+            self._write(mark)
+            os.fdatasync(self._fd)
+        except OSError:  # it may not be on disk: nothing is reserved
+            self.mark = before
+            raise
 
     def reserve(self, groups: int, rows: int) -> None:
         """Smaller ids than these may be used when this returns."""

@@ -148,6 +148,8 @@ class Changes:
     payloads: list[tuple[int, Frames]] = field(default_factory=list)
     forgotten_payloads: list[int] = field(default_factory=list)
     forgotten_groups: list[int] = field(default_factory=list)
+    lost_groups: list[int] = field(default_factory=list)
+    """Forgotten groups that were trained, and that no weights have any more."""
     pool: list[Row] = field(default_factory=list)
     left_pool: list[int] = field(default_factory=list)
     stored_groups: list[Row] = field(default_factory=list)
@@ -184,6 +186,7 @@ class Journal:
         self._payloads: dict[int, Frames] = {}
         self._forgotten_payloads: list[int] = []
         self._forgotten_groups: list[int] = []
+        self._lost_groups: list[int] = []
         self._experience = ExperienceChanges()
         self._meta: dict[str, Any] = {}
         self._counted: set[str] = set()
@@ -256,6 +259,10 @@ class Journal:
         """The group leaves memory: it is not loaded when the stage starts again."""
         self._forgotten_groups.append(number)
 
+    def lose_group(self, number: int) -> None:
+        """Cancel a forgotten group that no weights have any more, in its rows."""
+        self._lost_groups.append(number)
+
     def meta(self, key: str, value: Any) -> None:
         self._meta[key] = value
 
@@ -289,6 +296,7 @@ class Journal:
             payloads=list(self._payloads.items()),
             forgotten_payloads=self._forgotten_payloads,
             forgotten_groups=self._forgotten_groups,
+            lost_groups=self._lost_groups,
             pool=[pool_row(e) for e in experience.entries],
             left_pool=list(experience.removed),
             stored_groups=[stored_group_row(g) for g in experience.groups],
@@ -306,6 +314,6 @@ class Journal:
         self._groups, self._orders, self._trajectories, self._payloads = {}, {}, {}, {}
         self._replays, self._imported, self._sampled, self._experience = {}, [], [], ExperienceChanges()
         self._forgotten_payloads, self._forgotten_groups, self._meta, self._counted = [], [], {}, set()
-        self._effects = []
+        self._effects, self._lost_groups = [], []
         self._acks.clear()
         return changes, effects

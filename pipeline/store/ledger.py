@@ -79,6 +79,7 @@ class Count(StrEnum):
     GROUPS_CANCELLED_UNINFORMATIVE = "groups.cancelled.uninformative"
     GROUPS_CANCELLED_UNREPRODUCIBLE = "groups.cancelled.unreproducible"
     GROUPS_CANCELLED_RESTORED = "groups.cancelled.restored"
+    GROUPS_CANCELLED_LOST = "groups.cancelled.lost"
 
     POOL_SAVED = "pool.saved"
     POOL_IMPORTED = "pool.imported"

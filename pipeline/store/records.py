@@ -120,6 +120,8 @@ class CancelReason(StrEnum):
     """The environment did not answer the stored turns that it begins with as it did before."""
     RESTORED = "restored"
     """The store is an older copy, and an update that it does not know may have been made from the group."""
+    LOST = "lost"
+    """Its update is in no weights any more: the checkpoint that covered it is damaged. Its rollouts are not kept."""
 
 
 ZERO_VARIANCE = "uninformative"
@@ -348,6 +350,15 @@ class GroupRecord:
     @property
     def open(self) -> bool:
         return self.state in (GroupState.COLLECTING, GroupState.READY, GroupState.PLACED)
+
+
+class CoveredGroup(NamedTuple):
+    """A group whose update a checkpoint covers: what is known of it without its rows."""
+
+    update: int
+    dropped: bool
+    n_fresh: int
+    k: int
 
 
 class TrainedVersions:

@@ -12,6 +12,7 @@ from pipeline.errors import DamagedFiles
 from pipeline.schema import Task
 from pipeline.store.experience_records import Candidate, PoolEntry, RestartSearch, StoredGroup, TaskRecord
 from pipeline.store.records import (
+    CoveredGroup,
     Facts,
     GroupRecord,
     GroupState,
@@ -38,6 +39,8 @@ class Snapshot:
     """The pool, in the order of ``saved``."""
     stored_groups: list[StoredGroup] = field(default_factory=list)
     tasks: list[TaskRecord] = field(default_factory=list)
+    covered: dict[int, CoveredGroup] = field(default_factory=dict)
+    """Groups that were made to updates, and are covered by a checkpoint."""
 
     @property
     def transactions_lost(self) -> int:
@@ -77,6 +80,7 @@ class SnapshotRows:
     tasks: Iterable[Sequence[Any]]
     pool: Iterable[Sequence[Any]]
     stored_groups: Iterable[Sequence[Any]] = ()
+    covered: Iterable[Sequence[Any]] = ()
 
 
 def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int], next_row_id: int) -> Snapshot:
@@ -114,7 +118,8 @@ def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int],
             f"the replay store has inconsistent rows ({type(error).__name__}: {error}): it was changed "
             "by something else. Move it away to start with an empty one"
         ) from error
-    return Snapshot(found, meta, counters, next_row_id, pool, stored, list(tasks.values()))
+    covered = {row[0]: CoveredGroup(*row[1:]) for row in rows.covered}
+    return Snapshot(found, meta, counters, next_row_id, pool, stored, list(tasks.values()), covered)
 
 
 def _group(row: Sequence[Any]) -> GroupRecord:

@@ -5,6 +5,7 @@ A file that is foreign, of another version or cut off is refused, and nothing of
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import struct
@@ -19,6 +20,20 @@ BUSY_SECONDS_MAX = 10.0
 PAGE_BYTES = 4096
 """Small pages write least: 1.25 times the payload at 16 trajectories a transaction (16 KiB pages: 1.62)."""
 _HEADER_BYTES = 100
+_COMPANIONS = ("", "-wal", "-shm")
+
+
+def users_of(path: Path) -> str:
+    """Other processes that have the SQLite file at ``path`` open, in words. Linux shows those of this machine, of other
+    users only to root; blocks for some ten milliseconds."""
+    files = {f"{path.resolve()}{end}" for end in _COMPANIONS}
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if int(process.name) != os.getpid() and any(os.readlink(fd) in files for fd in (process / "fd").iterdir()):
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                found.append(f"process {process.name} ({command[:80] or (process / 'comm').read_text().strip()})")
+    return " and ".join(sorted(found)) or "another program"
 
 
 @dataclass(frozen=True, slots=True)

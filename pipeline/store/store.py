@@ -12,6 +12,7 @@ A store that went back (its ``-wal`` was lost, or it is an older copy) is notice
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import operator
@@ -21,7 +22,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,14 @@ import orjson
 
 from pipeline.config import RunConfig
 from pipeline.errors import DamagedFiles, StoreError
+from pipeline.runtime.disk_wait import size
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.store import tables
 from pipeline.store.high_water import HighWaterFile, Mark
 from pipeline.store.journal import Changes, Row
+from pipeline.store.records import CancelReason, Drop
 from pipeline.store.snapshot import POOL_COLUMNS, REPLAY_COLUMNS, STORED_GROUP_COLUMNS, Snapshot, SnapshotRows, build
+from pipeline.store.sqlite import users_of
 from pipeline.store.tables import STORE
 from pipeline.transport.protocol import Buffer, Frames
 
@@ -44,6 +48,8 @@ CHECK_SECONDS_MAX = 10.0
 """Longest check of the payloads when a store is opened; what is left of a larger one is checked when it is read."""
 CHECK_BYTES_MAX = 4 * 10**9
 """Size from which on only the tables without payloads are checked page by page, which cannot be interrupted."""
+WAL_BYTES_MAX = 128 * 1024 * 1024
+"""Size of the ``-wal`` beyond which a reader must keep it from being emptied: 16 times the size at which it is."""
 _CHECK_STEPS = 10_000
 """Instructions of SQLite's machine between two looks at the clock."""
 _VACUUM_PAGES = 4096
@@ -84,6 +90,12 @@ _REPLACED = {
     table: f"INSERT OR REPLACE INTO {table} VALUES ({','.join('?' * width)})"
     for table, width in (("group_replays", 14), ("orders", 12), ("pool", 10), ("stored_groups", 7), ("tasks", 10))
 }
+_LOST = (
+    ("groups", "", {"state": "cancelled", "reason": CancelReason.LOST.value, "update_number": None}),
+    ("trajectories", "AND state = 'trained'", {"state": "dropped", "reason": Drop.CANCELLED.value}),
+    ("group_replays", "AND chosen = 1", {"chosen": 0}),
+)
+"""Tables, which of their rows change for a group that no weights have any more, and to what."""
 _META = "INSERT OR REPLACE INTO meta VALUES (?,?)"
 
 
@@ -261,6 +273,17 @@ class ReplayStore:
         """Harmless when done already."""
         self._opened.close()
 
+    def held_back(self) -> str:
+        """A sentence about who keeps ``-wal`` from being emptied, where it is large; else empty. Blocks."""
+        wal = self.path.with_name(self.path.name + "-wal")
+        with suppress(OSError):
+            if (n_bytes := wal.stat().st_size) > WAL_BYTES_MAX:
+                return (
+                    f"{wal} has {size(n_bytes)} and grows while {users_of(self.path)} reads the replay store: end that "
+                    "reader, or read a copy (afterplay replay export)"
+                )
+        return ""
+
     def load(self) -> Snapshot:
         """State that the stage starts from."""
         with self._explained("read"):
@@ -276,6 +299,8 @@ class ReplayStore:
                 read(f"SELECT {POOL_COLUMNS} FROM pool p JOIN trajectories t USING (row_id) ORDER BY p.saved"),
                 read(f"SELECT {STORED_GROUP_COLUMNS} FROM stored_groups s, json_each(s.members) m JOIN trajectories t "
                      "ON t.row_id = m.value ORDER BY s.saved, m.key"),
+                read("SELECT group_number, update_number, state = 'uninformative', n_fresh, k FROM groups "
+                     "WHERE kept = 0 AND state IN ('trained', 'uninformative')"),
             )  # fmt: skip
             meta = {key: orjson.loads(value) for key, value in read("SELECT key, value FROM meta")}
             return build(rows, meta, dict(read("SELECT name, value FROM counters")), self._next_row_id(meta))
@@ -304,6 +329,8 @@ class ReplayStore:
                 )
                 many("DELETE FROM payloads WHERE row_id = ?", ((row_id,) for row_id in changes.forgotten_payloads))
                 many(_FORGOTTEN_GROUP, ((n,) for n in changes.forgotten_groups))
+                if changes.lost_groups:
+                    self._lose(changes.lost_groups)
                 many("DELETE FROM pool WHERE row_id = ?", ((row_id,) for row_id in changes.left_pool))
                 many("DELETE FROM stored_groups WHERE group_number = ?", ((n,) for n in changes.left_stored_groups))
                 many("DELETE FROM tasks WHERE task_id = ?", ((task_id,) for task_id in changes.forgotten_tasks))
@@ -317,6 +344,17 @@ class ReplayStore:
             self._digests = digests
             self._transactions += 1
             self._marks.written(self._transactions)
+
+    def _lose(self, numbers: list[int]) -> None:
+        """Change the rows of groups that no weights have any more."""
+        read = self._writer.execute
+        for table, which, values in _LOST:
+            columns = [column[1] for column in read(f"PRAGMA table_info({table})")]
+            chosen = f"group_number IN (SELECT value FROM json_each(?)) {which}"
+            found = read(f"SELECT * FROM {table} WHERE {chosen}", (orjson.dumps(numbers).decode(),)).fetchall()
+            rows = [tuple(values.get(c, v) for c, v in zip(columns[:-1], row, strict=False)) for row in found]
+            written = f"INSERT OR REPLACE INTO {table} VALUES ({','.join('?' * len(columns))})"
+            self._writer.executemany(written, _digested(table, rows))
 
     def _roll_up(self, below: int) -> None:
         """Add rows of groups with smaller numbers to the totals, delete them, and give pages back to the disk."""
@@ -349,6 +387,9 @@ class ReplayStore:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
-            if getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
                 raise self._damaged(str(error)) from error
+            if code == sqlite3.SQLITE_BUSY:
+                error = OSError(errno.EBUSY, f"{error}: {users_of(self.path)} has it open")
             raise StoreError(f"the replay store {self.path} could not be {done}: {error}. {STORE.remedy}") from error

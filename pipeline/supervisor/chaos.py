@@ -1,5 +1,8 @@
 """``afterplay chaos``: a run that is killed, stopped and starved on schedule, and its books read from outside.
 
+The books are two: the store's ledger, whose sums must add up, and what actors and learner recorded themselves
+(:mod:`pipeline.runtime.witness`), with which the store must agree (:mod:`pipeline.store.witness`).
+
 The schedule is drawn from a seed. What is hit depends on which processes live at that moment, so the same seed gives
 the same faults at the same times, not the same run.
 """
@@ -10,6 +13,7 @@ import contextlib
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,17 +36,19 @@ from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit
 from pipeline.runtime.disk_wait import size
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, read_json
+from pipeline.runtime.witness import WITNESS
 from pipeline.store import tables
 from pipeline.store.ledger import Ledger, read_ledger
 from pipeline.store.store import store_path
+from pipeline.store.witness import StoredOutcomes, Witness, audit, read_witness, unread_groups
 from pipeline.supervisor.disk import disk_usage
 from pipeline.supervisor.run import RunIsAlive, prepare_directory, run_lock
 
 LOOK_SECONDS = 0.5
 """Interval at which the run is looked at: there is no event to wait for across processes."""
 SAMPLE_SECONDS = 5.0
-"""Interval at which memory and disk are measured."""
-DRAIN_SECONDS_MAX = 60.0
+"""Interval at which memory and disk are measured, and ended groups read from the store before it rolls them up."""
+DRAIN_SECONDS_MAX = 90.0
 STEPS_AFTERWARDS = 2
 """Updates that the run must make after the last fault."""
 OVERRIDES = ("run.total_steps=1000000", "supervisor.restarts_max=1000000", "replay.start_ratio=0")
@@ -127,6 +133,8 @@ class Books:
     """Time at which it began."""
     lost: int = 0
     """Trajectories that were counted once and were missing later."""
+    witnessed: str = ""
+    """Numbers of what actors and learner recorded."""
     problems: list[str] = field(default_factory=list)
 
     def look(self, ledger: Ledger | None, steps: int, now: float) -> None:
@@ -153,6 +161,16 @@ class Books:
                 f"{ledger.trajectories.get('trained', 0)} as trained"
             )
 
+    def compare(self, witness: Witness, stored: StoredOutcomes, environment_weight: float | None) -> None:
+        """The audit against what actors and learner recorded."""
+        self.problems += audit(witness, stored, environment_weight)
+        trained = sum(len(learner.trained) for learner in witness.learners)
+        unread = unread_groups(witness, stored)
+        self.witnessed = (
+            f"{len(witness.made)} trajectories made, {len(witness.acknowledged)} acknowledged, {trained} updates of "
+            f"{len(witness.learners)} learner processes" + (f"; not compared: {unread} groups" if unread else "")
+        )
+
 
 class Chaos:
     """Runs ``file`` in ``directory`` and injects the faults of a schedule. Blocks; one use."""
@@ -169,6 +187,7 @@ class Chaos:
         self._reaper = reaper
         self._console = console
         self._folder = self.directory.path / "chaos"
+        self._stored = StoredOutcomes()
         self._log = self.directory.path.with_name(f"{self.directory.path.name}.log")
         self._begun = time.monotonic()
         self._tail = MetricsTail(self.directory.metrics_file)
@@ -183,13 +202,16 @@ class Chaos:
         return time.monotonic() - self._begun
 
     def run(self, faults: Sequence[Fault], seconds: float) -> None:
-        """Until ``seconds`` after the first update and some updates more. Raises :class:`AfterplayError` when the run
-        ends by itself or stands still."""
+        """Until ``seconds`` after the first update and some updates more, then audit. A run that ends by itself or
+        stands still is audited too; that is one more problem. Raises :class:`AfterplayError` when there is nothing to
+        audit."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._log.unlink(missing_ok=True)
         with run_lock(self.directory, mark=False):
             prepare_directory(self.directory, self._config.run.resume, fresh=True)
+        shutil.rmtree(self._witness, ignore_errors=True)
         self._start()
+        failure: AfterplayError | None = None
         try:
             self._until(lambda: self.books.steps > 0, "its first update")
             first, waiting = self.now, list(faults)
@@ -201,16 +223,37 @@ class Chaos:
             goal = self.books.steps + STEPS_AFTERWARDS
             self._until(lambda: self.books.steps >= goal, f"update {goal}, after the last fault")
             self._stop()
+        except AfterplayError as error:
+            failure = error
+            self.books.problems.append(str(error))
         finally:
             self._end_faults(math.inf)
             self._write()
             if self._run is not None:
                 self._run.kill()
-        self.books.close(read_ledger(self._store(), rows=True), read_lines(self.directory.metrics_file))
+        if failure is not None:
+            self._await_lock()
+        try:
+            self._audit(stopped=failure is None)
+        except AfterplayError as error:
+            raise failure or error from None
+
+    def _audit(self, *, stopped: bool) -> None:
+        """``stopped``: the run has ended when it was asked to, and not in the middle of an update."""
+        ledger = read_ledger(self._store(), rows=True)
+        if stopped:
+            self.books.close(ledger, read_lines(self.directory.metrics_file))
+        else:
+            self.books.problems += ledger.audit()
+        self._stored.read(self._store(), end=True)
+        scorer = self._config.scorer
+        weight = None if scorer.parts else scorer.environment_weight
+        self.books.compare(read_witness(self._witness), self._stored, weight)
 
     def _start(self) -> None:
         with self._log.open("ab") as output:
-            self._run = ChildGroup(self._command, self._reaper, output=output)
+            environment = {**os.environ, WITNESS: str(self._witness)}
+            self._run = ChildGroup(self._command, self._reaper, environment=environment, output=output)
 
     def _stop(self) -> None:
         assert self._run is not None
@@ -243,6 +286,8 @@ class Chaos:
         if not self.samples or self.now - self.samples[-1].seconds >= SAMPLE_SECONDS:
             memory = read_processes().memory(self._pids())
             self.samples.append(ResourceUse(self.now, memory, disk_usage(self.directory)))
+            with contextlib.suppress(StoreError):
+                self._stored.read(self._store())
 
     def _inject(self, fault: Fault) -> None:
         live = sorted((name, pid) for name, pid in self._pids().items() if name != "supervisor")
@@ -309,6 +354,10 @@ class Chaos:
             for file in self._folder.glob(f"{copy.name}*"):
                 file.unlink()
         return f"a copy of the store is read; its audit finds {len(wrong)} problems"
+
+    @property
+    def _witness(self) -> Path:
+        return self._folder / "witness"
 
     def _store(self) -> Path:
         return store_path(self._config, self.directory)
@@ -382,8 +431,9 @@ def read_processes() -> Processes:
 def run_chaos(
     config: RunConfig, command: Sequence[str], faults: Sequence[Fault], seconds: float, stall_seconds_max: float
 ) -> ExitCode:
-    """Run, inject, report. FAILED when the books do not balance, something was lost, or nothing was new for longer than
-    ``stall_seconds_max``. Raises :class:`AfterplayError` when the run cannot continue."""
+    """Run, inject, report. FAILED when the books do not balance, something was lost, nothing was new for longer than
+    ``stall_seconds_max``, or the run did not continue. Raises :class:`AfterplayError` where there is nothing to audit.
+    """
     console = Console(highlight=False)
     with OrphanReaper() as reaper:
         chaos = Chaos(config, command, reaper, console)
@@ -404,11 +454,13 @@ def report(chaos: Chaos) -> Table:
         "updates": f"{books.steps}",
         "trajectories": f"{books.received} received, {books.lost} lost",
         "longest time without anything new": f"{books.longest:.1f} s, from {books.longest_from:.0f} s on",
+        "recorded by actors and learner": books.witnessed,
         "audit": "; ".join(books.problems) or "every sum adds up",
     }
     if samples:
         ends = samples[len(samples) // 4], samples[-1]
-        memory, disk = ([size(sum(getattr(s, what).values())) for s in ends] for what in ("memory", "disk"))
+        memory = [size(sum(s.memory.values())) for s in ends]
+        disk = [size(sum(s.disk.values()) - s.disk.get("chaos", 0)) for s in ends]
         rows["memory"] = f"{memory[0]} after a quarter of the time, {memory[1]} at the end"
         rows["disk"] = f"{disk[0]} after a quarter of the time, {disk[1]} at the end"
     table = Table(box=None, show_header=False)

@@ -21,6 +21,7 @@ KINDS = {
     "evaluations": "evaluations",
     "skipped": "skipped batches",
     "logs": "logs",
+    "chaos": "files of afterplay chaos",
 }
 """First part of a path in the run directory, and what lies there. Everything else is ``other``."""
 OTHER = "other"

@@ -228,7 +228,7 @@ class Display:
             table.add_column(column, overflow="ellipsis", no_wrap=True)
         for name, process in self._processes.items():
             answer = self._answers.get(name)
-            live = process.phase is Phase.RUNNING and answer is not None
+            live = process.phase in (Phase.RUNNING, Phase.STOPPING) and answer is not None
             table.add_row(
                 name,
                 Text(process.phase.value, style=_STYLE[process.phase]),

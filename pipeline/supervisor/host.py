@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,8 @@ import anyio.to_thread
 
 from pipeline.errors import AfterplayError
 from pipeline.runtime.children import ChildGroup, OrphanReaper
-from pipeline.runtime.disk_wait import when_room
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.disk_wait import FULL, left_out, when_room
+from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
 from pipeline.supervisor.processes import HealthAnswer, ProcessSpec, check_health, child_environment, health_url
 
 Waiting = Callable[[str], None]
@@ -63,7 +64,10 @@ class LocalHost:
 
     async def start(self, spec: ProcessSpec, waiting: Waiting) -> Child:
         log_file = self._directory.log_file(spec.name)
-        with await when_room(partial(open_log, log_file), log_file, f"the log of {spec.name}") as output:
+        return await when_room(partial(self._begin, spec, log_file), log_file, f"the log of {spec.name}")
+
+    def _begin(self, spec: ProcessSpec, log_file: Path) -> ChildGroup:
+        with open_log(log_file) as output:
             return ChildGroup(
                 spec.command, self._reaper, environment=child_environment(spec.environment), output=output
             )
@@ -71,11 +75,28 @@ class LocalHost:
     async def check(self, spec: ProcessSpec, child: Child) -> HealthAnswer:
         url = spec.health_url or health_url(self._directory, spec.name, child.pid if spec.here else None)
         if url is None:
-            return HealthAnswer(False)
+            unwritable = await anyio.to_thread.run_sync(self._unwritable, spec.name, abandon_on_cancel=True)
+            return HealthAnswer(bool(unwritable), waiting_for=unwritable)
         return await anyio.to_thread.run_sync(check_health, url, abandon_on_cancel=True)
+
+    def _unwritable(self, name: str) -> str:
+        """The reason for which a process cannot say in ``processes/`` where to ask for its health; it counts as healthy
+        while it runs."""
+        path = self._directory.process_file(name)
+        if path.is_dir():
+            return f"{path}, which is a folder"
+        trial = path.with_name(f".{path.name}.trial")
+        write = partial(write_bytes_atomically, trial, b"", make_folder=False)
+        return left_out(write, trial) or left_out(trial.unlink, trial)
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """The log of a process, for appending."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("ab")
+    """The log of a process, for appending. Where the file system refuses it, for another reason than that it is full,
+    the process runs without."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        return path.open("ab")
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        return open(os.devnull, "ab")

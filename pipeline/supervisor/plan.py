@@ -23,8 +23,10 @@ from pipeline.supervisor.division import Division, Share, divide
 from pipeline.supervisor.inventory import VISIBLE, Inventory, Node
 from pipeline.supervisor.restarts import Rule
 
-ACTORS, LEARNER, REPLAY, ENGINES = range(4)
-"""Stages of the drain."""
+WORKERS, REPLAY, ENGINES = range(3)
+"""Stages of the drain. The workers are actors and learner: none waits for what the other finishes last."""
+TORCHRUN_GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Environment variable: seconds that torchrun gives its ranks after SIGTERM; 30 without it."""
 PREPARE, PREFLIGHT, REPORTER = "prepare", "preflight", "reporter"
 
 
@@ -167,7 +169,7 @@ def plan(config: RunConfig, inventory: Inventory, center: str = "learner") -> Pl
             "actor",
             i,
             node.name,
-            Rule(role_name("actor", i), ACTORS, depends=(PREPARE, "replay"), stuck_seconds_max=stuck),
+            Rule(role_name("actor", i), WORKERS, depends=(PREPARE, "replay"), stuck_seconds_max=stuck),
             memory_bytes=actor.outbox_bytes_max + actor.answers_bytes_max,
             environment=_environment(node),
             ports={"metrics": metrics_port("actor", i, config.metrics.port)},
@@ -207,7 +209,7 @@ def _learner(config: RunConfig, division: Division, head: Node, role: str) -> It
             share.node.name,
             Rule(
                 name,
-                LEARNER,
+                WORKERS,
                 depends=("replay",),
                 awaits=(PREPARE,),
                 ends_run=i == 0,
@@ -216,7 +218,8 @@ def _learner(config: RunConfig, division: Division, head: Node, role: str) -> It
             ),
             gpus=share.gpus,
             cpus=1 + count * threads,
-            environment=_environment(share.node, share.gpus),
+            environment=_environment(share.node, share.gpus)
+            | ({} if gang is None else {TORCHRUN_GRACE: str(math.ceil(config.checkpoint.drain_seconds_max))}),
             ports=({"metrics": metrics_port("learner", 0, config.metrics.port)} if i == 0 else {})
             | ({"ranks": gang.port} if gang is not None and i == 0 else {}),
             wish=Wish.PACK,

@@ -81,7 +81,8 @@ def child_environment(extra: dict[str, str]) -> dict[str, str]:
     return {"OMP_WAIT_POLICY": "PASSIVE", **inherited, "PYTHONUNBUFFERED": "1", **extra}
 
 
-PROBE_SECONDS_MAX = 5.0
+PROBE_SECONDS_MAX = 15.0
+"""Long, because an engine on a slow core may hold its interpreter for seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,8 @@ class HealthAnswer:
     """True if it has done work since it was started, and for a process that does not tell."""
     progress_age_seconds: float | None = None
     """Since its last progress. None for a process that does not tell."""
+    answered: bool = False
+    """True if anything came from it."""
 
 
 def check_health(url: str) -> HealthAnswer:
@@ -127,7 +130,7 @@ def _read(healthy: bool, body: bytes) -> HealthAnswer:
     except orjson.JSONDecodeError:
         answer = None
     if not isinstance(answer, dict):
-        return HealthAnswer(healthy, "serving" if healthy else "")
+        return HealthAnswer(healthy, "serving" if healthy else "", answered=True)
     return HealthAnswer(
         healthy,
         str(answer.get("state", "serving" if healthy else "")),
@@ -136,4 +139,5 @@ def _read(healthy: bool, body: bytes) -> HealthAnswer:
         tuple(map(str, answer["notices"])) if isinstance(answer.get("notices"), list) else (),
         answer.get("worked") is not False,
         age if isinstance(age := answer.get("progress_age_seconds"), float) else None,
+        answered=True,
     )

@@ -9,8 +9,9 @@ Each method is an event; it returns the actions to carry out. Times are seconds 
                    │  └────┬────┘ exit
                    └─ BACKOFF   (waits longer each time)        any ──► STOPPING ──► DONE   while draining
 
-The drain goes stage by stage (actors, learner, replay, engines): a stage gets SIGTERM when the one before it has ended
-or used up its share of ``drain_seconds_max``; at the end of that time the remaining processes are killed.
+The drain goes stage by stage (actors and learner, replay, engines): a stage gets SIGTERM when the one before it has
+ended or used up its share of ``drain_seconds_max``, that of the first being most (:func:`working_seconds`); at the end
+of that time the remaining processes are killed.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pipeline.runtime.children import describe_exit
-from pipeline.runtime.process import ExitCode
+from pipeline.runtime.process import ExitCode, working_seconds
 
 STEADY_SECONDS = 60.0
 """A process that ran for so long has recovered: its next back-off begins small again."""
+SILENT_SECONDS_MIN = 30.0
+"""A stateless process that gives no answer at all is killed after as long as its start took, and this at least: waiting
+longer would cost more than starting it again."""
 BUDGET_SECONDS = 3600.0
 """Window in which ``restarts_max`` restarts of one process are allowed."""
 
@@ -57,7 +61,7 @@ class Rule:
     ends_run: bool = False
     """The run is finished when this process has finished its work."""
     stateless: bool = False
-    """Killing it in the drain loses nothing, so the drain still counts as clean."""
+    """Killing it loses nothing: in the drain, which still counts as clean, and when it gives no answer at all."""
     optional: bool = False
     """The run continues without it, where another process would end the run by failing."""
     gang: str = ""
@@ -104,6 +108,10 @@ class Process:
     """In a row."""
     wake_at: float = math.inf
     unhealthy_since: float | None = None
+    silent_since: float | None = None
+    """Since when it has given no answer at all."""
+    start_seconds: float = 0.0
+    """Duration of its last start."""
     killed: bool = False
     killed_with: str = ""
     """The member of its gang whose failure it was killed for."""
@@ -118,7 +126,7 @@ class RestartLimits:
     restarts_max: int = 20
     backoff_seconds: float = 0.5
     backoff_seconds_max: float = 30.0
-    drain_seconds_max: float = 8.0
+    drain_seconds_max: float = 60.0
 
 
 @dataclass(slots=True)
@@ -154,11 +162,12 @@ class Machine:
     def healthy(self, name: str, now: float, worked: bool = True) -> list[Action]:
         """``name`` answered that it is healthy, and whether it has done any work."""
         process = self.processes[name]
-        process.unhealthy_since = None
+        process.unhealthy_since = process.silent_since = None
         process.worked |= worked
         if process.phase is not Phase.STARTING:
             return []
         process.phase, process.running_since = Phase.RUNNING, now
+        process.start_seconds = max(0.0, now - self._begun(process)) if process.rule.stateless else 0.0
         self._ready.setdefault(name, now)
         return self._start_ready(now)
 
@@ -166,11 +175,15 @@ class Machine:
         """``start_seconds_max`` of ``name`` counts from ``at``; infinity while it waits for a node."""
         self.processes[name].started_at = at
 
-    def unhealthy(self, name: str, now: float) -> list[Action]:
-        """``name`` did not answer, or answered that it is stuck."""
+    def unhealthy(self, name: str, now: float, *, silent_since: float | None = None) -> list[Action]:
+        """``name`` answered that it is stuck; or it was asked at ``silent_since``, and did not answer."""
         process = self.processes[name]
         if process.phase is Phase.RUNNING and process.unhealthy_since is None:
             process.unhealthy_since = now
+        if silent_since is None:
+            process.silent_since = None
+        elif process.phase is Phase.RUNNING and process.silent_since is None:
+            process.silent_since = silent_since
         return []
 
     def exited(self, name: str, code: int, now: float, finished: bool = False) -> list[Action]:
@@ -199,10 +212,10 @@ class Machine:
         """Drain. Does nothing when draining already."""
         return self._drain(ExitCode.FINISHED, reason, now)
 
-    def force(self, now: float, reason: str) -> list[Action]:
+    def force(self, now: float, reason: str, code: ExitCode = ExitCode.FORCED) -> list[Action]:
         """Kill everything now."""
-        self._drain(ExitCode.FORCED, reason, now)
-        self.code, self.reason = ExitCode.FORCED, reason
+        self._drain(code, reason, now)
+        self.code, self.reason, self.culprit = code, reason, None
         return self._kill(p for p in self.processes.values() if p.alive)
 
     def tick(self, now: float) -> list[Action]:
@@ -240,11 +253,17 @@ class Machine:
     def _deadline(self, process: Process) -> float:
         """Time at which a live process that is not healthy is killed."""
         if process.phase is Phase.STARTING:
-            begun = [process.started_at, *(self._ready.get(name, math.inf) for name in process.rule.awaits)]
-            return max(begun) + process.rule.start_seconds_max
-        if process.unhealthy_since is not None:
-            return process.unhealthy_since + process.rule.stuck_seconds_max
-        return math.inf
+            return self._begun(process) + process.rule.start_seconds_max
+        if process.unhealthy_since is None:
+            return math.inf
+        deadline = process.unhealthy_since + process.rule.stuck_seconds_max
+        if process.rule.stateless and process.silent_since is not None:
+            deadline = min(deadline, process.silent_since + max(SILENT_SECONDS_MIN, process.start_seconds))
+        return deadline
+
+    def _begun(self, process: Process) -> float:
+        """Time at which it could begin to start."""
+        return max(process.started_at, *(self._ready.get(name, math.inf) for name in process.rule.awaits), -math.inf)
 
     def _start_ready(self, now: float) -> list[Action]:
         if self.draining_since is not None:
@@ -257,7 +276,7 @@ class Machine:
 
     def _start(self, process: Process, now: float) -> list[Action]:
         process.phase, process.started_at, process.running_since = Phase.STARTING, now, None
-        process.wake_at, process.unhealthy_since = math.inf, None
+        process.wake_at, process.unhealthy_since, process.silent_since = math.inf, None, None
         process.killed = process.worked = False
         process.killed_with = ""
         return [Start(process.rule.name)]
@@ -286,7 +305,8 @@ class Machine:
         steady = process.running_since is not None and now - process.running_since >= STEADY_SECONDS
         process.failures = 1 if steady else process.failures + 1
         process.restarts += 1
-        process.restarted_at.append(now)
+        if code != ExitCode.CALLS_HANG:
+            process.restarted_at.append(now)
         doubled = self.limits.backoff_seconds * 2.0 ** min(process.failures - 1, 60)
         process.phase, process.wake_at = Phase.BACKOFF, now + min(self.limits.backoff_seconds_max, doubled)
         actions: list[Action] = []
@@ -334,9 +354,11 @@ class Machine:
     def _stage_end(self, stage: int) -> float:
         """Time at which the next stage no longer waits for this one."""
         assert self.draining_since is not None
-        stages = sorted({rule.stage for rule in self.rules})
-        share = (stages.index(stage) + 1) / len(stages)
-        return self.draining_since + self.limits.drain_seconds_max * share
+        first, *later = sorted({rule.stage for rule in self.rules})
+        total = self.limits.drain_seconds_max
+        working = working_seconds(total) if later else total
+        share = 0.0 if stage == first else (later.index(stage) + 1) / len(later)
+        return self.draining_since + working + (total - working) * share
 
     def _kill(self, processes: Iterable[Process], cause: str = "") -> list[Action]:
         """``cause``: the member of their gang that failed."""

@@ -8,7 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from pipeline.config.explain import resolve
 from pipeline.config.load import dump
 from pipeline.errors import AfterplayError, ConfigurationError, StoreError
 from pipeline.runtime.children import OrphanReaper
-from pipeline.runtime.disk_wait import unless_full, wait_for_room
+from pipeline.runtime.disk_wait import left_out, wait_for_room
 from pipeline.runtime.engine_keys import LEARNER_DIGEST_FILE
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import FileLock, RunDirectory, read_json, write_bytes_atomically
@@ -40,7 +40,7 @@ from pipeline.store.store import store_path
 from pipeline.supervisor.cluster import Cluster
 from pipeline.supervisor.disk import describe_disk, remove_published
 from pipeline.supervisor.display import Display, clock
-from pipeline.supervisor.history import compare, record
+from pipeline.supervisor.history import compare, newest_checkpoint, record
 from pipeline.supervisor.host import ProcessHost
 from pipeline.supervisor.inventory import local_inventory
 from pipeline.supervisor.plan import Place, plan, preflight_place
@@ -86,7 +86,7 @@ def run_lock(directory: RunDirectory, mark: bool = True) -> Iterator[int]:
         if mark:
             os.ftruncate(lock.descriptor, 0)
             holder = orjson.dumps({"pid": os.getpid(), "started_at": time.time()})
-            unless_full(partial(os.write, lock.descriptor, holder), directory.path)
+            left_out(partial(os.write, lock.descriptor, holder), directory.path)
         yield lock.descriptor
     finally:
         lock.release()
@@ -193,7 +193,8 @@ def run(
                 specs = specs_of(places, config, directory, cluster)
                 host = None if host_of is None else host_of(places, config)
                 code = supervise(config, specs, directory, reaper, console, host=host)
-            (directory.path / LEARNER_DIGEST_FILE).unlink(missing_ok=True)
+            with suppress(OSError):
+                (directory.path / LEARNER_DIGEST_FILE).unlink()
             remove_socket_folder(directory.path)
             return code
     except RunIsAlive as error:
@@ -217,7 +218,7 @@ def supervise(
     tail.skip()
     section = config.supervisor
     limits = RestartLimits(
-        section.restarts_max, section.backoff_seconds, section.backoff_seconds_max, section.drain_seconds_max
+        section.restarts_max, section.backoff_seconds, section.backoff_seconds_max, config.checkpoint.drain_seconds_max
     )
 
     def work_done() -> bool:
@@ -230,7 +231,9 @@ def supervise(
     started_at = time.monotonic()
     console.print(f"run directory {directory.path}  (logs in {directory.logs})", soft_wrap=True)
     if tail.last is not None:
-        console.print(f"resuming after step {step_of(tail.last)} (--fresh starts over)", soft_wrap=True)
+        step, saved = step_of(tail.last), newest_checkpoint(directory)
+        again = f"; steps to make again: {step - saved}" if step > saved else ""
+        console.print(f"resuming after step {min(step, saved)} (--fresh starts over{again})", soft_wrap=True)
     machine, answers = supervisor.machine, supervisor.answers
     with Display(
         config.run.name, config.run.total_steps, machine.processes, answers, console, _engine_name(config), tail.last
@@ -239,20 +242,24 @@ def supervise(
     failures = _failures(config, directory)
     if code is ExitCode.FINISHED and machine.reason == "finished" and not all(failures.values()):
         code = ExitCode.ENVIRONMENT
-    _print_result(supervisor, directory, code, time.monotonic() - started_at, console)
+    _print_result(supervisor, directory, code, time.monotonic() - started_at, console, trains=is_done is None)
     for tracker in config.report_to:
         console.print(describe_delivery(directory, tracker), soft_wrap=True)
     for sentence, succeeded in failures.items():
         console.print(sentence, style="yellow" if succeeded else "red", soft_wrap=True)
     reason = "\n".join(filter(None, [machine.reason, *failures, supervisor.log_tail()]))
     outcome = orjson.dumps({"exit_code": code, "reason": reason})
-    unless_full(partial(write_bytes_atomically, directory.outcome_file, outcome), directory.outcome_file)
-    removed = remove_published(config, directory) if machine.reason == "finished" else []
+    write = partial(write_bytes_atomically, make_folder=False)
+    left_out(partial(write, directory.outcome_file, outcome), directory.outcome_file)
+    removed: list[str] = []
+    if machine.reason == "finished":
+        left_out(lambda: removed.extend(remove_published(config, directory)), directory.path)
     if machine.reason == "finished" and is_done is None:
         finished = orjson.dumps({"steps": config.run.total_steps, "exit_code": code})
-        unless_full(partial(write_bytes_atomically, directory.finished_file, finished), directory.finished_file)
+        left_out(partial(write, directory.finished_file, finished), directory.finished_file)
     if lines := read_lines(directory.metrics_file):
-        console.print("\n".join(describe_disk(directory, lines, removed)), soft_wrap=True)
+        with suppress(OSError):
+            console.print("\n".join(describe_disk(directory, lines, removed)), soft_wrap=True)
     console.print(f"run directory {directory.path}", soft_wrap=True)
     return code
 
@@ -262,7 +269,7 @@ def _failures(config: RunConfig, directory: RunDirectory) -> dict[str, bool]:
     None where nothing is known."""
     try:
         outcomes = read_ledger(store_path(config, directory)).outcomes
-    except StoreError:
+    except (StoreError, OSError):
         return {}
     trained = {} if config.evaluation.only else config.trained_environments
     failing = {name: found for name, found in outcomes.items() if found.failed and name in trained}
@@ -277,7 +284,7 @@ def _engine_name(config: RunConfig) -> str:
 
 
 def _print_result(
-    supervisor: Supervisor, directory: RunDirectory, code: ExitCode, seconds: float, console: Console
+    supervisor: Supervisor, directory: RunDirectory, code: ExitCode, seconds: float, console: Console, *, trains: bool
 ) -> None:
     machine = supervisor.machine
     finished = machine.reason == "finished"
@@ -287,13 +294,30 @@ def _print_result(
     if log_tail:
         console.print(log_tail, markup=False, soft_wrap=True)
     print_stage_times(directory.metrics_file, console)
-    if finished and (results := read_results(directory.evaluations_file)):
-        console.print(describe_evaluation(results[-1]), soft_wrap=True)
+    if not finished and trains and (sentence := _where_it_goes_on(directory)):
+        console.print(sentence, soft_wrap=True)
+    with suppress(OSError):
+        if finished and (results := read_results(directory.evaluations_file)):
+            console.print(describe_evaluation(results[-1]), soft_wrap=True)
     if finished and directory.metrics_file.exists():
         problem = _draw(directory)
         console.print(f"curves {problem or directory.curves_file}", soft_wrap=True)
     elif directory.metrics_file.exists():
         console.print(f"draw the curves with: afterplay plot {_short(directory)}", soft_wrap=True)
+
+
+def _where_it_goes_on(directory: RunDirectory) -> str:
+    """A sentence about the newest checkpoint of a run that has not finished; empty before the first step."""
+    tail = MetricsTail(directory.metrics_file)
+    tail.skip()
+    step, saved = step_of(tail.last), newest_checkpoint(directory)
+    if step <= saved:
+        return f"the checkpoint has step {saved}: the run continues with step {saved + 1}" if saved else ""
+    log = directory.log_file("learner")
+    return (
+        f"the newest checkpoint has step {saved} of {step}: the run continues from there, steps to make again: "
+        f"{step - saved} ({log} says why there is no newer one)"
+    )
 
 
 def _draw(directory: RunDirectory) -> str | None:
@@ -302,7 +326,8 @@ def _draw(directory: RunDirectory) -> str | None:
     try:
         return draw(directory.metrics_file, curves)
     except OSError as error:
-        curves.unlink(missing_ok=True)
+        with suppress(OSError):
+            curves.unlink()
         return f"not drawn: {error}. Draw them with: afterplay plot {_short(directory)}"
 
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +18,9 @@ import anyio.to_thread
 
 from pipeline.cli.viewer.progress import MetricsTail, describe_evaluation
 from pipeline.runtime.children import OrphanReaper, describe_exit
-from pipeline.runtime.disk_wait import free_bytes, size, unless_full
+from pipeline.runtime.disk_wait import left_out
 from pipeline.runtime.process import ExitCode
-from pipeline.runtime.rundir import RunDirectory, write_json_atomically
+from pipeline.runtime.rundir import PathWatch, RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
 from pipeline.supervisor.host import Child, LocalHost, ProcessHost, ProcessLost
 from pipeline.supervisor.processes import HealthAnswer, ProcessSpec
@@ -59,15 +60,19 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._starts: dict[str, anyio.CancelScope] = {}
         """Processes that are being started."""
+        self._probing: set[str] = set()
+        """Processes whose health is being checked."""
         self._changed = anyio.Event()
         self._group: anyio.abc.TaskGroup | None = None
         self._display: Display | None = None
-        self._disk_full = False
-        """``processes.json`` could not be written the last time."""
+        self._unwritten = ""
+        """The reason why ``processes.json`` could not be written the last time; empty: it was."""
+        self._watched: PathWatch | None = None
 
     async def run(self, display: Display, tail: MetricsTail) -> ExitCode:
         """Start, watch and drain. Returns when no process is left; when cancelled, all are killed."""
         self._display = display
+        self._watched = PathWatch(self._directory.path)
         self._reaper.on_restart = lambda code: display.say(
             f"the process that ends what a killed supervisor leaves behind had ended ({describe_exit(code)}); "
             "it runs again"
@@ -84,6 +89,7 @@ class Supervisor:
         finally:
             for child in self._children.values():
                 child.kill()
+            self._watched.close()
         for line in tail.read():
             display.progress(line)
         self._write_states()
@@ -136,7 +142,9 @@ class Supervisor:
             code, why = -signal.SIGKILL, str(error)
         self._children.pop(spec.name, None)
         self.answers.pop(spec.name, None)
-        self._directory.process_file(spec.name).unlink(missing_ok=True)
+        with suppress(OSError):
+            self._directory.process_file(spec.name).unlink()
+        await self._end_without_directory(looks=1 if code == ExitCode.CONFIGURATION else 2)
         self._perform(self.machine.exited(spec.name, code, time.monotonic(), finished=code == 0 and self._work_done()))
         self._report_exit(spec.name, code, why)
 
@@ -152,6 +160,8 @@ class Supervisor:
         if child is None:
             return -signal.SIGTERM
         self._children[spec.name] = child
+        if spec.here and not (log := self._directory.log_file(spec.name)).is_file() and self._display is not None:
+            self._display.say(f"what {spec.name} says is lost: {log} cannot be written")
         if state.killed:
             child.kill()
         elif state.phase is Phase.STOPPING:
@@ -186,22 +196,34 @@ class Supervisor:
         self._write_states()
 
     async def _watch(self) -> None:
-        """Check the health of all processes, concurrently."""
-        while True:
-            async with anyio.create_task_group() as group:
+        """Check the health of all processes, concurrently; one that hangs delays no other."""
+        async with anyio.create_task_group() as group:
+            while True:
                 for name, process in list(self._children.items()):
-                    if self._specs[name].probed and self.machine.processes[name].phase is not Phase.STOPPING:
+                    stopping = self.machine.processes[name].phase is Phase.STOPPING
+                    if self._specs[name].probed and not stopping and name not in self._probing:
                         group.start_soon(self._probe, name, process)
-            self._write_states()
-            await anyio.to_thread.run_sync(self._bound_logs)
-            await anyio.sleep(PROBE_EVERY_SECONDS)
+                await self._end_without_directory()
+                self._write_states()
+                await anyio.to_thread.run_sync(self._bound_logs)
+                await anyio.sleep(PROBE_EVERY_SECONDS)
+
+    async def _end_without_directory(self, looks: int = 2) -> None:
+        """End the run where its directory is gone: nothing that it does is kept."""
+        if self._watched is not None and (why := await anyio.to_thread.run_sync(self._watched.gone, looks)):
+            self._perform(self.machine.force(time.monotonic(), why, ExitCode.CONFIGURATION))
 
     def _bound_logs(self) -> None:
         for name in self._specs:
             bound_log(self._directory.log_file(name), self._log_bytes_max)
 
     async def _probe(self, name: str, child: Child) -> None:
-        answer = await self._host.check(self._specs[name], child)
+        self._probing.add(name)
+        asked_at = time.monotonic()
+        try:
+            answer = await self._host.check(self._specs[name], child)
+        finally:
+            self._probing.remove(name)
         if self._children.get(name) is not child:
             return
         now = time.monotonic()
@@ -209,7 +231,7 @@ class Supervisor:
         if answer.healthy:
             self._perform(self.machine.healthy(name, now, answer.worked))
         else:
-            self._perform(self.machine.unhealthy(name, now))
+            self._perform(self.machine.unhealthy(name, now, silent_since=None if answer.answered else asked_at))
 
     async def _follow(self, tail: MetricsTail) -> None:
         assert self._display is not None
@@ -253,10 +275,10 @@ class Supervisor:
                 "failed": answer.details.get("failed") if answer else None,
             }
         path = self._directory.processes_file
-        full = not unless_full(partial(write_json_atomically, path, states), path)
-        if full and not self._disk_full and self._display is not None:
-            self._display.say(f"waiting for disk: {path.parent} has {size(free_bytes(path))} free")
-        self._disk_full = full
+        why = left_out(partial(write_json_atomically, path, states, make_folder=False), path)
+        if why and not self._unwritten and self._display is not None:
+            self._display.say(f"waiting for disk: {why}")
+        self._unwritten = why
 
 
 def bound_log(path: Path, bytes_max: int) -> None:
@@ -266,10 +288,10 @@ def bound_log(path: Path, bytes_max: int) -> None:
         if path.stat().st_size <= bytes_max:
             return
         older = path.with_name(path.name + ".1")
-        if not unless_full(partial(shutil.copyfile, path, older), path):
+        if left_out(partial(shutil.copyfile, path, older), path):
             older.unlink(missing_ok=True)
         os.truncate(path, 0)
-    except FileNotFoundError:
+    except OSError:  # it is not there, or cannot be looked at now
         return
 
 
@@ -277,6 +299,8 @@ def _why_ended(process: Process, code: int) -> str:
     """The exit in words, and why the supervisor killed the process if it did."""
     if code == ExitCode.STUCK:
         return f"it made no progress; the stacks of its threads are in logs/{process.rule.name}.log"
+    if code == ExitCode.CALLS_HANG:
+        return f"too many calls of its environments hang in threads; logs/{process.rule.name}.log names them"
     if process.killed_with:
         return f"{describe_exit(code)}, for it cannot continue without {process.killed_with}"
     return describe_exit(code) + (", for it gave no healthy answer" if process.killed else "")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import json
 from array import array
 from collections.abc import Iterator, Sequence
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -15,6 +17,10 @@ from pipeline.tasks.reader import BadRow, Row, Rows
 
 LINE_BYTES_MAX = 64 * 1024 * 1024
 """A longer line is taken for something that is not JSONL."""
+_REMEDY = (
+    "Make other forms JSONL with pandas: read_json(FILE) for an array or read_csv(FILE), then "
+    "to_json('data.jsonl', orient='records', lines=True)"
+)
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -77,7 +83,30 @@ def _parsed(line: bytes) -> Row:
     try:
         value = orjson.loads(line.removeprefix(_BOM))
     except orjson.JSONDecodeError as error:
-        raise BadRow(f"expected a JSON object, got {line.strip()[:60]!r} ({error})") from error
+        came = "the start of a JSON array" if line.lstrip(_BOM + b" \t").startswith(b"[") else repr(line.strip()[:60])
+        raise BadRow(f"expected a JSON object on each line, got {came} ({error}). {_REMEDY}") from error
     if not isinstance(value, dict):
-        raise BadRow(f"expected a JSON object, got a {type(value).__name__}")
+        raise BadRow(f"expected a JSON object on each line, got a {type(value).__name__}. {_REMEDY}")
+    for name, column in value.items():
+        if _may_be_rounded(column):
+            _require_exact(name, json.loads(line.removeprefix(_BOM))[name])
     return value
+
+
+def _may_be_rounded(value: Any) -> bool:
+    """True if ``value`` holds a number that may have been written as a whole number of more than 64 bits: orjson reads
+    those as the nearest float."""
+    if isinstance(value, dict):
+        return any(map(_may_be_rounded, value.values()))
+    if isinstance(value, list):
+        return any(map(_may_be_rounded, value))
+    return isinstance(value, float) and abs(value) >= 2**63
+
+
+def _require_exact(name: str, value: Any) -> None:
+    """Raises :class:`BadRow` for a whole number of more than 64 bits: no reply would equal its nearest float."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            _require_exact(name, inner)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise BadRow(f"expected whole numbers of at most 64 bits, got {value} in {name!r}: write it as text, in quotes")

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from pipeline.config.tasks import FilterConfig, TasksFromConfig
+from pipeline.schema import ROLES
 from pipeline.tasks.reader import BadRow, Row
 
 MISSING: Any = object()
@@ -84,7 +85,7 @@ class Reading:
             bad = next((name for name, value in chosen.items() if not _is_json(value)), "one")
             raise BadRow(
                 f"expected JSON values, got {type(chosen.get(bad)).__name__} as {bad!r} ({error}): name the columns "
-                "that are used in tasks_from.columns"
+                "that are used in tasks_from.columns. Images and audio cannot be trained"
             ) from error
         if len(content) > self._bytes_max:
             raise BadRow(f"expected at most row_bytes_max={self._bytes_max} bytes of JSON, got {len(content)}")
@@ -116,11 +117,23 @@ def _check_question(payload: Mapping[str, Any]) -> None:
             if not value.strip():
                 raise BadRow(f"expected a {name} that says something, got an empty text")
         elif not (isinstance(value, list) and value and all(map(_is_message, value))):
-            raise BadRow(f"expected {name} as text or as a list of messages with role and content, got {value!r:.100}")
+            raise BadRow(
+                f"expected {name} as text or as a list of messages with content and one of the roles "
+                f"{', '.join(sorted(ROLES))}, got {value!r:.100}{_NO_PARTS if _has_parts(value) else ''}"
+            )
+
+
+_NO_PARTS = ". Content is text: images and audio cannot be trained"
+
+
+def _has_parts(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(m, dict) and isinstance(m.get("content"), list) for m in value)
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    return value["role"] in ROLES and isinstance(value.get("content"), str)
 
 
 def _meets(row: Row, condition: FilterConfig) -> bool:

@@ -49,7 +49,7 @@ class TrackerRecord:
     time: float
     """Unix time."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Names such as ``train/reward_mean`` and ``eval/score``."""
+    """Names such as ``episode/reward_mean`` and ``eval/score``."""
     table: Table | None = None
     picture: bytes | None = None
     """PNG."""

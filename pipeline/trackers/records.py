@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -102,13 +103,37 @@ class RunRecords:
         ]
 
 
+SECTIONS = (
+    ("episode", re.compile(r"reward|signals|truncated|turns|sampled_tokens_mean|n_groups|groups|overlong")),
+    ("replay", re.compile(r".*replay|.*retest|candidates|choice|pool|n_replayed")),
+    ("off_policy", re.compile(r"ratio|ess|sequence|kl_k|staleness|logprob|off_|loss_o|rejected|masked_f|guard|policy")),
+    ("loss", re.compile(r".*loss|value|grad|learning|entropy|kl|clip|nonfinite|supervised|optimizer|hinted")),
+    ("time", re.compile("")),
+)
+"""Groups of charts, with the keys of ``metrics.jsonl`` that begin so; the first one that fits. Trackers sort groups by
+name, so rewards come first, then ``eval``."""
+
+
+def step_numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line of ``metrics.jsonl`` in their groups.
+
+    >>> step_numbers({"reward_mean": 0.5, "seconds": {"wait": 2}})
+    {'episode/reward_mean': 0.5, 'time/seconds/wait': 2}
+    """
+    found: dict[str, float] = {}
+    for key, value in line.items():
+        section = next(name for name, keys in SECTIONS if keys.match(key))
+        found |= numbers_of(value, f"{section}/{key}")
+    return found
+
+
 def step_record(line: Mapping[str, Any]) -> TrackerRecord | None:
     """The record of a line of ``metrics.jsonl``."""
     step = line.get("step")
     if not isinstance(step, int):
         return None
     return TrackerRecord(
-        f"step/{step}", step, _time(line.get("time")), numbers_of(line, "train"), fingerprint=_fingerprint(line)
+        f"step/{step}", step, _time(line.get("time")), step_numbers(line), fingerprint=_fingerprint(line)
     )
 
 
@@ -126,8 +151,8 @@ def evaluation_record(line: Mapping[str, Any]) -> TrackerRecord | None:
 def numbers_of(value: object, path: str) -> dict[str, float]:
     """Every finite number in nested objects by its path. Lists, texts and booleans are left out.
 
-    >>> numbers_of({"loss": 0.5, "seconds": {"forward": 2}, "versions": [1, 2]}, "train")
-    {'train/loss': 0.5, 'train/seconds/forward': 2}
+    >>> numbers_of({"score": 0.5, "pass_at": {"8": 1}, "versions": [1, 2]}, "eval")
+    {'eval/score': 0.5, 'eval/pass_at/8': 1}
     """
     if isinstance(value, Mapping):
         return {

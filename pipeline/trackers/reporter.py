@@ -152,7 +152,7 @@ def describe_delivery(directory: RunDirectory, name: str) -> str:
     """A sentence about what was sent to a tracker, and how to send the rest."""
     try:
         lines = delivery_path(directory, name).read_bytes().splitlines()
-    except FileNotFoundError:
+    except OSError:
         lines = []
     found = Delivery(value for line in lines if (value := _parse(line)) is not None)
     last = max((line["step"] for line in read_lines(directory.metrics_file)), default=0)

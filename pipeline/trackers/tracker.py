@@ -22,7 +22,7 @@ ADAPTERS: Mapping[str, str] = {
 }
 """Class of each tracker. The name is that of the package that it imports, and of the extra that installs it."""
 
-MARKS: Mapping[str, str] = {"step": "train/step", "evaluation": "eval/evaluation"}
+MARKS: Mapping[str, str] = {"step": "time/step", "evaluation": "eval/evaluation"}
 """Name of the number that counts the records of a kind: a tracker that is asked for it tells which have arrived."""
 
 

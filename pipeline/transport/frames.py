@@ -68,17 +68,20 @@ class Frame(NamedTuple):
         found: dict[str, Any] = orjson.loads(self.json)[0]
         return found
 
-    def load(self, fd: int) -> list[memoryview]:
-        """The parts, read from the file. Raises :class:`WireError` for damage."""
-        return self.parts(os.pread(fd, self.n_bytes, self.offset))
+    def load(self, fd: int, bytes_max: int | None = None) -> list[memoryview]:
+        """The parts, read from the file. Raises :class:`WireError` for damage, and for more than ``bytes_max``."""
+        if bytes_max is not None and self.n_bytes > bytes_max:
+            raise WireError(f"expected a record of at most {bytes_max} bytes, got {self.n_bytes}")
+        return self.parts(os.pread(fd, self.n_bytes, self.offset), bytes_max)
 
-    def parts(self, body: Buffer) -> list[memoryview]:
-        """The parts, as views on ``body`` unless that is compressed. Raises :class:`WireError` for damage."""
+    def parts(self, body: Buffer, bytes_max: int | None = None) -> list[memoryview]:
+        """The parts, as views on ``body`` unless that is compressed; then they may have ``bytes_max``
+        (:data:`INFLATED_BYTES_MAX`). Raises :class:`WireError` for damage."""
         if n_bytes(body) != self.n_bytes or zlib.crc32(body) != self.crc:
             raise WireError(f"expected {self.n_bytes} bytes with the checksum of their header, got others")
         _, lengths, compressed = orjson.loads(self.json)
         if compressed:
-            body = _inflated(body, sum(lengths))
+            body = _inflated(body, sum(lengths), INFLATED_BYTES_MAX if bytes_max is None else bytes_max)
         view, parts, at = memoryview(body), [], 0
         for length in lengths:
             parts.append(view[at : at + length])
@@ -233,9 +236,9 @@ def _frame_at(read: Callable[[int, int], Buffer], at: int, size: int) -> Frame |
     return Frame(bytes(head[_PREFIX_BYTES:]), checksum, at + head_bytes, n_body, crc)
 
 
-def _inflated(body: Buffer, length: int) -> bytes:
-    if length > INFLATED_BYTES_MAX:
-        raise WireError(f"expected at most {INFLATED_BYTES_MAX} bytes once decompressed, got {length}")
+def _inflated(body: Buffer, length: int, bytes_max: int) -> bytes:
+    if length > bytes_max:
+        raise WireError(f"expected at most {bytes_max} bytes once decompressed, got {length}")
     try:
         inflate = zlib.decompressobj()
         found = inflate.decompress(body, length + 1)

@@ -41,13 +41,38 @@ def address_to_bind(address: str, run: Path) -> str:
         remove_socket_folder(run)
     above = _runtime_folder()
     _short_enough(Path(above, f"{_PREFIX_OF_FOLDER}12345678", _SOCKET))
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX_OF_FOLDER, dir=above))
     run.mkdir(parents=True, exist_ok=True)
-    record, new = run / _RECORD, run / f".{_RECORD}.{os.getpid()}"
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX_OF_FOLDER, dir=above))
+    try:
+        _link(run, folder)
+    except OSError:
+        folder.rmdir()
+        raise
+    return f"{SCHEME}{folder / _SOCKET}"
+
+
+def _link(run: Path, folder: Path) -> None:
+    new = run / f".{_RECORD}.{os.getpid()}"
     new.unlink(missing_ok=True)
     new.symlink_to(folder)
-    new.replace(record)
-    return f"{SCHEME}{folder / _SOCKET}"
+    new.replace(run / _RECORD)
+
+
+def restore(address: str, run: Path) -> bool:
+    """Make the link to the folder of the bound ``address`` again where it was removed. True where the socket itself was
+    removed, so that it must be bound again. Raises :class:`OSError`."""
+    path = Path(address.removeprefix(SCHEME))
+    try:
+        linked = (run / _RECORD).readlink() == path.parent
+    except FileNotFoundError:
+        linked = False
+    if not linked:
+        _link(run, path.parent)
+    if path.exists():
+        return False
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    _require_private(path.parent)
+    return True
 
 
 def address_to_connect(address: str, run: Path) -> str:

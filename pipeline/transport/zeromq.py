@@ -38,7 +38,7 @@ from pipeline.transport.held_bytes import Account, HeldBytes, budget_bytes, wire
 from pipeline.transport.hub import WireHub
 from pipeline.transport.link import WireLink
 from pipeline.transport.protocol import Buffer, Hub, Limits, Link
-from pipeline.transport.socket_folder import SCHEME, address_to_bind, address_to_connect, remove_socket_folder
+from pipeline.transport.socket_folder import SCHEME, address_to_bind, address_to_connect, remove_socket_folder, restore
 
 _NOW = int(zmq.NOBLOCK)
 _IN = int(zmq.POLLIN)
@@ -68,6 +68,8 @@ _LOOK_SECONDS = 0.05
 _MONITOR_EVENT = struct.Struct("=HI")
 """``event`` and ``value`` of the first frame of a monitor's message (zmq_socket_monitor(3))."""
 _ACCEPTED, _DISCONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
+_RESTORE_SECONDS = 1.0
+"""Between two looks at whether the link to the socket is there, and the socket itself."""
 _WEIGH_SECONDS = 0.5
 """Between two looks at what the connections hold."""
 _TCP_INFO_RECEIVED = struct.Struct("@128xQ")
@@ -92,6 +94,9 @@ class HubSocketWire:
         self._silence_seconds_max = silence_seconds_max
         self._keys = keys
         self._run = run
+        self._linked = address == SCHEME
+        """The run directory has a link to the socket."""
+        self._restore_at = -math.inf
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes]
         self._zap: zmq.Socket[bytes] | None = None
@@ -128,7 +133,10 @@ class HubSocketWire:
             self._monitor.close(0)
             socket.close(0)
             context.term()
-            if isinstance(error, ConfigurationError):
+            refused = self._linked and isinstance(error, OSError) and error.errno is not None
+            if refused or isinstance(
+                error, ConfigurationError
+            ):  # a file system that refuses the link may take it later
                 raise
             raise ConfigurationError(
                 f"replay.address {self._address} cannot be bound: {error}. Expected {SCHEME}, or something like "
@@ -221,6 +229,11 @@ class HubSocketWire:
         if self._held is not None and loop.time() >= self._weigh_at:
             self._weigh_at = loop.time() + _WEIGH_SECONDS
             self._weigh(self._held)
+        if self._linked and loop.time() >= self._restore_at:
+            self._restore_at = loop.time() + _RESTORE_SECONDS
+            with contextlib.suppress(OSError, ConfigurationError, zmq.ZMQError):  # the next look tries again
+                if restore(self._address, self._run):
+                    self._socket.bind(self._address)
         self._timer = loop.call_later(_LOOK_SECONDS, self._look)
 
     def _weigh(self, held: HeldBytes) -> None:

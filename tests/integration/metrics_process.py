@@ -5,13 +5,13 @@ Not a test. It makes the dashboard provable in seconds, without models and engin
 
 from __future__ import annotations
 
+import math
 import sys
-import time
 from threading import Event, Thread
 from typing import Any
 
 import numpy as np
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import CollectorRegistry, Histogram, MetricSet, ProcessMetrics, counter, gauge, histogram
@@ -24,13 +24,16 @@ ENV = "arithmetic"
 
 
 def stir(metrics: Any) -> None:
-    """Something happened of every kind: each counter goes up, each histogram gets a value. Gauges are left alone."""
+    """Something happened of every kind: each counter goes up, each histogram gets a value, and so does a gauge
+    without one. Other gauges are left alone."""
     for metric in vars(metrics).values():
         for child in children(metric):
             if isinstance(metric, Counter):
                 child.inc()
             elif isinstance(metric, Histogram):
                 child.observe(0.5)
+            elif isinstance(metric, Gauge) and math.isnan(child._value.get()):
+                child.set(0)
 
 
 def children(metric: Any) -> list[Any]:
@@ -76,7 +79,7 @@ class Learner:
         m.policy_version.set(i)
         m.batch_ess_ratio.labels(level="token").set(0.9)
         m.reward_mean.labels(env=ENV).set(0.5)
-        m.checkpoint_timestamp_seconds.set(time.time())
+        m.checkpoint_age_seconds.set(1)
         m.checkpoint_limit_seconds.set(1800)
 
 
@@ -122,7 +125,7 @@ def main(role: str, port: int = 0) -> None:
             body.move(i)
             if process is not None:
                 stir(process)
-                process.heartbeat_timestamp_seconds.set(time.time())
+                process.heartbeat_age_seconds.set(0)
 
     with MetricsServer(registry, lambda: (True, {}), port=port) as server:
         thread = Thread(target=run, daemon=True)

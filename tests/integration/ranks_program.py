@@ -18,6 +18,7 @@ from learner.build import make_trainer
 from learner.checkpoints.checkpoint import CheckpointState, restore_training, save_checkpoint
 from learner.data.rows import Batch
 from learner.distributed.collectives import RankGroup, join, leave, process_rank
+from learner.distributed.ranks import Interrupt
 from learner.rank_worker import ShardWriter, execute_commands
 from learner.training.trainer import Trainer
 from learner.weights import nccl_transfer, vllm_transfer
@@ -167,7 +168,7 @@ def main(folder: Path) -> None:
     config = run_config({"ranks_timeout_seconds": 60})
     process = process_rank(config.learner)
     device = join(process, config.learner)
-    group = RankGroup(device, threading.Event(), 60.0)
+    group = RankGroup(device, Interrupt(), 60.0)
     run(folder, orjson.loads((folder / f"cases{process.world_size}.json").read_bytes()), group)
     leave()
 

@@ -10,9 +10,11 @@ import aiohttp
 import anyio
 import pytest
 
+from actors.environments import host
 from actors.role import main
 from learner.models.prepare import prepare_model
 from pipeline.config import RunConfig
+from pipeline.errors import CallsHang
 from pipeline.runtime.process import RoleContext, Status
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Order, Task, Trajectory, TrajectoryStatus
@@ -86,3 +88,92 @@ async def test_actor_plays_real_orders_on_a_real_engine_and_drains(tmp_path: Pat
     labels = {"env": "guess", "outcome": "complete"}
     assert ctx.registry.get_sample_value("afterplay_actor_trajectories_total", labels) == 24
     assert ctx.status == Status(RoleState.STOPPING, "", {"playing": 0, "unacknowledged": 0})
+
+
+HANGS = """
+import threading
+from dataclasses import dataclass
+from actors.environments import Environment, Episode, Reply, Step
+from pipeline.schema import Message
+
+class Hangs(Environment):
+    blocking = True
+
+    def start(self, task):
+        if task.seed % 4 == 3:
+            threading.Event().wait()
+        return Says(task.seed)
+
+class Says(Episode):
+    messages = (Message("user", "1"),)
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def step(self, reply):
+        if self.seed % 4 == 1:
+            threading.Event().wait()
+        return Step(reward=1.0, done=True)
+"""
+
+
+@pytest.mark.slow
+async def test_an_actor_whose_environment_hangs_goes_on_is_started_again_and_answers_every_order(
+    tmp_path: Path, engine_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the orders meet a call that never returns: four of them would take all slots for ever."""
+    monkeypatch.setattr(host, "GRACE_SECONDS", 0.2)
+    (tmp_path / "hangs.py").write_text(HANGS)
+    settings: dict[str, Any] = {
+        "run": {"name": "run", "directory": str(tmp_path)},
+        "model": {"source": "tiny", "max_length": 128},
+        "engine": {"kind": "embedded", "port": engine_port},
+        "sampling": {"max_tokens": 2},
+        "environments": {"hangs": {"name": f"{tmp_path / 'hangs.py'}:Hangs", "step_seconds_max": 0.5}},
+        "actor": {"concurrency": 4, "drain_seconds_max": 1.0},
+    }
+    found: dict[str, Trajectory] = {}
+    orders = [Order(f"g{i}.0.0", f"g{i}", Task(f"hangs/{i}", "hangs", i), 0, 0, 3, 30.0) for i in range(24)]
+    starts, told = 0, list[str]()
+    async with open_hub(RunConfig.model_validate(settings)) as hub:
+        config = RunConfig.model_validate({**settings, "replay": {"address": hub.address}})
+        with anyio.fail_after(SECONDS_MAX):
+            while len(found) < len(orders):
+                ctx = RoleContext("actor-0", 0, config)
+                starts += 1
+                try:
+                    async with anyio.create_task_group() as group:
+                        left = [order for order in orders if order.order_id not in found]
+                        group.start_soon(answers, hub, left, found, ctx.stopping)
+                        await main(ctx)
+                except* CallsHang as errors:
+                    told += [str(error) for error in errors.exceptions]
+                    assert "in a thread, which cannot be ended (" in ctx.notices[0]
+    for i, order in enumerate(orders):
+        trajectory = found[order.order_id]
+        if i % 2 == 0:
+            assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
+        else:
+            assert trajectory.failure is not None and trajectory.failure.kind == "TimeoutError"
+            assert trajectory.failure.boundary == ("environment step" if i % 4 == 1 else "environment start")
+    assert told and starts == len(told) + 1
+    assert all("environments.hangs: 4 blocking calls hang" in text and "hangs.py, line" in text for text in told)
+
+
+async def answers(hub: Hub, orders: list[Order], found: dict[str, Trajectory], stop: anyio.Event) -> None:
+    """As :func:`collect`; an order that was aborted is issued again, to the next process."""
+    left = {order.order_id for order in orders}
+    while left:
+        event = await hub.receive()
+        if event.kind is EventKind.PEER_UP:
+            await hub.send(event.peer, WireMessage(Kind.WELCOME, {"credit_bytes": 10**6, "policy_version": 3}))
+            for order in orders:
+                await hub.send(event.peer, WireMessage(Kind.ORDER, encode_order(order)))
+        elif event.kind is EventKind.MESSAGE and event.message is not None and event.message.kind is Kind.TRAJECTORY:
+            trajectory = decode_trajectory(event.message.frames)
+            if trajectory.status is not TrajectoryStatus.ABORTED:
+                found[trajectory.trajectory_id] = trajectory
+                left.discard(trajectory.trajectory_id)
+            ack = {"trajectory_ids": [trajectory.trajectory_id], "refused": {}}
+            await hub.send(event.peer, WireMessage(Kind.ACK, ack))
+    stop.set()

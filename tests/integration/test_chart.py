@@ -79,6 +79,9 @@ def test_every_manifest_is_valid_and_every_container_without_rights(scene: str, 
             assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
             for container in containers(manifest):
                 rights = container["securityContext"]
+                runs = [mount for mount in container.get("volumeMounts", ()) if mount["name"] == "runs"]
+                is_actor = manifest["metadata"]["name"].endswith("-actor")
+                assert all(mount.get("readOnly", False) or not is_actor for mount in runs), "actors write there"
                 assert rights["readOnlyRootFilesystem"] and rights["capabilities"] == {"drop": ["ALL"]}
                 assert container["resources"]["requests"].keys() == {"cpu", "memory"}
     written = next(m for m in manifests if m["kind"] == "ConfigMap")["data"]["run.yaml"]

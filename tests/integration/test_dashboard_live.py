@@ -18,6 +18,7 @@ import pytest
 
 from grafana.prometheus_process import Api, PrometheusProcess, Target
 from grafana.prove import EVERY_DASHBOARD, FOLDER, load, prove, prove_within
+from pipeline.config.explain import free_ports
 
 SCRIPT = Path(__file__).with_name("metrics_process.py")
 ROOT = FOLDER.parents[1]
@@ -119,3 +120,36 @@ def test_target_down_fires_when_a_process_is_killed_and_resolves_when_it_is_back
             eventually(lambda: not firing(), "the end of TargetDown")
     finally:
         actor.kill()
+
+
+def test_an_alert_is_a_line_in_the_log_of_the_webhook_and_so_is_its_end(tmp_path: Path) -> None:
+    """Prometheus, an Alertmanager with the configuration of the composition, and the receiver."""
+    manager = shutil.which("prometheus-alertmanager") or shutil.which("alertmanager")
+    if manager is None:
+        pytest.skip("no alertmanager on PATH: install the package prometheus-alertmanager")
+    impatient = tmp_path / "alerts.yml"
+    impatient.write_text(RULES.read_text().replace("for: 1m", "for: 1s").replace("interval: 15s", "interval: 1s"))
+    receiver = subprocess.Popen(
+        [sys.executable, str(ROOT / "grafana" / "alert_log.py"), "0"], stdout=subprocess.PIPE, text=True
+    )
+    actor = Process("actor")
+    with ExitStack() as stack:
+        stack.callback(actor.kill)
+        stack.callback(receiver.communicate)
+        stack.callback(receiver.terminate)
+        assert receiver.stdout is not None
+        port = receiver.stdout.readline().split()[-1]
+        shipped = (ROOT / "grafana" / "alertmanager" / "alertmanager.yml").read_text()
+        quick = shipped.replace("alerts:9095", f"127.0.0.1:{port}").replace("10s", "100ms").replace("1m", "200ms")
+        (tmp_path / "alertmanager.yml").write_text(quick)
+        address = f"127.0.0.1:{free_ports('127.0.0.1', 1)}"
+        files = [f"--config.file={tmp_path / 'alertmanager.yml'}", f"--storage.path={tmp_path / 'data'}"]
+        where = [f"--web.listen-address={address}", "--cluster.listen-address="]
+        managing = subprocess.Popen([manager, *files, *where], stderr=subprocess.DEVNULL)
+        stack.callback(managing.communicate)
+        stack.callback(managing.terminate)
+        stack.enter_context(PrometheusProcess([actor.target], rules=impatient, alertmanager=address))
+        actor.kill()
+        assert "firing critical TargetDown: afterplay-actor 127.0.0.1:" in receiver.stdout.readline()
+        actor.start()
+        assert "resolved critical TargetDown: " in receiver.stdout.readline()

@@ -83,6 +83,18 @@ async def test_a_run_of_two_ranks_ends_with_every_step_recorded_published_and_sa
                                          {"level": "token", "source": "fresh"}) == 24  # fmt: skip
 
 
+async def test_a_stop_saves_the_last_update_of_all_ranks(world, children):
+    async with world(total_steps=1000, checkpoint={"every": 1000}) as w:
+        ctx, run = w.learner()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            await w.until_step(2)
+            ctx.stopping.set()
+    newest = find_checkpoints(w.directory.checkpoints)[0]
+    assert read_state(newest).updates == w.lines()[-1]["step"] and not find_damage(newest)
+    assert children[0].end.result(0) == 0
+
+
 async def test_a_stop_ends_all_ranks_and_a_killed_rank_ends_the_others_with_words(world, children, caplog):
     """One run of three lives: stopped, killed, and resumed to the end, by all ranks from the same older checkpoint
     where a shard of the newest is damaged."""

@@ -15,6 +15,7 @@ import pytest
 
 from grafana.targets import targets_of_run
 from pipeline.runtime.process import ExitCode
+from tests.support.damage import flip
 from tests.support.run_handle import RunHandle, start_run
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
@@ -116,7 +117,7 @@ def test_killed_roles_restart_alone_and_the_accounts_add_up(tmp_path: Path, fork
 def test_interrupted_run_ends_within_ten_seconds_leaves_no_process_and_goes_on(
     tmp_path: Path, forked_run: partial
 ) -> None:
-    overrides = ["run.total_steps=8", "checkpoint.every=2"]
+    overrides = ["run.total_steps=8", "checkpoint.every=100"]
     with forked_run(TINY, tmp_path, "interrupt", overrides) as run:
         run.until_step(3, START_SECONDS_MAX)
         children = family(run.process.pid)
@@ -124,18 +125,42 @@ def test_interrupted_run_ends_within_ten_seconds_leaves_no_process_and_goes_on(
         assert run.interrupt() < 10
         assert [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE] == []
         assert run.ledger().audit() == []
+        step = run.steps()[-1]["step"]
+        assert f"the checkpoint has step {step}: the run continues with step {step + 1}" in run.output.read_text()
     with forked_run(TINY, tmp_path, "interrupt", [*overrides, "learner.learning_rate=1e-3"]) as run:
         assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
         assert "  learner.learning_rate: 0.003 -> 0.001\n" in run.output.read_text()
         first, changed = map(json.loads, run.directory.history_file.read_text().splitlines())
         assert (first["step"], changed["changes"]) == (0, {"learner.learning_rate": [3e-3, 1e-3]})
-        assert 2 <= changed["step"] < 8
+        assert changed["step"] == step >= 3
+        assert run.ledger().groups.get("rolled_back", 0) == 0, "no update was made again"
         assert [s["step"] for s in run.steps()] == list(range(1, 9))
         assert_accounts_add_up(run)
         from transformers import AutoModelForCausalLM
 
         newest = max(p for p in run.directory.checkpoints.iterdir() if (p / "model").is_dir())
         AutoModelForCausalLM.from_pretrained(newest / "model")
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_its_books_are_right(
+    tmp_path: Path, forked_run: partial
+) -> None:
+    overrides = ["run.total_steps=7", "checkpoint.every=2", "groups.groups_per_step=8", "groups.n_rollout=8"]
+    with forked_run(TINY, tmp_path, "damaged", overrides) as run:
+        run.until_step(5, START_SECONDS_MAX)
+        run.interrupt()
+    newest, older = sorted(run.directory.checkpoints.glob("u??????"), reverse=True)
+    flip(newest / "training.pt")
+    with forked_run(TINY, tmp_path, "damaged", overrides) as run:
+        assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
+        assert f"so training resumes from {older.name}" in run.directory.log_file("learner").read_text()
+        assert_accounts_add_up(run)
+        ledger = run.ledger()
+        with closing(sqlite3.connect(run.directory.store_file)) as store:
+            made = dict(store.execute("SELECT update_number, count(*) FROM groups WHERE state = 'trained' GROUP BY 1"))
+        assert made == dict.fromkeys(range(7), 8)
+        assert ledger.trajectories["trained"] == 7 * 8 * 8
+        assert ledger.groups["cancelled.lost"] == 8 * (int(newest.name[1:]) - int(older.name[1:]))
 
 
 def test_a_run_with_a_wrong_plug_in_ends_with_the_sentence_of_its_preflight(

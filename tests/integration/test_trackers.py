@@ -18,12 +18,13 @@ import pytest
 from pipeline.config.load import dump, loads
 from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
 from pipeline.trackers.delivery import DeliveryFile
-from pipeline.trackers.records import numbers_of
+from pipeline.trackers.records import SECTIONS, numbers_of, step_numbers
 from pipeline.trackers.reporter import delivery_path
 
 Rows = Iterator[tuple[int, str, float]]
 """Step, name and value of each number in a store."""
 SECONDS_MAX = 120
+GROUPS = {name for name, _ in SECTIONS} | {"eval"}
 
 
 def tensorboard_rows(run: Path) -> Rows:
@@ -41,7 +42,7 @@ def wandb_rows(run: Path) -> Rows:
         for line in subprocess.run(command, capture_output=True, check=False).stdout.splitlines():
             item = (json.loads(line).get("history") or {}).get("item") or {}
             for name, value in item.items():
-                if name.startswith(("train/", "eval/")):
+                if name.split("/")[0] in GROUPS:
                     yield item["step"], name, value
                 for inner, deep in value.items() if isinstance(value, dict) else ():
                     if name.startswith(("train", "eval")):
@@ -67,7 +68,7 @@ def trackio_rows(run: Path) -> Rows:
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout
     for row in json.loads(printed):
         for name, value in row.items():
-            if name.startswith(("train/", "eval/")):
+            if name.split("/")[0] in GROUPS:
                 yield row["step"], name, value
 
 
@@ -135,11 +136,11 @@ def test_the_store_of_a_tracker_has_each_step_once_after_a_kill(
     twice = [place for place, count in Counter((step, key) for step, key, _ in rows).items() if count > 1]
     assert twice == []
     lines = [json.loads(line) for line in directory.metrics_file.read_bytes().splitlines()]
-    wanted = {(line["step"], key): v for line in lines for key, v in numbers_of(line, "train").items()}
+    wanted = {(line["step"], key): v for line in lines for key, v in step_numbers(line).items()}
     wanted |= {(24, key): v for key, v in numbers_of(evaluation, "eval").items()}
     found = {(step, key): value for step, key, value in rows}
     assert found.keys() == wanted.keys()
-    first = {(line["step"], key): v for line in steps(16, 20, 0) for key, v in numbers_of(line, "train").items()}
+    first = {(line["step"], key): v for line in steps(16, 20, 0) for key, v in step_numbers(line).items()}
     close = {"rel": 1e-6} if name == "tensorboard" else {"rel": 1e-12}  # event files hold float32
     for place, value in found.items():
         allowed = [wanted[place]] if name == "tensorboard" else [wanted[place], first.get(place, wanted[place])]

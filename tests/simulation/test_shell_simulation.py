@@ -15,6 +15,7 @@ from actors.servers.lock import LearnerFence
 from learner.weights.engine_control import EngineControl
 from learner.weights.engine_keeper import EngineKeeper
 from pipeline.errors import EngineError
+from pipeline.runtime.progress import Silence
 from pipeline.stage import learner_control
 from pipeline.stage.dispatch import Dispatch
 from pipeline.stage.ingest import Ingest
@@ -27,7 +28,7 @@ from pipeline.transport.outbox import ControlLog
 from tests.simulation.schedules import blocks
 from tests.support.shell_auditor import Violation
 from tests.support.shell_faults import FAULTS
-from tests.support.shell_simulation import play
+from tests.support.shell_simulation import ShellSimulation, play
 
 PER_TEST = 5
 
@@ -36,6 +37,13 @@ PER_TEST = 5
 def test_a_run_goes_on_after_every_fault(block: int, tmp_path: Path) -> None:
     for seed in range(block * PER_TEST, (block + 1) * PER_TEST):
         play(tmp_path, seed, joins=seed % 2 == 1)
+
+
+@pytest.mark.parametrize("seed", [4, 5, 7, 10, 13])
+def test_the_books_are_right_after_the_newest_checkpoint_is_damaged(seed: int, tmp_path: Path) -> None:
+    history = ShellSimulation(tmp_path, seed, ("tear_checkpoint",))
+    history.play()
+    assert history.disk.torn_checkpoints
 
 
 def _never_repeated(log: ControlLog) -> None:
@@ -91,7 +99,7 @@ def _blind_to_pauses(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dead_at_once(self: EnginePool, lease: Any, error: EngineError) -> None:
-    self.router.failed(lease, 0.0, str(error), down=True)
+    self.router.probed(lease.engine, 0.0, healthy=False, problem=str(error))
     self.poke(lease.engine)
 
 
@@ -106,8 +114,8 @@ def _trusts_the_store(agree: Callable[..., Any]) -> Callable[..., Any]:
 MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
     "what was under way is not repeated": (ControlLog, "repeat", _never_repeated, 0),
     "two names on one connection": (Peers, "_hello", _forgotten_without_a_word(Peers._hello), 20),
-    "an engine that did not resume is live": (EngineControl, "_call", _blind_to_pauses(EngineControl._call), 48),
-    "one failed request is the death of an engine": (EnginePool, "_failed", _dead_at_once, 6),
+    "an engine that did not resume is live": (EngineControl, "_call", _blind_to_pauses(EngineControl._call), 5),
+    "one failed request is the death of an engine": (EnginePool, "_failed", _dead_at_once, 3),
     "a store that went back is trusted": (ReplayStore, "_agree", _trusts_the_store(ReplayStore._agree), 0),
     "a duplicate is never acknowledged": (Ingest, "_unexpected", _silent_about_duplicates(Ingest._unexpected), 0),
     "a payload is forgotten one update early": (Dispatch, "checkpointed", _one_update_early(Dispatch.checkpointed), 3),
@@ -116,10 +124,13 @@ MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
     "any claim is believed": (learner_control, "whole", _unbounded, 5),
     "groups that nobody got may be trained": (LearnerControl, "_require_delivered", lambda self, text: None, 1),
     "a learner that was replaced labels engines": (LearnerFence, "refusal", lambda self, numbers: None, 2),
+    "an engine that hangs is not noticed": (Silence, "too_long", False, 0),
     "an engine samples with half of its weights": (EngineKeeper, "_withdraw", EngineKeeper._resume, 5),
+    "what a damaged checkpoint had counts as trained": (Dispatch, "_lose", lambda self, number, group: None, 4),
 }
 """Class or module, name, replacement, and the first history whose audit fails with it."""
 DRAWN: dict[str, tuple[str, ...]] = {
+    "an engine that did not resume is live": ("control_fails",),
     "a duplicate is never acknowledged": ("cut", "cut_again_and_again"),
     "a payload is forgotten one update early": ("kill",),
     "a learner that was replaced is let in": ("replace",),
@@ -127,7 +138,9 @@ DRAWN: dict[str, tuple[str, ...]] = {
     "any claim is believed": ("impossible_claim",),
     "groups that nobody got may be trained": ("impossible_claim",),
     "a learner that was replaced labels engines": ("replace", "control_fails"),
+    "an engine that hangs is not noticed": ("stop_engine",),
     "an engine samples with half of its weights": ("load_fails_half_way",),
+    "what a damaged checkpoint had counts as trained": ("tear_checkpoint",),
 }
 """Faults of the histories of a mutant that all faults together show more rarely."""
 

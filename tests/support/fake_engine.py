@@ -15,9 +15,11 @@ class FakeEngine:
         self.authorizations = set()
         self.runner = self.url = None
         self.released = asyncio.Event()
+        self.hangs_at, self.hangs = None, False
+        """Path of the request with which the whole process hangs, as after SIGSTOP."""
 
     async def start(self, port=0):
-        app = web.Application()
+        app = web.Application(middlewares=[self._hang])
         app.router.add_get("/weight_info", self._handle)
         app.router.add_get("/is_paused", self._handle)
         app.router.add_get("/get_world_size", self._handle)
@@ -38,6 +40,18 @@ class FakeEngine:
     async def stop(self):
         self.released.set()
         await self.runner.cleanup()
+
+    @web.middleware
+    async def _hang(self, request, handler):
+        self.hangs |= request.path == self.hangs_at
+        if self.hangs:
+            await self.released.wait()
+        return await handler(request)
+
+    def proceed(self):
+        """As SIGCONT."""
+        self.hangs_at, self.hangs = None, False
+        self.released.set()
 
     async def _handle(self, request):
         path = request.path

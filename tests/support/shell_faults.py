@@ -152,6 +152,13 @@ def cut_engine(sim: ShellSimulation) -> None:
     sim.after(sim.rng.uniform(0.3, 8.0), engine.reconnect)
 
 
+def stop_engine(sim: ShellSimulation) -> None:
+    """As SIGSTOP, and SIGCONT later."""
+    engine = _engine(sim)
+    engine.stop()
+    sim.after(sim.rng.uniform(0.3, 20.0), engine.proceed)
+
+
 def kill_learner_in_load(sim: ShellSimulation) -> None:
     async def wait() -> None:
         with anyio.move_on_after(5.0):
@@ -214,7 +221,7 @@ FAULTS: dict[str, tuple[Callable[[ShellSimulation], None], int]] = {
         (stop_actor, 1), (two_names, 1), (stranger, 1), (impossible_claim, 1), (replace, 1), (kill_engine, 2),
         (engine_refuses, 3), (control_fails, 2), (load_fails_half_way, 1), (cut_engine, 1), (kill_learner_in_load, 1),
         (disk_full, 1), (disk_error, 1), (forget, 2), (tear_marks, 1), (tear_checkpoint, 1),
-        (damage_weights, 1),
+        (damage_weights, 1), (stop_engine, 2),
     )
 }  # fmt: skip
 """Every fault, and how often it is drawn beside the others."""

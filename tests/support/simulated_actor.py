@@ -14,6 +14,7 @@ from actors.engine.pool import EnginePool
 from actors.engine.router import Lease, MoveReason, Router
 from actors.environments.base import Environment, Episode, Reply, Step
 from actors.rendering.renderer import Renderer
+from pipeline.runtime.witness import WitnessFile
 from pipeline.schema import Message, Task
 from pipeline.transport.protocol import Link
 from tests.support.simulated_engine import FIRST_TOKEN, PROCESS
@@ -46,6 +47,16 @@ class _Turns(Episode):
         return Step(reward=self.reward, done=True)
 
 
+class MemoryWitness(WitnessFile):
+    """Lines of all actors of a run."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def write(self, what: str, **facts: Any) -> None:
+        self.lines.append({"what": what, **facts})
+
+
 class SimulatedActors:
     """State of the actor processes of a run, by name."""
 
@@ -53,6 +64,7 @@ class SimulatedActors:
         """``on_death``: called with actor and engine where the actor moves a conversation because the engine died."""
         self.pools: dict[str, EnginePool] = {}
         self.actors: dict[str, Actor] = {}
+        self.witness = MemoryWitness()
         self._rng = rng
         self._on_death = on_death
 
@@ -62,7 +74,7 @@ class SimulatedActors:
         acquire = Router.acquire
 
         def actor(*arguments: Any, **more: Any) -> Actor:
-            made = self.actors[PROCESS.get()] = Actor(*arguments, **more)
+            made = self.actors[PROCESS.get()] = Actor(*arguments, **{**more, "witness": self.witness})
             return made
 
         def pool(*arguments: Any, **more: Any) -> EnginePool:
@@ -101,5 +113,6 @@ def _renderer() -> Renderer:
     return _RENDERERS[0]
 
 
-def _rendered(messages: list[dict[str, Any]], tools: object = None) -> str:
-    return "".join(f"<|{message['role']}|>{message['content']}<|end|>" for message in messages) + "<|assistant|>"
+def _rendered(messages: list[dict[str, Any]], tools: object = None, closed: bool = False) -> str:
+    text = "".join(f"<|{message['role']}|>{message['content']}<|end|>" for message in messages)
+    return text if closed else f"{text}<|assistant|>"

@@ -40,9 +40,9 @@ WEIGHTS_FILE = "weights"
 GENERATE, RELOAD = "/inference/v1/generate", "/collective_rpc"
 CONTROL = ("/pause", "/resume", RELOAD, "/update_weight_version")
 BUSY = ("429", "503")
-OUTAGE_SECONDS, CUT_SECONDS = 2.0, 6.0
+OUTAGE_SECONDS, CUT_SECONDS = 2.0, 11.0
 """After an outage ends, for so long it may be the reason for which an actor avoids the engine: until its next probe,
-which may wait for 5 s where the connection was cut."""
+which may wait for 10 s where the connection was cut."""
 
 
 def token_of(weights: int) -> int:
@@ -94,6 +94,8 @@ class SimulatedEngine:
         """Requests that may still be answered so."""
         self.cut_from: set[str] = set()
         """Roles whose connections are cut; nothing arrives, and nobody notices."""
+        self.stopped = False
+        """As after SIGSTOP: what was asked is answered once it continues."""
         self.failed: Counter[str] = Counter()
         """Requests for tokens that did not succeed, by process. To have too much to do is no failure."""
         self.outages: list[list[float]] = []
@@ -119,7 +121,7 @@ class SimulatedEngine:
 
     def die(self) -> None:
         """As ``kill -9``."""
-        self.up = False
+        self.up = self.stopped = False
         self.boots += 1
         self._begin_outage()
         for exchange in self._exchanges:
@@ -136,11 +138,28 @@ class SimulatedEngine:
             self.cut_from.clear()
             self._end_outage(CUT_SECONDS)
 
+    def stop(self) -> None:
+        self.stopped = True
+        self._begin_outage()
+
+    def proceed(self) -> None:
+        """As SIGCONT."""
+        if self.stopped:
+            self.stopped = False
+            self._end_outage(CUT_SECONDS)
+            self._notify()
+
+    async def running(self) -> None:
+        """Return once it is not stopped."""
+        while self.stopped:
+            await self._changed.wait()
+
     def mend(self) -> None:
         """All connections work again, and no fault is left."""
         self.failing = None
         self.faults.clear()
         self.reconnect()
+        self.proceed()
 
     def troubled(self, now: float) -> bool:
         """True if a reason to avoid it was there not long ago."""
@@ -151,7 +170,7 @@ class SimulatedEngine:
             self.outages.append([anyio.current_time(), float("inf")])
 
     def _end_outage(self, later: float = 0.0) -> None:
-        if self.outages[-1][1] == float("inf") and not self.cut_from and self.up and self.stamped:
+        if self.outages[-1][1] == float("inf") and not (self.cut_from or self.stopped) and self.up and self.stamped:
             self.outages[-1][1] = anyio.current_time() + later
 
     @property
@@ -187,6 +206,10 @@ class SimulatedEngine:
         """False while the connection of a process is cut."""
         return not self.cut_from or client.partition("#")[0] not in self.cut_from
 
+    def serves(self, client: str) -> bool:
+        """True if it can answer requests for tokens of a process."""
+        return self.up and self.stamped and not self.stopped and self.answers(client)
+
     def look(self, path: str, learners: Iterable[str] = ()) -> tuple[int, Any]:
         """Answer a GET."""
         if not self.up:
@@ -217,6 +240,7 @@ class SimulatedEngine:
     ) -> None:
         faults = self.faults[path.partition("?")[0]]
         fault = faults.popleft() if faults else ""
+        await self.running()
         if fault == "hang":
             return
         self.loading += body.get("method") == "reload_weights"
@@ -317,7 +341,7 @@ class SimulatedEngine:
         try:
             for _ in range(parameters["max_tokens"]):
                 await anyio.sleep(self._rng.uniform(0.02, 0.3))
-                while self.paused and boots == self.boots:
+                while (self.paused or self.stopped) and boots == self.boots:
                     await self._changed.wait()
                 if boots != self.boots:
                     raise _disconnected()
@@ -430,11 +454,13 @@ class MemorySession:
         body = json if json is not None else orjson.loads(data) if data else {}
         learners = [(headers or {})[LEARNER_HEADER]] if LEARNER_HEADER in (headers or {}) else []
         held = self._fleet.held.get(self._process, 0.0) > anyio.current_time()
-        if method == "GET" and not held and engine.answers(self._process):
+        if method == "GET" and not (held or engine.stopped) and engine.answers(self._process):
             status, answer = engine.look(slash + path, learners)
         else:
             with anyio.fail_after(timeout.total):
                 await anyio.sleep_until(self._fleet.held.get(self._process, 0.0))
+                if method == "GET":
+                    await engine.running()
                 status, answer = await engine.serve(self._process, method, slash + path, body, learners)
         yield _Response(status, orjson.dumps(answer))
 

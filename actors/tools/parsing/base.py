@@ -1,12 +1,13 @@
-"""Results of parsing a reply: its text, and its calls in their order.
+"""Parsing of a reply: its text, and its calls in their order.
 
 A parser never raises. A call that cannot be read becomes a :class:`CallError` at its position among the calls, with a
-message for the policy, so that the calls beside it still run.
+message for the policy, so that the calls beside it still run. What a policy thinks is not parsed: a call there is none.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,39 +46,98 @@ class Parsed:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """The tool-call format of a model family. Pure functions."""
+class Thinking:
+    """The marks around what a policy thinks."""
 
-    parse: Callable[[str, Sequence[ToolSchema]], Parsed]
+    marks: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
+    """(opening, closing). A thought that is not closed lasts to the end of the reply."""
+    begun: str = ""
+    """The closing mark, where the prompt has opened the thought with which a reply begins."""
+
+    def first_end(self, text: str) -> int:
+        """Position behind the thought that the prompt has opened; 0 where there is none."""
+        return _behind(text, self.begun, 0) if self.begun else 0
+
+    def next_thought(self, text: str, at: int) -> tuple[int, int]:
+        """Begin and end of the first thought that opens at ``at`` or later; both the length of the text for none."""
+        begin, opening, closing = min(
+            ((found, o, c) for o, c in self.marks if (found := text.find(o, at)) >= 0), default=(len(text), "", "")
+        )
+        return begin, _behind(text, closing, begin + len(opening)) if opening else begin
+
+
+Read = Callable[[str, int, Sequence[ToolSchema]], tuple[list[ToolCall | CallError], int]]
+"""``read(text, at, tools)``: the calls that stand at ``at``, and where they end. Raises :class:`Unreadable`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """The form in which a model family writes calls."""
+
+    mark: re.Pattern[str]
+    """The text before a call, or before several that follow each other. Calls are read from its end on."""
+    read: Read
     render: Callable[[Sequence[ToolCall]], str]
     """The calls as such a model would write them: for demonstrations and tests."""
+    start: re.Pattern[str] | None = None
+    """The beginning of calls that are the whole reply and have no mark before them."""
+    close: str = ""
+    """The text behind a call. The next one is looked for there where a call cannot be read."""
+
+    def parse(self, text: str, tools: Sequence[ToolSchema] = (), thinking: Thinking = Thinking()) -> Parsed:
+        """The reply taken apart."""
+        calls: list[ToolCall | CallError] = []
+        content = text
+        at = thinking.first_end(text)
+        thought = thinking.next_thought(text, at)
+        while len(calls) < CALLS_MAX:
+            found = self.mark.search(text, at)
+            begin, inside = found.span() if found is not None else (len(text), len(text))
+            if not calls and self.start is not None and self.start.match(text, at):
+                begin = inside = at
+            if thought[0] < begin:
+                at = thought[1]
+                thought = thinking.next_thought(text, at)
+                continue
+            if begin == len(text):
+                break
+            content = content if calls else text[:begin].rstrip()
+            try:
+                more, at = self.read(text, inside, tools)
+                calls += more
+            except Unreadable as error:
+                calls.append(CallError(f"The tool call could not be read: {error}."))
+                at = max(inside, text.find(self.close, inside)) if self.close else inside
+            at = max(at, begin + 1)
+            if thought[0] < at:
+                thought = thinking.next_thought(text, at)
+        return Parsed(content, tuple(calls[:CALLS_MAX]))
+
+
+def _behind(text: str, mark: str, at: int) -> int:
+    found = text.find(mark, at)
+    return len(text) if found < 0 else found + len(mark)
 
 
 class Unreadable(Exception):
     """Raised inside a parser for one call; never leaves it."""
 
 
-def call_of(value: Any, *, arguments_key: tuple[str, ...] = ("arguments", "parameters")) -> ToolCall:
+def call_of(value: Any) -> ToolCall:
     """``{"name": ..., "arguments": {...}}`` as a call. Raises :class:`Unreadable`."""
     if not isinstance(value, dict):
         raise Unreadable(f"expected a JSON object with name and arguments, got {shown(value)}")
-    name = value.get("name")
+    name = value.get("name", value.get("tool_name"))
     if not isinstance(name, str) or not name:
         raise Unreadable(f'expected "name" to be the name of a tool, got {shown(name)}')
-    found: Any = {}
-    for key in arguments_key:
-        if key in value:
-            found = value[key]
-            break
-    if isinstance(found, str):
-        found = json_of(found)
-    if found is None:
-        found = {}
-    return call(name, found)
+    return call(name, next((value[key] for key in ("arguments", "parameters") if key in value), {}))
 
 
 def call(name: str, arguments: Any) -> ToolCall:
-    """Raises :class:`Unreadable` for arguments that are no JSON object, or hold text that no tokenizer can take."""
+    """Arguments may be a JSON text of an object. Raises :class:`Unreadable` for arguments that are no JSON object, or
+    hold text that no tokenizer can take."""
+    arguments = json_of(arguments) if isinstance(arguments, str) else arguments
+    arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise Unreadable(f"expected the arguments of {name} to be a JSON object, got {shown(arguments)}")
     try:

@@ -9,11 +9,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from actors.tools.parsing.base import CallError, Parsed, ToolCall, ToolSchema, Unreadable, call, json_of
+from actors.tools.parsing.base import CallError, Parsed, Thinking, ToolCall, ToolSchema, Unreadable, call
 from pipeline.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
-Parse = Callable[[str, Sequence[ToolSchema]], Parsed]
+Parse = Callable[[str, Sequence[ToolSchema], Thinking], Parsed]
 
 
 def transformers_parser(tokenizer: Any, where: str = "parser") -> Parse:
@@ -23,15 +23,16 @@ def transformers_parser(tokenizer: Any, where: str = "parser") -> Parse:
     if not callable(getattr(tokenizer, "parse_response", None)) or not getattr(tokenizer, "response_template", None):
         raise ConfigurationError(
             f"{where}: transformers needs a tokenizer with a response_template (transformers 5.13 or newer); "
-            "this one has none: name a format instead (hermes, qwen, llama, mistral, pythonic)"
+            "this one has none: name the form that the model writes, such as hermes"
         )
 
-    def parse(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
+    def parse(text: str, tools: Sequence[ToolSchema], thinking: Thinking) -> Parsed:
+        thought, reply = _thought_and_reply(text, thinking)
         try:
-            message = tokenizer.parse_response(text, prefix="", tools=[dict(tool) for tool in tools] or None)
+            message = tokenizer.parse_response(reply, prefix="", tools=[dict(tool) for tool in tools] or None)
         except Exception as error:
             return Parsed("", (CallError(f"The reply could not be read: {type(error).__name__}."),))
-        return _parsed(message.get("content") or "", message.get("tool_calls") or [], text)
+        return _parsed(message.get("content") or "", message.get("tool_calls") or [], text, thought)
 
     return parse
 
@@ -54,30 +55,38 @@ def vllm_parser(name: str, tokenizer: Any, where: str = "parser") -> Parse:
     except Exception as error:
         raise ConfigurationError(f"{where}: vLLM's tool parser {name} does not fit the tokenizer: {error}") from error
 
-    def parse(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
+    def parse(text: str, tools: Sequence[ToolSchema], thinking: Thinking) -> Parsed:
+        thought, reply = _thought_and_reply(text, thinking)
         try:
             request = ChatCompletionRequest(messages=[], model="policy", tools=[dict(tool) for tool in tools] or None)
-            found = parser_class(tokenizer, request.tools).extract_tool_calls(text, request)
+            found = parser_class(tokenizer, request.tools).extract_tool_calls(reply, request)
         except Exception as error:
             return Parsed("", (CallError(f"The reply could not be read: {type(error).__name__}."),))
         if not found.tools_called:
             return Parsed(text)
-        return _parsed(found.content or "", [one.model_dump() for one in found.tool_calls], text)
+        return _parsed(found.content or "", [one.model_dump() for one in found.tool_calls], text, thought)
 
     return parse
 
 
-def _parsed(content: Any, found: Sequence[Any], text: str) -> Parsed:
+def _thought_and_reply(text: str, thinking: Thinking) -> tuple[str, str]:
+    """(thoughts with which the text begins, the rest)."""
+    at = thinking.first_end(text)
+    while (thought := thinking.next_thought(text, at))[0] < len(text) and not text[at : thought[0]].strip():
+        at = thought[1]
+    return text[:at], text[at:]
+
+
+def _parsed(content: Any, found: Sequence[Any], text: str, thought: str) -> Parsed:
     if not found:
         return Parsed(text)
-    return Parsed(content if isinstance(content, str) else "", tuple(_call(one) for one in found))
+    return Parsed(thought + (content if isinstance(content, str) else ""), tuple(_call(one) for one in found))
 
 
 def _call(one: Any) -> ToolCall | CallError:
     try:
         function = one.get("function", one)
-        arguments = function["arguments"]
-        return call(str(function["name"]), json_of(arguments) if isinstance(arguments, str) else arguments)
+        return call(str(function["name"]), function["arguments"])
     except Unreadable as error:
         return CallError(f"The tool call could not be read: {error}.")
     except (AttributeError, KeyError, TypeError) as error:

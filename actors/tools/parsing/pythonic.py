@@ -1,36 +1,54 @@
-"""``[add(a=1, b=2), look(where="x")]``: a Python list of calls as the whole reply, read with ``ast`` and never run.
+"""Forms of calls that are expressions: Python's, and Gemma's.
 
-Llama 3.2 (small) and Llama 4 write it, the latter between ``<|python_start|>`` and ``<|python_end|>``.
+``[add(a=1, b=2), look(where="x")]`` is a Python list of calls, read with ``ast`` and never run. Llama 3.2 (small)
+writes it as the whole reply, Llama 4 between ``<|python_start|>`` and ``<|python_end|>``, LFM2 between
+``<|tool_call_start|>`` and ``<|tool_call_end|>``.
+
+``<|tool_call>call:add{a:1,where:<|"|>x<|"|>}<tool_call|>`` is Gemma 4's: JSON without quotes around keys, and with
+marks in place of the quotes around text.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from actors.tools.parsing.base import CALLS_MAX, CallError, Parsed, ToolCall, ToolFormat, ToolSchema, Unreadable, call
+from actors.tools.parsing.base import CallError, ToolCall, ToolFormat, ToolSchema, Unreadable, call, json_at, shown
 
 CHARACTERS_MAX = 100_000
-_START, _END = "<|python_start|>", "<|python_end|>"
-_LIST_OF_CALLS = re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\s*\(")
+_ENDS = ("<|python_end|>", "<|tool_call_end|>")
 _JSON_NAMES = {"true": True, "false": False, "null": None}
+_OPENING = re.compile(r"=\s{0,8}(['\"])")
+_CLOSING = re.compile(r"['\"](?=\s{0,8}(?:,\s{0,8}\w+\s{0,8}=|\)\s{0,8}(?:,\s{0,8}[\w.]+\(|\]\s{0,8}$)))")
 
 
-def parse_pythonic(text: str, tools: Sequence[ToolSchema] = ()) -> Parsed:
-    """A reply that does not begin like a list of calls is text."""
-    content, tag, body = text.partition(_START)
-    if tag:
-        body = body.partition(_END)[0]
-    else:
-        content, body = "", text
-    if not _LIST_OF_CALLS.match(body):
-        return Parsed(text)
+def _read_pythonic(text: str, at: int, tools: Sequence[ToolSchema]) -> tuple[list[ToolCall | CallError], int]:
+    end = min((found for mark in _ENDS if (found := text.find(mark, at)) >= 0), default=len(text))
+    body = text[at:end].strip()
     try:
-        return Parsed(content.rstrip(), tuple(calls_in(body.strip(), tools)[:CALLS_MAX]))
-    except Unreadable as error:
-        return Parsed(content.rstrip(), (CallError(f"The tool calls could not be read: {error}."),))
+        return calls_in(body, tools), end
+    except Unreadable:
+        return calls_in(_quoted(body), tools), end
+
+
+def _quoted(text: str) -> str:
+    """Arguments that stand between two quotes as they are, as some templates of LFM2 write text, made Python's: a text
+    ends at a quote behind which the next argument, the next call or the end of the list comes."""
+    parts: list[str] = []
+    at = 0
+    closing = iter([*_CLOSING.finditer(text)])
+    close = next(closing, None)
+    while (opening := _OPENING.search(text, at)) is not None:
+        while close is not None and (close.start() < opening.end() or close[0] != opening[1]):
+            close = next(closing, None)
+        if close is None:
+            break
+        parts += [text[at : opening.start(1)], repr(text[opening.end() : close.start()])]
+        at = close.end()
+    return "".join([*parts, text[at:]])
 
 
 def calls_in(text: str, tools: Sequence[ToolSchema] = ()) -> list[ToolCall | CallError]:
@@ -57,11 +75,12 @@ def _one(node: ast.expr, tools: Sequence[ToolSchema]) -> ToolCall | CallError:
         if not isinstance(node, ast.Call):
             raise Unreadable("expected a call like name(argument=1)")
         name = _name(node.func)
-        arguments: dict[str, Any] = dict(zip(_order(tools, name, len(node.args)), map(_value, node.args), strict=False))
+        names = _order(tools, name, len(node.args))
+        arguments: dict[str, Any] = dict(zip(names, map(plain_value, node.args), strict=False))
         for keyword in node.keywords:
             if keyword.arg is None:
                 raise Unreadable("expected arguments by name, got **")
-            arguments[keyword.arg] = _value(keyword.value)
+            arguments[keyword.arg] = plain_value(keyword.value)
         return call(name, arguments)
     except RecursionError:
         return CallError("The tool call could not be read: it is nested too deeply.")
@@ -90,19 +109,19 @@ def _name(node: ast.expr) -> str:
     raise Unreadable("expected the name of a tool before the parenthesis")
 
 
-def _value(node: ast.expr) -> Any:
+def plain_value(node: ast.expr) -> Any:
     """A JSON value. Raises :class:`Unreadable` for anything that would have to be computed."""
     if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, str | int | float | bool)):
         return node.value
     if isinstance(node, ast.List | ast.Tuple):
-        return [_value(item) for item in node.elts]
+        return [plain_value(item) for item in node.elts]
     if isinstance(node, ast.Dict):
-        keys = [_value(key) if key is not None else None for key in node.keys]
+        keys = [plain_value(key) if key is not None else None for key in node.keys]
         if not all(isinstance(key, str) for key in keys):
             raise Unreadable("expected text as keys of a dictionary")
-        return dict(zip(keys, map(_value, node.values), strict=True))
+        return dict(zip(keys, map(plain_value, node.values), strict=True))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        value = _value(node.operand)
+        value = plain_value(node.operand)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
@@ -110,4 +129,92 @@ def _value(node: ast.expr) -> Any:
     raise Unreadable("expected plain values as arguments (numbers, text, lists, dictionaries)")
 
 
-PYTHONIC = ToolFormat(parse_pythonic, render_pythonic)
+PYTHONIC = ToolFormat(
+    re.compile(r"<\|python_start\|>|<\|tool_call_start\|>"),
+    _read_pythonic,
+    render_pythonic,
+    start=re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\s*\("),
+)
+
+_KEY = re.compile(r'\s*(?:<\|"\|>(.*?)<\|"\|>|"([^"]*)"|([^\s:{}\[\],]+))\s*:', re.S)
+_QUOTE = '<|"|>'
+_WORD = re.compile(r"[^,\]}\s]+")
+_WORDS = _JSON_NAMES | {"True": True, "False": False, "None": None}
+_GEMMA_NAME = re.compile(r"\s*(?:call:)?\s*([\w.\-]+)\s*(?=\{)")
+DEPTH_MAX = 100
+
+
+def _read_gemma(text: str, at: int, tools: Sequence[ToolSchema]) -> tuple[list[ToolCall | CallError], int]:
+    found = _GEMMA_NAME.match(text, at)
+    if found is None:
+        raise Unreadable(f"expected call:name{{...}}, got {shown(text[at : at + 80])}")
+    if text.startswith("{{", found.end()):  # a template that was given the arguments as JSON text
+        arguments, end = json_at(text, found.end() + 1)
+        end = text.find("}", end) + 1 or end
+    else:
+        arguments, end = _gemma_value(text, found.end(), 0)
+    return [call(found[1], arguments)], end
+
+
+def _gemma_value(text: str, at: int, depth: int) -> tuple[Any, int]:
+    at = _skip(text, at)
+    if depth > DEPTH_MAX:
+        raise Unreadable("it is nested too deeply")
+    if text.startswith(_QUOTE, at):
+        end = text.find(_QUOTE, at + len(_QUOTE))
+        if end < 0:
+            raise Unreadable(f"expected {_QUOTE} after a text")
+        return text[at + len(_QUOTE) : end], end + len(_QUOTE)
+    if text[at : at + 1] not in ("{", "["):
+        word = _WORD.match(text, at)
+        if word is not None and word[0] in _WORDS:
+            return _WORDS[word[0]], word.end()
+        return json_at(text, at)
+    closing = "}" if text[at] == "{" else "]"
+    table: dict[str, Any] = {}
+    items: list[Any] = []
+    at = _skip(text, at + 1)
+    while not text.startswith(closing, at):
+        if table or items:
+            if not text.startswith(",", at):
+                raise Unreadable(f"expected , or {closing}, got {shown(text[at : at + 80])}")
+            at += 1
+        if closing == "}":
+            key = _KEY.match(text, at)
+            if key is None:
+                raise Unreadable(f"expected a key and :, got {shown(text[at : at + 80])}")
+            name = next(group for group in key.groups() if group is not None)
+            table[name], at = _gemma_value(text, key.end(), depth + 1)
+        else:
+            item, at = _gemma_value(text, at, depth + 1)
+            items.append(item)
+        at = _skip(text, at)
+    return (table if closing == "}" else items), at + 1
+
+
+def _skip(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def render_gemma(calls: Sequence[ToolCall]) -> str:
+    """Calls as Gemma 4's template writes them, with quotes around odd keys."""
+    return "".join(f"<|tool_call>call:{c.name}{_gemma_text(dict(c.arguments))}<tool_call|>" for c in calls)
+
+
+def _gemma_text(value: Any) -> str:
+    if isinstance(value, str):
+        return f"{_QUOTE}{value}{_QUOTE}"
+    if isinstance(value, dict):
+        pairs = (
+            (key if re.fullmatch(r"[\w\-]+", key) else f"{_QUOTE}{key}{_QUOTE}", _gemma_text(item))
+            for key, item in value.items()
+        )
+        return "{" + ",".join(f"{key}:{text}" for key, text in pairs) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_gemma_text, value)) + "]"
+    return json.dumps(value)
+
+
+GEMMA = ToolFormat(re.compile(r"<\|tool_call>"), _read_gemma, render_gemma, close="<tool_call|>")

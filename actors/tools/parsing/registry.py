@@ -1,33 +1,41 @@
-"""Parsers by name, and the choice of ``auto`` by the chat template."""
+"""Parsers by name, and the choice of ``auto`` by what the chat template writes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from actors.tools.parsing.base import Parsed, ToolFormat, ToolSchema
-from actors.tools.parsing.json_formats import HERMES, LLAMA, MISTRAL, QWEN, QWEN_XML
+from actors.tools.parsing.base import Parsed, Thinking, ToolFormat, ToolSchema
+from actors.tools.parsing.json_formats import JSON_FORMATS
 from actors.tools.parsing.libraries import transformers_parser, vllm_parser
-from actors.tools.parsing.pythonic import PYTHONIC
+from actors.tools.parsing.probe import TemplateProbe
+from actors.tools.parsing.pythonic import GEMMA, PYTHONIC
+from actors.tools.parsing.tag_formats import QWEN, TAG_FORMATS
 from pipeline.errors import ConfigurationError
 
-FORMATS: dict[str, ToolFormat] = {
-    "hermes": HERMES,
-    "qwen": QWEN,
-    "qwen_xml": QWEN_XML,
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "pythonic": PYTHONIC,
-}
-"""``qwen`` and ``qwen_xml`` read both of Qwen's forms; they differ in what they write."""
+Parse = Callable[[str, Sequence[ToolSchema]], Parsed]
+FORMATS: dict[str, ToolFormat] = {**JSON_FORMATS, **TAG_FORMATS, "pythonic": PYTHONIC, "gemma": GEMMA, "qwen": QWEN}
+"""``qwen`` reads ``hermes`` and ``qwen_xml``. ``auto`` takes the first that reads what the template writes."""
 
 
-def parser_of(
-    name: str, template: str, tokenizer: Any, where: str = "parser"
-) -> Callable[[str, Sequence[ToolSchema]], Parsed]:
-    """The parser with this name. Raises :class:`ConfigurationError`."""
-    if name == "auto":
-        name = format_of_template(template, tokenizer)
+def parser_of(name: str, template: str, tokenizer: Any, where: str = "parser") -> Parse:
+    """The parser with this name, which leaves out what the policy thinks. Raises :class:`ConfigurationError`."""
+    found = format_of_template(template, tokenizer, where) if name == "auto" else name
+    parse = _parser(found, tokenizer, where)
+    probe = None if tokenizer is None else TemplateProbe(tokenizer)
+    thinking = Thinking() if probe is None else probe.thinking
+    told = name == "auto" and probe is not None and not probe.tells_tools
+    hermes = FORMATS["hermes"].parse
+
+    def parse_outside_thoughts(text: str, tools: Sequence[ToolSchema]) -> Parsed:
+        parsed = parse(text, tools, thinking)
+        # A template that leaves the tools out: the prompt asks for the form of Hermes.
+        return parsed if parsed.calls or not told else hermes(text, tools, thinking)
+
+    return parse_outside_thoughts
+
+
+def _parser(name: str, tokenizer: Any, where: str) -> Callable[[str, Sequence[ToolSchema], Thinking], Parsed]:
     if name in FORMATS:
         return FORMATS[name].parse
     if name == "transformers":
@@ -39,22 +47,34 @@ def parser_of(
     )
 
 
-def format_of_template(template: str, tokenizer: Any = None) -> str:
-    """Name of the format in which a chat template writes calls; ``hermes`` for one that writes none, because the
-    schemas are then shown in that form (:mod:`actors.rendering.tool_messages`).
+def format_of_template(template: str, tokenizer: Any = None, where: str = "parser") -> str:
+    """Name of the parser that reads the calls which a tokenizer's chat template writes, each of them as it was given.
 
-    >>> format_of_template("... '<tool_call>' ..."), format_of_template("... [TOOL_CALLS] ...")
-    ('qwen', 'mistral')
-    """
-    for mark, name in (
-        ("[TOOL_CALLS]", "mistral"),
-        ("<function=", "qwen_xml"),
-        ("<tool_call>", "qwen"),
-        ("<|python_start|>", "pythonic"),
-        ("<|python_tag|>", "llama"),
-    ):
-        if mark in template:
+    The tokenizer's own ``response_template`` comes first. ``hermes`` for a template that writes neither tools nor
+    calls: the prompt then asks for that form (:mod:`actors.rendering.tool_messages`). ``qwen`` without a tokenizer,
+    where an endpoint states the calls.
+
+    Raises :class:`ConfigurationError` for a template whose calls no parser reads, and for one that lists tools and
+    leaves their calls out."""
+    if tokenizer is None:
+        return "qwen"
+    probe = TemplateProbe(tokenizer)
+    replies = probe.replies()
+    own = ["transformers"] if getattr(tokenizer, "response_template", None) else []
+    for name in (*own, *FORMATS) if replies else own:
+        parse = _parser(name, tokenizer, where)
+        if all(reply.is_read_by(parse, probe.thinking) for reply in replies):
             return name
-    if "<|start_header_id|>" in template and "ipython" in template:
-        return "llama"
-    return "transformers" if getattr(tokenizer, "response_template", None) else "hermes"
+    if not replies and not probe.tells_tools:
+        return "hermes"
+    if replies:
+        fault = f"writes a call in a form that no parser reads: {replies[0].text[:200]!a}"
+    else:
+        fault = f"lists the tools and writes no call of them{f' ({probe.failure[:200]})' if probe.failure else ''}"
+    known = " ".join([template, *getattr(tokenizer, "added_tokens_encoder", {})])
+    marked = [name for name, form in FORMATS.items() if form.mark.search(known)]
+    hint = f"; its marks are those of {' or '.join(marked)}" if marked else ""
+    raise ConfigurationError(
+        f"{where}: auto found no parser: the chat template of {getattr(tokenizer, 'name_or_path', '') or 'the model'} "
+        f"{fault}. Set the parser to the form that the model writes (docs/AGENTS.md lists them){hint}"
+    )

@@ -71,6 +71,37 @@ def figure(metrics_file: Path, name: str) -> Figure:
     return figure
 
 
+OVERLAID = {
+    "reward": "reward_mean",
+    "importance ratio π/μ": "ratio_mean",
+    "effective sample size (share)": "ess_ratio",
+    "staleness (versions)": "staleness_mean",
+    "KL(μ‖π) (nats)": "kl_k3",
+    "entropy (nats)": "entropy",
+    "tokens per second": "tokens_per_second",
+    "seconds per step": "seconds",
+}
+"""Panels of several runs: the title, and the key of ``metrics.jsonl``."""
+
+
+def draw_runs(metrics_files: Mapping[str, Path], picture: Path) -> None:
+    """The curves of several runs over each other, a colour for each name. Raises :class:`ImportError` without
+    matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg", force=False)
+    from matplotlib.figure import Figure
+
+    runs = {name: read_lines(file) for name, file in metrics_files.items()}
+    figure = Figure(figsize=(13, 7.2), dpi=110, layout="constrained", facecolor="white")
+    for axis, (title, key) in zip(figure.subplots(2, 4).ravel(), OVERLAID.items(), strict=True):
+        axis.set_title(title)
+        for colour, (name, lines) in enumerate(runs.items()):
+            _plot(axis, lines, *(("step", name, colour, key) if key == "seconds" else (key, name, colour)))
+        _dress(axis)
+    figure.savefig(picture, format="png")
+
+
 def draw_resources(
     seconds: Sequence[float], panels: Mapping[str, Sequence[Mapping[str, int]]], marks: Sequence[float], picture: Path
 ) -> None:

@@ -20,9 +20,9 @@ Line = dict[str, Any]
 
 
 class MetricsTail:
-    """Reads whole lines that were added to ``metrics.jsonl`` since the last call. The file may not exist yet, and
-    another one may take its place (the learner drops lines of steps that it makes again); lines of that which have been
-    read before are not given again."""
+    """Reads whole lines that were added to ``metrics.jsonl`` since the last call. The file may not exist yet, or not be
+    readable for a while, and another one may take its place (the learner drops lines of steps that it makes again);
+    lines of that which have been read before are not given again."""
 
     def __init__(self, path: Path, bytes_max: int | None = None) -> None:
         """``bytes_max``: of one call; None reads to the end."""
@@ -49,7 +49,7 @@ class MetricsTail:
                     self._offset, self._rest, self._inode = 0, b"", status.st_ino
                 file.seek(self._offset)
                 data = file.read(self._bytes_max)
-        except FileNotFoundError:
+        except OSError:
             return []
         self._offset += len(data)
         *whole, self._rest = (self._rest + data).split(b"\n")

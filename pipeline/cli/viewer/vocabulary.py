@@ -112,6 +112,24 @@ class Vocabulary:
         return "".join(piece.text for piece in self.pieces(token_ids))
 
 
+def bytes_of_tokens(tokenizer: Any) -> Callable[[int], bytes]:
+    """The bytes of one id of a loaded tokenizer, by the same rules; those of its text where there is no rule."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not hasattr(backend, "decoder"):
+        return lambda token_id: str(tokenizer.decode([token_id])).encode("utf-8", "replace")
+    decoder = None if backend.decoder is None else orjson.loads(backend.decoder.__getstate__())
+    rule = _rule({"decoder": decoder, "model": {"type": type(backend.model).__name__}})
+    added = {int(i): str(token).encode("utf-8", "replace") for i, token in tokenizer.added_tokens_decoder.items()}
+
+    def found(token_id: int) -> bytes:
+        if token_id in added:
+            return added[token_id]
+        token = backend.id_to_token(token_id)
+        return b"" if token is None else rule(token)
+
+    return found
+
+
 def _decoder() -> codecs.IncrementalDecoder:
     return codecs.getincrementaldecoder("utf-8")("replace")
 

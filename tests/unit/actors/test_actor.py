@@ -99,6 +99,21 @@ async def test_full_outbox_takes_no_new_order_and_credit_is_never_exceeded(
             await stage.until(lambda n=n: len(stage.received) == n + 1)
 
 
+async def test_the_time_that_an_actor_is_blocked_is_counted_while_it_is_blocked(
+    make_services: MakeServices, make_order: MakeOrder
+) -> None:
+    services = make_services([StubEngine()])
+    async with running_actor(services, slots=2, credit_bytes=1) as (stage, actor, _):
+        stage.acknowledging = False
+        await stage.order(make_order(0), make_order(1))
+        await until(lambda: len(stage.received) == 1 and actor.unacknowledged == 2)
+        counted = []
+        for _ in range(2):
+            actor.count_blocked()
+            counted.append(services.metrics.send_blocked_seconds_total._value.get())
+        assert 0 < counted[0] < counted[1]
+
+
 def test_rollouts_in_flight_follow_the_load_of_the_engines_and_the_stage_is_told(
     make_services: MakeServices, make_order: MakeOrder
 ) -> None:

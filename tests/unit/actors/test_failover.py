@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -206,3 +207,17 @@ async def test_tokens_of_a_turn_that_fails_in_the_end_are_counted_as_discarded(
         with pytest.raises(EngineUnavailable):
             await policy(pool, make_order(), metrics, part_tokens=4, retries=0).complete([100], 8)
     assert metrics.tokens_total.labels(kind="discarded")._value.get() == 4
+
+
+async def test_an_actor_exports_no_policy_version_until_an_engine_has_one(metrics: ActorMetrics) -> None:
+    """Neither 0, which a run begins with, nor the mark of weights without a version."""
+    engine = StubEngine(version=None)
+    exported = lambda: metrics.policy_version._value.get()  # noqa: E731
+    assert math.isnan(exported())
+    async with watched([engine], metrics):
+        assert math.isnan(exported())
+        engine.version = 7
+        with anyio.fail_after(20):
+            while math.isnan(exported()):
+                await anyio.sleep(0.01)
+        assert exported() == 7

@@ -3,6 +3,7 @@ theirs."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
@@ -20,16 +21,24 @@ import aiohttp
 import anyio
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from actors.environments.host import EnvironmentHost
 from actors.gateway import server
 from actors.gateway.program_loop import ProgramLoop
+from actors.gateway.reports import Report, last_line
 from actors.rendering.renderer import Renderer
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services, build_loop
+from pipeline.cli.viewer.vocabulary import bytes_of_tokens
 from pipeline.config.load import load, loads
 from pipeline.config.rollouts import LoopConfig
-from pipeline.errors import ConfigurationError, EngineUnavailable
+from pipeline.errors import ConfigurationError, EngineUnavailable, PlugInError
 from pipeline.schema import Order, Trajectory, TrajectoryStatus
 from tests.support.stub_engine import StubEngine
 
@@ -166,7 +175,7 @@ async def test_calls_become_turns_and_the_returned_reward_is_the_score(
     assert trajectory.status is TrajectoryStatus.COMPLETE and trajectory.rewards == {"environment": 0.75}
     assert trajectory.reward is None and trajectory.turn_rewards == (0.0, 0.0, 0.0, 0.75)
     assert trajectory.turns[-1].signals["solved"] == 1.0
-    assert [t.branch for t in trajectory.turns] == [0, 0, 0, 1]
+    assert [t.branch for t in trajectory.turns] == [0, 1, 1, 1]  # that of the graded reply last
     assert_exact(trajectory, engine)
     assert {session for session, _ in engine.requests} == {long_order.order_id}
 
@@ -328,8 +337,9 @@ async def test_the_environment_judges_the_answer_where_that_is_asked(
     assert trajectory.status is TrajectoryStatus.COMPLETE and trajectory.rewards == {"environment": 0.0}
 
 
+@pytest.mark.parametrize("how", ["raises", "returns", "finishes"])
 async def test_a_dead_engine_is_told_to_the_program_and_is_the_failure(
-    serve: Serve, long_order: Order, words: Any
+    serve: Serve, long_order: Order, words: Any, how: str
 ) -> None:
     engine = echoing(words)
 
@@ -338,7 +348,11 @@ async def test_a_dead_engine_is_told_to_the_program_and_is_the_failure(
         engine.fault = EngineUnavailable("engine stub://0 is away")
         status, answer, _ = await client.post("/chat/completions", {"messages": [user("say")]})
         assert status == 503 and answer["error"]["code"] == "engine_unavailable"
-        raise RuntimeError("gave up")
+        if how == "raises":
+            raise RuntimeError("gave up")
+        if how == "finishes":
+            await client.post(client.base_url.removesuffix("/v1") + "/finish", {"reward": 0.0})
+        return 0.0
 
     services = serve(engine, run, retries=0)
     trajectory = await run_order(services, long_order)
@@ -375,6 +389,121 @@ async def test_a_program_that_never_calls_is_a_failure(serve: Serve, long_order:
 
     trajectory = await run_order(serve(echoing(words), run), long_order)
     assert trajectory.failure is not None and trajectory.failure.kind == "NoCalls"
+
+
+REFUSED: list[tuple[str, Any, int]] = [
+    ("/chat/completions", {"messages": [user("say")], "response_format": {"type": "json_object"}}, 400),
+    ("/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400),
+    ("/chat/completions", b"{", 400),
+    ("/responses", {"input": "say"}, 404),
+    ("/messages", {"messages": [user("say")]}, 404),
+    ("/completions", {"prompt": "say"}, 404),
+]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("how", ["returns", "finishes"])
+@pytest.mark.parametrize(("path", "body", "status"), REFUSED)
+async def test_a_program_whose_last_call_was_refused_is_a_failure_also_if_it_reports(
+    serve: Serve, long_order: Order, words: Any, path: str, body: Any, status: int, how: str, first: bool
+) -> None:
+    async def run(task: Any, client: Caller) -> float:
+        if not first:
+            await client.chat([user("say")])
+        assert (await client.post(path, body))[0] == status
+        if how == "finishes":
+            await client.post(client.base_url.removesuffix("/v1") + "/finish", {"reward": 0.0})
+        return 0.0
+
+    trajectory = await run_order(serve(echoing(words), run), long_order)
+    assert trajectory.status is TrajectoryStatus.ERROR and trajectory.rewards == {} and trajectory.failure is not None
+    assert (trajectory.failure.boundary, trajectory.failure.kind) == ("program", "Refused")
+    assert "/sessions/" not in trajectory.failure.message
+
+
+async def test_a_program_that_goes_on_after_a_refusal_has_its_reward_and_the_refusals_are_counted(
+    serve: Serve, long_order: Order, words: Any
+) -> None:
+    async def run(task: Any, client: Caller) -> dict[str, Any]:
+        for path, body, status in REFUSED:
+            assert (await client.post(path, body))[0] == status
+        await client.chat([user("say")])
+        return {"reward": 0.5, "signals": {"solved": 1}}
+
+    trajectory = await run_order(serve(echoing(words), run), long_order)
+    assert trajectory.status is TrajectoryStatus.COMPLETE and trajectory.rewards == {"environment": 0.5}
+    signals = trajectory.turns[-1].signals
+    assert (signals["refused_calls"], signals["solved"]) == (len(REFUSED), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("output", "report"),
+    [
+        *[('{"reward": 1, "answer": "a%sb"}' % c, Report(1.0, answer=f"a{c}b"))  # noqa: UP031 - braces
+          for c in "\u2028\u2029\u0085\u00a0\x7f\u200b"],
+        ('{"reward": 1, "answer": "a\\u001cb"}', Report(1.0, answer="a\x1cb")),
+        ('step 1\rstep 2\r{"reward": 1}\r\n\r\n', Report(1.0)), ('{"reward": 1}\n\x0c', Report(1.0)),
+        ('\x1b[0m{"reward": 1}\x1b[0m', Report(1.0)), ('\ufeff{"reward": 1}', Report(1.0)),
+        ('noise\n{"reward": 1}', Report(1.0)), ('{"reward": null}', Report()),
+        ('{"reward": 1}\nnoise', None), ("1.0", None), ("{'reward': 1}", None), ("", None), ("[" * 100_000, None),
+    ],
+)  # fmt: skip
+def test_the_last_line_is_read_as_the_program_wrote_it(output: str, report: Report | None) -> None:
+    assert last_line(output) == report
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", '"1.0"', "1e999"])
+def test_a_last_line_with_a_wrong_reward_is_a_failure_with_its_value(value: str) -> None:
+    with pytest.raises(PlugInError, match="reward: expected a finite number"):
+        last_line(f'{{"reward": {value}}}')
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "metaspace"])
+@given(text=st.text(st.characters(codec="utf-8", exclude_characters="\u2581"), min_size=1, max_size=12))
+def test_the_bytes_of_the_tokens_of_a_reply_are_the_bytes_of_its_text(kind: str, text: str) -> None:
+    tokenizer = TOKENIZERS[kind]()
+    ids = tokenizer.encode(text).ids
+    if kind == "metaspace":
+        text = " " + text
+    found = b"".join(map(bytes_of_tokens(PreTrainedTokenizerFast(tokenizer_object=tokenizer)), ids))
+    assert found == text.encode()
+
+
+def _byte_level() -> Tokenizer:
+    tokenizer = Tokenizer(BPE({c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return tokenizer
+
+
+def _byte_fallback(prefix: str = "") -> Tokenizer:
+    pieces = ["<unk>", "\u2581", *map(chr, range(33, 127)), *(f"<0x{i:02X}>" for i in range(256))]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    steps = [normalizers.Prepend("\u2581")] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "\u2581")])
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+TOKENIZERS = {"byte_level": _byte_level, "byte_fallback": _byte_fallback, "metaspace": lambda: _byte_fallback("\u2581")}
+
+
+async def test_logprobs_of_a_reply_carry_the_bytes_of_each_token(serve: Serve, long_order: Order, smollm2: Any) -> None:
+    ids = smollm2.encode("a 🦜 é", add_special_tokens=False)
+    engine = StubEngine(script=lambda _, s: [*ids, smollm2.eos_token_id])
+
+    async def run(task: Any, client: Caller) -> float:
+        answer = await client.chat([user("say")], logprobs=True)
+        content = answer["choices"][0]["logprobs"]["content"][: len(ids)]
+        assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == "a 🦜 é"
+        assert len(content) > 4  # the parrot is several tokens
+        return 1.0
+
+    trajectory = await run_order(serve(engine, run, tokenizer=smollm2, sampling={"max_tokens": 32}), long_order)
+    assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
 
 
 async def test_a_client_that_hangs_up_leaves_no_turn_and_may_ask_again(
@@ -636,6 +765,25 @@ async def test_options_that_cannot_work_stop_the_actor_with_the_key(
         serve(echoing(words), loop_options=options)
 
 
+async def test_tools_are_refused_where_no_parser_reads_what_the_model_writes(
+    serve: Serve, long_order: Order, words: Any
+) -> None:
+    tokenizer = copy.deepcopy(words)
+    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + words.chat_template
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+    async def program(task: Any, client: Caller) -> Any:
+        body = {"model": "m", "messages": [user("say")], "tools": [tool]}
+        status, answer, _ = await client.post("/chat/completions", body)
+        assert status == 400 and answer["error"]["param"] == "tools", answer
+        assert "options.parser: auto found no parser" in answer["error"]["message"]
+        await client.chat([user("say")])
+        return {"reward": 1}
+
+    services = serve(echoing(words), program, tokenizer=tokenizer)
+    assert (await run_order(services, long_order)).status is TrajectoryStatus.COMPLETE
+
+
 async def test_a_port_that_is_taken_is_told_with_what_to_do(serve: Serve, words: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -855,6 +1003,7 @@ async def test_a_body_that_never_comes_does_not_hold_the_gateway(
         async with await anyio.connect_tcp(host, int(port)) as stream:
             await stream.send(head.encode())
             assert (await stream.receive()).startswith(b"HTTP/1.1 408")
+        await client.chat([user("say")])
         return 1.0
 
     trajectory = await run_order(serve(echoing(words), run), long_order)

@@ -20,6 +20,7 @@ from actors.rendering.renderer import Renderer
 from actors.rollout.recorder import PendingCall, Recorder
 from actors.tools.parsing.registry import FORMATS
 from pipeline.schema import FinishReason, Task, Trajectory, TrajectoryStatus, VersionSpan
+from pipeline.scorer.conversation import conversation, reply
 
 RUN = Sampling(max_tokens=8, temperature=1.0)
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -67,13 +68,43 @@ class Talk:
         return Trajectory("o", "g", task, self.recorder.turns(), TrajectoryStatus.COMPLETE)
 
     def check(self) -> None:
-        """Each branch is what the engine saw last in it and sampled then, and nothing is trained twice."""
-        branches = list(self.trajectory().branches())
+        """Each branch is what the engine saw last in it and sampled then, in the order of their first calls but for
+        that of the graded reply, and nothing is trained twice."""
+        trajectory = self.trajectory()
+        branches = list(trajectory.branches())
+        assert reply(trajectory) == self.recorder.graded_reply
         last: dict[int, list[int]] = {}
         for branch, prompt, ids in self.seen:
             last[branch] = [*prompt, *ids]
-        assert [b.token_ids.tolist() for b in branches] == [last[k] for k in sorted(last)]
+        found, saw = [b.token_ids.tolist() for b in branches], [last[k] for k in sorted(last)]
+        assert found[-1] in saw and found[:-1] == [*saw[: (at := saw.index(found[-1]))], *saw[at + 1 :]]
         assert sum(int(b.loss_mask.sum()) for b in branches) == sum(len(ids) for _, _, ids in self.seen)
+
+
+@pytest.mark.parametrize("ends", ["main", "helper"])
+@pytest.mark.parametrize("system", [None, "You plan."])
+def test_the_graded_reply_is_the_newest_of_the_main_conversation(words: Any, ends: str, system: str | None) -> None:
+    talk = Talk(words)
+    opening = [{"role": "system", "content": system}] if system else []
+    plan = talk.call([*opening, user("a b")], [10, talk.tokenizer.eos_token_id])
+    helper = talk.call([{"role": "system", "content": "You help."}, user("c")], [11, talk.tokenizer.eos_token_id])
+    answer = talk.call([*opening, user("a b"), plan, user(helper["content"])], [12, talk.tokenizer.eos_token_id])
+    if ends == "helper":
+        talk.call([{"role": "system", "content": "You check."}, user("d")], [13, talk.tokenizer.eos_token_id])
+    talk.check()
+    talk.recorder.judge_rollout(1.0, {})
+    trajectory = talk.trajectory()
+    assert reply(trajectory) == talk.recorder.graded_reply == answer["content"] != ""
+    assert [m.content for m in conversation(trajectory)][-2:] == [helper["content"], answer["content"]]
+    assert trajectory.turn_rewards == (*(0.0 for _ in trajectory.turns[:-1]), 1.0)
+
+
+def test_a_compacted_history_stays_the_main_conversation(words: Any) -> None:
+    talk = Talk(words)
+    system = {"role": "system", "content": "a"}
+    talk.call([system, user("b")])
+    answer = talk.call([system, user("c d")], [13, talk.tokenizer.eos_token_id])
+    assert reply(talk.trajectory()) == talk.recorder.graded_reply == answer["content"]
 
 
 def test_a_conversation_that_goes_on_is_one_branch(words: Any) -> None:
@@ -307,11 +338,33 @@ def test_whatever_is_left_out_is_named() -> None:
         "messages.name",
         "tools.strict",
     )
+    empty = dict.fromkeys(("refusal", "audio", "function_call", "name"), None) | {"annotations": []}
+    assert read_chat(orjson.dumps({"messages": [said("a") | empty, user("x")]}), RUN, ParameterRules()).ignored == ()
     relied = {"messages": [user("x")], "response_format": {"type": "json_object"}, "min_tokens": 3}
     assert read_chat(orjson.dumps(relied), RUN, ParameterRules(unsupported="ignore")).ignored == (
         "response_format",
         "min_tokens",
     )
+
+
+FIELDS = {"name": "Ann", "tool_call_id": "1", "tool_calls": [{"id": "1", "type": "function",
+    "function": {"name": "f", "arguments": '{"a": "BECAUSE"}'}}]}  # fmt: skip
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking", "function_call", "refusal", "name",
+    "tool_call_id", "tool_calls", "audio", "x_new"])  # fmt: skip
+def test_every_field_of_a_message_is_in_the_prompt_or_named_or_refused(role: str, name: str) -> None:
+    value = FIELDS.get(name, "BECAUSE")
+    message = {"role": role, "content": "a", name: value}
+    asked = orjson.dumps({"messages": [user("x"), message, user("y")]})
+    try:
+        found = read_chat(asked, RUN, ParameterRules())
+    except Refusal as refusal:
+        assert name == "function_call" and refusal.param == "messages.function_call"
+        found = read_chat(asked, RUN, ParameterRules(unsupported="ignore"))
+    kept = found.messages[1].extra.get(name)
+    assert (kept is not None) != (found.ignored == (f"messages.{name}",))
 
 
 def test_fewer_calls_are_returned_where_the_program_asks_for_that_and_the_branch_goes_on(smollm2: Any) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from collections.abc import Callable
 
 import anyio
+import anyio.to_thread
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from actors.actor import OrderQueue
+from actors.environments import host
 from actors.environments.host import BlockingCalls
 from actors.rollout.agent_loop import Budget, Limit
 from pipeline.errors import PlugInError, boundary
@@ -99,7 +103,7 @@ def test_no_limit_is_ever_exceeded(limits: tuple[int, int, int, int], added: lis
         assert turns <= turns_max and stored <= tokens_max and prompt <= context_max
 
 
-async def test_hung_call_keeps_its_place_so_that_threads_are_bounded() -> None:
+async def test_a_cancelled_call_keeps_its_place_while_it_may_still_return() -> None:
     calls, release = BlockingCalls(1), threading.Event()
     with anyio.move_on_after(0.02) as first:
         await calls.run(release.wait, 20)
@@ -110,6 +114,65 @@ async def test_hung_call_keeps_its_place_so_that_threads_are_bounded() -> None:
     release.set()
     with anyio.fail_after(60):
         assert await calls.run(int, "3") == 3
+    assert calls.hung == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_hung_calls_leave_all_places_to_others_up_to_a_bound_and_are_counted_while_they_hang(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After any sequence of calls that hang, return late or return: either every place can be used, or the process is
+    to be started again; threads are bounded."""
+    monkeypatch.setattr(host, "GRACE_SECONDS", 0.01)
+    draw, threads_max = random.Random(seed), random.Random(seed).randint(1, 6)
+    calls, hanging = BlockingCalls(threads_max, 0.01), list[threading.Event]()
+
+    async def hang() -> None:
+        event = threading.Event()
+
+        def waits() -> None:
+            event.wait(60)
+
+        with anyio.move_on_after(0.01):
+            await calls.run(waits)
+        hanging.append(event)
+
+    async def until(holds: Callable[[], bool]) -> None:
+        with anyio.fail_after(60):
+            while not holds():
+                await anyio.sleep(0.005)
+
+    before = threading.active_count()
+    for _ in range(30):
+        if draw.random() < 0.6 and not calls.exhausted:
+            await hang()
+        elif hanging:
+            hanging.pop(draw.randrange(len(hanging))).set()
+        await until(lambda: calls.hung == len(hanging))
+        assert threading.active_count() - before <= threads_max + calls.hung_max
+        assert ("in waits" in calls.hung_at()) == bool(hanging)
+        together = threading.Barrier(threads_max)
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as group:
+                for _ in range(threads_max):
+                    group.start_soon(calls.run, together.wait, 60)
+    assert calls.exhausted == (len(hanging) >= calls.hung_max)
+    for event in hanging:
+        event.set()
+    await until(lambda: calls.hung == 0)
+
+
+async def test_what_a_call_returns_after_it_was_given_up_can_be_freed() -> None:
+    calls, release, freed = BlockingCalls(1), threading.Event(), threading.Event()
+
+    def begin() -> str:
+        release.wait(60)
+        return "episode"
+
+    with anyio.move_on_after(0.02):
+        await calls.run(begin, late=lambda episode: freed.set() if episode == "episode" else None)
+    release.set()
+    assert await anyio.to_thread.run_sync(freed.wait, 60)
 
 
 async def test_what_a_thread_raises_is_raised_here() -> None:

@@ -180,11 +180,13 @@ def test_tokenizer_without_a_template_is_a_configuration_error(words: Any) -> No
 
 def test_template_that_cannot_hold_a_dialogue_is_a_configuration_error(words: Any) -> None:
     with pytest.raises(ConfigurationError, match="user and an assistant"):
-        Renderer(with_template(words, "{% if messages[1] %}{{ raise_exception('no') }}{% endif %}x"))
+        one = "{% if messages[1] %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
+        Renderer(with_template(words, one))
 
 
 def test_template_that_raises_is_a_renderer_failure(words: Any) -> None:
-    renderer = Renderer(with_template(words, "{% if messages[2] %}{{ raise_exception('no') }}{% endif %}x"))
+    two = "{% if messages[2] %}{{ raise_exception('') }}{% endif %}{% for m in messages %}{{ m.content }} {% endfor %}"
+    renderer = Renderer(with_template(words, two))
     conversation = renderer.start([Message("user", "x")])
     with pytest.raises(PlugInError, match="renderer"):
         renderer.extend(conversation, [7], renderer.completed([7]), [Message("user", "y")])

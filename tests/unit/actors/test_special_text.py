@@ -30,6 +30,7 @@ from actors.rollout.services import Services
 from learner.models.tiny import CHAT_TEMPLATE
 from pipeline.errors import PlugInError
 from pipeline.schema import Message, Order, Task, TrajectoryStatus
+from tests.support.chat_templates import MISTRAL
 from tests.support.stub_engine import StubEngine
 from tests.support.word_tokenizer import CHATML_WORDS, word_tokenizer
 from tests.unit.actors.conftest import THINKING as FORKING
@@ -37,7 +38,7 @@ from tests.unit.actors.conftest import run_order
 from tests.unit.actors.test_gateway_recording import Talk, user
 from tests.unit.actors.test_renderer import NO_SPECIAL, THINKING, TRIMMING
 from tests.unit.actors.test_tool_templates import MARKS as MARKS_OF_OTHERS
-from tests.unit.actors.test_tool_templates import MISTRAL, TOOLS
+from tests.unit.actors.test_tool_templates import TOOLS
 
 TRL = importlib.util.find_spec("trl")
 PUBLISHED = sorted((Path(TRL.origin or "").parent / "chat_templates").glob("*.jinja")) if TRL else []

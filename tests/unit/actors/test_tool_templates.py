@@ -16,10 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from actors.rendering.renderer import Conversation, Renderer
-from actors.rendering.tool_messages import ToolStyle
+from actors.rendering.tool_messages import Form, with_system_text
 from actors.tools.parsing.base import ToolCall
 from actors.tools.parsing.registry import FORMATS, format_of_template
 from pipeline.schema import Message
+from tests.support.chat_templates import MISTRAL
 
 TOOLS = (
     {
@@ -34,24 +35,6 @@ TOOLS = (
             },
         },
     },
-)
-MISTRAL = (
-    "{{ bos_token }}{% set ns = namespace(turn=0) %}"
-    "{% for m in messages %}"
-    "{% if m.role == 'user' or (m.role == 'assistant' and m.tool_calls is not defined) %}"
-    "{% if (m.role == 'user') != (ns.turn % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    "{% set ns.turn = ns.turn + 1 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}"
-    "{% if m.role == 'user' %}{% if loop.last or loop.first and tools %}"
-    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% endif %}"
-    "[INST]{{ m.content }}[/INST]"
-    "{% elif m.tool_calls is defined %}[TOOL_CALLS][{% for c in m.tool_calls %}"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
-    "{{ ', ' if not loop.last }}{% if c.id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}"
-    "{% endfor %}]{{ eos_token }}"
-    "{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}"
-    "{% elif m.role == 'tool' %}[TOOL_RESULTS]"
-    '{"content": {{ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]{% endif %}{% endfor %}'
 )
 MARKS = {
     "llama": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"],
@@ -129,7 +112,7 @@ THREE = {
 def test_three_answers_of_one_turn_stand_as_the_template_says(smollm2: Any, name: str, append: bool) -> None:
     tokenizer = dressed(smollm2, name)
     renderer = Renderer(tokenizer)
-    form = FORMATS[format_of_template(renderer.template)]
+    form = FORMATS[format_of_template(renderer.template, renderer.tokenizer)]
     first = renderer.start([Message("user", "Add.")], TOOLS)
     assert '"add"' in first.text and first.tools == TOOLS
     second, ids = go_on(renderer, first, form.render(CALLS), answers("3", "7", "11"), CALLS, append)
@@ -142,7 +125,7 @@ def test_three_answers_of_one_turn_stand_as_the_template_says(smollm2: Any, name
 @pytest.mark.parametrize("name", [*THREE])
 def test_a_whole_tool_dialogue_is_token_exact_in_every_branch(smollm2: Any, name: str, append: bool) -> None:
     renderer = Renderer(dressed(smollm2, name))
-    form = FORMATS[format_of_template(renderer.template)]
+    form = FORMATS[format_of_template(renderer.template, renderer.tokenizer)]
     conversation = renderer.start([Message("user", "Add.")], TOOLS)
     for turn in range(3):
         call = [ToolCall("add", {"a": turn, "b": 1})]
@@ -199,9 +182,10 @@ def test_sampled_ids_survive_tool_turns_whatever_is_said(
 
 
 def test_a_template_without_tools_gets_a_system_text_and_answers_of_the_user() -> None:
-    style = ToolStyle(schemas=False, role=False)
-    shown = style.messages([Message("system", "Be brief."), Message("user", "Add.")], TOOLS)
-    assert shown[0].content.startswith("Be brief.\n\n# Tools\n") and style.tools(TOOLS) is None
-    shown = style.messages([Message("user", "Add."), *answers("1", "2"), Message("user", "Go on.")], [])
-    assert [m.role for m in shown] == ["user", "user"]
-    assert shown[1].content == "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>\nGo on."
+    assert with_system_text([Message("system", "Be brief."), Message("user", "Add.")], TOOLS)[0].content.startswith(
+        "Be brief.\n\n# Tools\n"
+    )
+    form = Form(calls="text", answers=False)
+    shown = form.messages([Message("user", "Add."), *answers("1", "2"), Message("user", "Go on.")], lambda m: m)
+    assert [m["role"] for m in shown] == ["user", "user"]
+    assert shown[1]["content"] == "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>\nGo on."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime import engine_addresses as module
 from pipeline.runtime.engine_addresses import LEASE_SECONDS, EngineAddresses, EngineRegistry, engine_addresses
+from pipeline.runtime.engine_keys import digest_of
 from pipeline.runtime.rundir import RunDirectory
 
 pytestmark = pytest.mark.anyio
@@ -61,7 +63,7 @@ async def test_engines_that_join_and_leave_are_found_beside_the_fixed_list(tmp_p
     directory = RunDirectory(tmp_path)
     registry = EngineRegistry(directory.engines)
     seen = await followed(
-        engine_addresses(EngineConfig(urls=("http://a:1/",)), directory),
+        engine_addresses(EngineConfig(urls=("http://a:1/",)), directory, None),
         partial(registry.announce, "engine-1", "http://b:2"),
         partial(registry.announce, "engine-2", "http://c:3/"),
         partial(registry.withdraw, "engine-1"),
@@ -84,7 +86,7 @@ async def test_a_file_of_urls_is_read_again_and_a_damaged_one_changes_nothing(tm
     write("# engines\nhttp://a:1\n\n")
     config = EngineConfig(kind="external", discovery=f"file:{file}")
     seen = await followed(
-        engine_addresses(config, RunDirectory(tmp_path)),
+        engine_addresses(config, RunDirectory(tmp_path), None),
         partial(write, "http://a:1\nhttp://b:2/\n"),
         partial(remove_then_write, "http://b:2\n"),
     )
@@ -99,7 +101,7 @@ async def test_a_follower_of_a_file_survives_what_is_written_there(tmp_path: Pat
     file = tmp_path / "engines.txt"
     file.write_bytes(damage)
     config = EngineConfig(kind="external", discovery=f"file:{file}")
-    addresses = engine_addresses(config, RunDirectory(tmp_path))
+    addresses = engine_addresses(config, RunDirectory(tmp_path), None)
     assert await followed(addresses, partial(file.write_text, "http://a:1\n")) == [(), ("http://a:1",)]
 
 
@@ -107,7 +109,7 @@ async def test_a_name_that_cannot_be_one_ends_no_follower(tmp_path: Path) -> Non
     config = EngineConfig(kind="external", discovery="dns:engines..svc:8100")
     registry = EngineRegistry(RunDirectory(tmp_path).engines)
     seen = await followed(
-        engine_addresses(config, RunDirectory(tmp_path)), partial(registry.announce, "engine-1", "http://b:2")
+        engine_addresses(config, RunDirectory(tmp_path), None), partial(registry.announce, "engine-1", "http://b:2")
     )
     assert seen == [(), ("http://b:2",)]
 
@@ -125,13 +127,13 @@ async def test_each_address_of_a_name_is_an_engine(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(module, "_addresses", found)
     config = EngineConfig(kind="external", discovery="dns:engines.run.svc:8100")
-    seen = await followed(engine_addresses(config, RunDirectory(tmp_path)), lambda: None)
+    seen = await followed(engine_addresses(config, RunDirectory(tmp_path), None), lambda: None)
     assert seen == [("http://10.0.0.1:8100", "http://10.0.0.2:8100"), ("http://[fd00::1]:8100",)]
 
 
 def test_an_engine_that_stopped_announcing_itself_is_gone_after_its_lease_by_any_clock(tmp_path: Path) -> None:
     clock = Clock()
-    engine, reader = EngineRegistry(tmp_path / "engines"), EngineRegistry(tmp_path / "engines", clock)
+    engine, reader = EngineRegistry(tmp_path / "engines"), EngineRegistry(tmp_path / "engines", now=clock)
     engine.announce("engine-7", "http://a:1")
     os.utime(tmp_path / "engines/engine-7.json", (1, 1))  # the other machine's clock is decades behind
     for _ in range(3):
@@ -143,6 +145,62 @@ def test_an_engine_that_stopped_announcing_itself_is_gone_after_its_lease_by_any
     assert reader.read() == ()
     engine.announce("engine-7", "http://b:1")
     assert reader.read() == ("http://b:1",)
+
+
+LEARNER, ACTOR, STRANGER = (digest_of(key) for key in ("learner's key", "actors' key", "another key"))
+
+
+@pytest.mark.parametrize("reader", [LEARNER, ACTOR])
+def test_an_address_counts_only_where_the_readers_own_key_signed_it(
+    tmp_path: Path, reader: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An actor can write into the run directory and knows its own key: it must not be sent the learner's."""
+    EngineRegistry(tmp_path, (ACTOR, LEARNER)).announce("engine-1", "http://a:1")
+    engines = EngineRegistry(tmp_path, (reader,))
+    true = json.loads((tmp_path / "engine-1.json").read_bytes())
+    forged: dict[str, object] = {
+        "unsigned": {key: true[key] for key in ("url", "process", "announcement")},
+        "empty": true | {"signatures": []},
+        "text": true | {"signatures": true["signatures"][0]},
+        "odd": true | {"signatures": [1, None, {}, "é"]},
+        "other-address": true | {"url": "http://evil:1"},
+        "number": true | {"announcement": 10**400},
+        "copied": true,
+        "engine-2": true | {"url": "http://evil:1"},
+    }
+    for name, value in forged.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    EngineRegistry(tmp_path, (STRANGER,)).announce("stranger", "http://evil:1")
+    EngineRegistry(tmp_path, (LEARNER if reader == ACTOR else ACTOR,)).announce("half", "http://evil:1")
+    assert engines.read() == engines.read() == ("http://a:1",)
+    assert len(caplog.records) == 1 and "is not signed with a key of this run" in caplog.text
+
+
+async def test_a_file_of_urls_in_the_run_directory_needs_signatures_and_one_elsewhere_none(tmp_path: Path) -> None:
+    directory, elsewhere = RunDirectory(tmp_path / "run").create(), tmp_path / "engines"
+    for file, lines, expected in [
+        (elsewhere, "http://a:1\n", ("http://a:1",)),
+        (directory.path / "engine_urls", f"{module.signed_line('http://a:1', (ACTOR, LEARNER))}\n", ("http://a:1",)),
+        (directory.path / "engine_urls", "http://evil:1\n", None),
+        (directory.path / "engine_urls", f"{module.signed_line('http://a:1', (ACTOR,))}\n", None),
+        (directory.path / "engine_urls", f"http://evil:1 {module.signed_line('', (LEARNER,))}\n", None),
+    ]:
+        file.write_text(lines)
+        addresses = engine_addresses(EngineConfig(discovery=f"file:{file}"), directory, "learner's key")
+        if expected is not None:
+            assert addresses.now() == expected
+        else:
+            with pytest.raises(ConfigurationError, match="without a signature"):
+                addresses.now()
+
+
+def test_what_is_no_plain_file_holds_up_no_reader(tmp_path: Path) -> None:
+    EngineRegistry(tmp_path).announce("engine-1", "http://a:1")
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    (tmp_path / "large.json").write_bytes(b" " * 10**6)
+    assert EngineRegistry(tmp_path).read() == ("http://a:1",)
 
 
 def test_files_that_are_no_announcement_are_no_engines(tmp_path: Path) -> None:
@@ -164,7 +222,7 @@ async def test_an_engine_that_shares_the_device_of_the_learner_stays_the_only_on
     config = EngineConfig(kind="embedded", colocate="sleep", port=8100)
     EngineRegistry(RunDirectory(tmp_path).engines).announce("engine-1", "http://a:1")
     seen: list[tuple[str, ...]] = []
-    await engine_addresses(config, RunDirectory(tmp_path)).follow(seen.append)
+    await engine_addresses(config, RunDirectory(tmp_path), None).follow(seen.append)
     assert seen == [("http://127.0.0.1:8100",)]
 
 

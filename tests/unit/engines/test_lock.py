@@ -29,7 +29,8 @@ from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.rollouts import LEARNER_KEY, EngineConfig
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.engine_keys import find_key, make_key_files
+from pipeline.runtime.engine_addresses import EngineRegistry, engine_addresses
+from pipeline.runtime.engine_keys import LEARNER_DIGEST_FILE, find_digests, find_key, make_key_files
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.supervisor.inventory import Inventory, Node
 from pipeline.supervisor.plan import plan
@@ -222,6 +223,23 @@ def test_an_engine_that_joins_a_run_recognises_its_keys_and_is_given_none(
     assert lock.refusal("/pause", [f"Bearer {actor_key}"]) is not None
     written = b"".join(path.read_bytes() for path in directory.path.rglob("*") if path.is_file())
     assert learner["AFTERPLAY_ENGINE_LEARNER_KEY"].encode() not in written
+    digest = directory.path / LEARNER_DIGEST_FILE
+    assert digest.stat().st_mode & 0o777 == 0o600, "who reads it can sign announcements"
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigurationError, match="belongs to user"):
+        locked_environment(config.engine, {}, directory.path)
+
+
+def test_an_engine_that_joins_is_found_by_the_learner_and_the_actors_of_its_run(tmp_path: Path) -> None:
+    config = resolve(run_config(tmp_path, port=0))
+    directory = RunDirectory(config.run.path).create()
+    specs = specs_on_cpus(config, directory)
+    digests = find_digests(config.engine, directory.path)
+    EngineRegistry(directory.engines, digests).announce("engine-1", "http://b:1")
+    EngineRegistry(directory.engines).announce("engine-2", "http://evil:1")
+    actor_key = find_key(config.engine, "actor_key")
+    for key in (actor_key, specs["learner"].environment[LEARNER_KEY.removeprefix("env:")]):
+        assert engine_addresses(config.engine, directory, key).now()[-1] == "http://b:1"
 
 
 def run_config(directory: Path, **engine: Any) -> RunConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,22 @@ def test_health_check_and_prometheus_ask_the_port_that_the_role_takes(role: str)
 def test_engine_is_scraped_and_probed_where_the_others_expect_it() -> None:
     assert probed_port(COMPOSE["services"]["engine"]) == CONFIG.engine.port
     assert [f"http://{t}" for t in targets("afterplay-engine")] == list(CONFIG.engine.addresses())
+
+
+def test_alerts_reach_the_service_whose_log_has_them() -> None:
+    prometheus = yaml.safe_load((ROOT / "grafana" / "prometheus" / "prometheus.yml").read_text())
+    (manager,) = prometheus["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"]
+    assert manager == f"alertmanager:{probed_port(COMPOSE['services']['alertmanager'])}"
+    (receiver,) = yaml.safe_load((ROOT / "grafana" / "alertmanager" / "alertmanager.yml").read_text())["receivers"]
+    assert receiver["webhook_configs"][0]["url"] == f"http://alerts:{probed_port(COMPOSE['services']['alerts'])}/"
+
+
+def test_every_target_of_the_composition_has_the_run_as_its_label() -> None:
+    for section in yaml.safe_load((ROOT / "grafana" / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]:
+        static = [group.get("labels", {}).get("run") for group in section.get("static_configs", [])]
+        rules = section.get("relabel_configs", [])
+        relabelled = [rule["replacement"] for rule in rules if rule["target_label"] == "run"]
+        assert {*static, *relabelled} == {CONFIG.run.name}, section["job_name"]
 
 
 def scrape(job: str) -> dict[str, Any]:
@@ -80,6 +97,22 @@ def test_each_role_gets_its_own_keys_and_no_other() -> None:
     }
 
 
+def test_actors_write_nothing_that_the_others_read() -> None:
+    """The run directory says, among others, where the engines are."""
+    writable = {volume for volume in COMPOSE["services"]["actor"]["volumes"] if not volume.endswith(":ro")}
+    assert writable == set() == mounts("actor") & mounts("replay") - {"runs"}
+
+
+def test_the_image_has_every_package_of_the_wheel_in_the_tested_versions() -> None:
+    copied = set(re.findall(r"^COPY (\w+) \1$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert copied == {*wheel["packages"], *wheel["force-include"]}
+    context = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {f"!{name}" for name in (*copied, "constraints.txt", "pyproject.toml")} <= set(context)
+    installs = (ROOT / "Dockerfile").read_text().partition("ENV PIP_CONSTRAINT=/src/constraints.txt")
+    assert "pip install" not in installs[0] and "pip install" in installs[2]
+
+
 def test_grafana_has_no_password_that_is_known() -> None:
     environment = COMPOSE["services"]["grafana"]["environment"]
     assert "GF_SECURITY_ADMIN_PASSWORD" not in environment
@@ -87,7 +120,7 @@ def test_grafana_has_no_password_that_is_known() -> None:
 
 
 def test_images_of_others_have_a_version() -> None:
-    for name in ("prometheus", "grafana"):
+    for name in ("prometheus", "alertmanager", "grafana"):
         assert re.search(r":-[\w/]+:v?\d+\.\d+\.\d+\}$", COMPOSE["services"][name]["image"]), name
 
 

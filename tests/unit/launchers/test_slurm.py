@@ -41,7 +41,7 @@ def options_in(script: str) -> dict[str, str]:
 
 
 def test_a_script_asks_for_what_the_plan_needs_and_for_time_to_drain() -> None:
-    script = invoke(GPU, "--dry-run", "--nodes", "2", "--gpus", "4", "--set", "supervisor.drain_seconds_max=9.5")
+    script = invoke(GPU, "--dry-run", "--nodes", "2", "--gpus", "4", "--set", "checkpoint.drain_seconds_max=9.5")
     options = options_in(script)
     chosen = plan(load(GPU, environment={}), Inventory(tuple(Node(f"n{i}", tuple("0123")) for i in range(2))))
     cores = [sum(p.cpus for p in chosen.places if p.node == node and not p.rule.once) for node in ("n0", "n1")]

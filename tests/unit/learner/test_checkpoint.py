@@ -22,6 +22,7 @@ from learner.role import choose_version
 from learner.session import LearnerProgress
 from learner.training.trainer import Trainer
 from pipeline.errors import StoreError, TrainingError
+from pipeline.runtime.contents import CONTENTS, find_damage, write_contents
 
 
 def trainer_of(kit, folder=None, **learner):
@@ -102,6 +103,14 @@ def test_model_of_a_checkpoint_loads_in_transformers_with_its_tokenizer_files(ki
     assert (path / "model" / "chat_template.jinja").exists()
 
 
+def test_a_checkpoint_has_digests_of_its_own_files_and_none_of_the_initial_model(kit, tmp_path, initial):
+    write_contents(initial)
+    trainer = trainer_of(kit)
+    train(trainer, kit, 1)
+    path = save_checkpoint(tmp_path / "c", trainer, state_of(trainer), initial, keep=1)
+    assert [found.parent for found in path.rglob(CONTENTS)] == [path] and find_damage(path) == ""
+
+
 @pytest.mark.parametrize("moment", ["model", "training", "sync", "rename"])
 def test_a_kill_at_any_moment_leaves_the_older_checkpoint_readable(kit, tmp_path, initial, monkeypatch, moment):
     trainer, root = trainer_of(kit), tmp_path / "c"
@@ -162,7 +171,7 @@ def test_counters_survive(kit, tmp_path, initial):
 
 def test_torn_weights_are_never_saved(kit, tmp_path, initial):
     trainer = trainer_of(kit)
-    trainer.mid_update = True
+    trainer.policy.interrupt.mid_update = True
     with pytest.raises(TrainingError, match="complete updates"):
         save_checkpoint(tmp_path / "c", trainer, state_of(trainer), initial, keep=1)
 

@@ -18,6 +18,7 @@ from pipeline.config.learner import PublishConfig
 from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable
 from pipeline.metrics.base import CollectorRegistry
 from pipeline.metrics.learner import LearnerMetrics
+from pipeline.runtime import progress
 from pipeline.runtime.contents import find_damage, write_contents
 from pipeline.runtime.engine_keys import make_key_files
 from pipeline.runtime.rundir import RunDirectory
@@ -287,6 +288,59 @@ async def test_a_slow_engine_delays_one_publication_only(engines, weights, tmp_p
     assert first.seconds > 1.25
     assert second.seconds < 1.25
     assert second.live == (engines[0].url,)
+
+
+@pytest.fixture
+def quickly(monkeypatch):
+    """Silence is too long after 0.5 s at least."""
+    monkeypatch.setattr(progress, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(progress, "TICK_SECONDS", 0.05)
+    for name, seconds in (("TICK_SECONDS", 0.05), ("PROBE_SECONDS", 0.1)):
+        monkeypatch.setattr(engine_keeper, name, seconds)
+
+
+@pytest.mark.parametrize("path", ["/weight_info", "/pause", "/collective_rpc", "/update_weight_version", "/resume"])
+async def test_an_engine_that_hangs_delays_a_publication_by_seconds_and_serves_when_it_goes_on(
+    engines, weights, tmp_path, path, quickly
+):
+    publisher, _ = publisher_of([e.url for e in engines], tmp_path, weights[0], timeout=1000)
+    async with running(publisher):
+        with anyio.fail_after(100):
+            await publisher.publish(0, None)
+            engines[1].hangs_at = path
+            first = await publisher.publish(1, weights[1])
+            second = await publisher.publish(2, weights[1])
+            assert first.live == second.live == (engines[0].url,)
+            assert "hangs, or cannot be reached" in second.lagging[engines[1].url]
+            engines[1].proceed()
+            await publisher.keepers[engines[1].url].until_served(2)
+    assert first.seconds < 15, "not the 1,000 s of publish.timeout_seconds, nor the 30 s of a shielded call"
+    assert second.seconds < 15
+    assert (engines[1].version, engines[1].paused, engines[1].broken) == ("2", False, [])
+
+
+async def test_an_engine_that_loads_for_longer_than_its_silence_may_last_is_waited_for(
+    engines, weights, tmp_path, quickly
+):
+    """Its server answers meanwhile."""
+    engines[1].faults["/collective_rpc"] = "hang"
+    publisher, _ = publisher_of([e.url for e in engines], tmp_path, weights[0], timeout=1000)
+    async with running(publisher), anyio.create_task_group() as group:
+
+        async def load_slowly():
+            keeper = publisher.keepers[engines[1].url]
+            while engines[1].calls.count("/collective_rpc") == 0:
+                await anyio.sleep(0.01)
+            for _ in range(60):
+                await anyio.sleep(0.05)
+                assert not keeper.state.failures
+            engines[1].faults.clear()
+            engines[1].released.set()
+
+        group.start_soon(load_slowly)
+        with anyio.fail_after(100):
+            done = await publisher.publish(1, weights[1])
+        assert sorted(done.live) == sorted(e.url for e in engines)
 
 
 @pytest.mark.parametrize("path", ["/weight_info", "/is_paused"])

@@ -197,9 +197,9 @@ def test_interrupt_leaves_the_weights_untouched_and_the_update_unmade(kit):
     trainer.policy.interrupt.set()
     with pytest.raises(Interrupted):
         trainer.step(Batch(0, (), kit.make_rows(3)), 0)
-    assert (trainer.updates, trainer.mid_update) == (0, False)
+    assert (trainer.updates, trainer.policy.interrupt.mid_update) == (0, False)
     assert all(torch.equal(before[n], t) for n, t in trainer.policy.snapshot("float32").items())
-    trainer.policy.interrupt.clear()
+    trainer.policy.interrupt.asked = False
     assert trainer.step(Batch(0, (), kit.make_rows(3)), 0).optimizer_steps == 1
 
 
@@ -211,12 +211,22 @@ def test_interrupt_reaches_the_backward_pass(kit):
         trainer.step(Batch(0, (), kit.make_rows(3)), 0)
 
 
-def test_interrupt_between_optimizer_steps_is_marked_torn(kit):
+def test_an_update_that_has_begun_to_change_the_weights_is_finished_before_a_stop(kit):
     trainer = trainer_of(kit, {"minibatches": 2})
     trainer.optimizer.register_step_post_hook(lambda *_: trainer.policy.interrupt.set())
+    assert trainer.step(Batch(0, (), kit.make_rows(4)), 0).optimizer_steps == 2
+    assert (trainer.updates, trainer.policy.interrupt.mid_update) == (1, False)
+    with pytest.raises(Interrupted):
+        trainer.step(Batch(1, (), kit.make_rows(4)), 1)
+    assert (trainer.updates, trainer.policy.interrupt.mid_update) == (1, False)
+
+
+def test_an_update_is_ended_by_force_between_optimizer_steps_and_marked_torn(kit):
+    trainer = trainer_of(kit, {"minibatches": 2})
+    trainer.optimizer.register_step_post_hook(lambda *_: trainer.policy.interrupt.force())
     with pytest.raises(Interrupted):
         trainer.step(Batch(0, (), kit.make_rows(4)), 0)
-    assert trainer.mid_update
+    assert (trainer.updates, trainer.policy.interrupt.mid_update) == (0, True)
 
 
 def test_a_batch_of_another_update_is_refused(kit):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
+import shutil
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.adapters.games import NumberGuess
+from learner.checkpoints.checkpoint import _copy_tokenizer
+from learner.models.cache import fill_from_cache
 from learner.models.info import MANIFEST, ModelInfo
 from learner.models.prepare import prepare_model
 from pipeline.config import RunConfig
@@ -107,6 +111,51 @@ def test_chat_template_of_the_run_file_replaces_the_models(tmp_path: Path) -> No
     template = tmp_path / "t.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}")
     info = prepare_model(tiny(chat_template=str(template)), tmp_path / "model")
+    assert AutoTokenizer.from_pretrained(info.path).chat_template == template.read_text()
+
+
+def vocabulary_files() -> set[str]:
+    """Names of files that the tokenizers of transformers read."""
+    import transformers
+
+    sources = Path(transformers.__file__).parent.rglob("tokenization_*.py")
+    tables = [t for p in sources for t in re.findall(r"VOCAB_FILES_NAMES\s*=\s*\{(.*?)\}", p.read_text(), re.DOTALL)]
+    return {name for table in tables for name in re.findall(r':\s*"([^"]+)"', table)}
+
+
+def test_every_file_of_a_tokenizer_is_in_the_prepared_folder_and_in_checkpoints(tmp_path: Path, folder: Path) -> None:
+    source = tmp_path / "published"
+    shutil.copytree(folder, source)
+    names = {"additional_chat_templates/tool_use.jinja", "tokenization_own.py", *vocabulary_files()}
+    assert len(names) > 20
+    for name in names:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).exists() or (source / name).write_text("{{ messages[0].content }}")
+    prepared = prepare_model(tiny(source=str(source)), tmp_path / "model").path
+    assert {name for name in names if not (prepared / name).is_file()} == set()
+    assert set(AutoTokenizer.from_pretrained(prepared).chat_template) == {"default", "tool_use"}
+    saved = tmp_path / "checkpoint"
+    saved.mkdir()
+    _copy_tokenizer(prepared, saved)
+    assert {name for name in names if not (saved / name).is_file()} == set()
+
+
+def test_cached_models_keep_their_folders_and_a_template_of_the_run_file_replaces_all(tmp_path: Path) -> None:
+    root, again = tmp_path / "cache", tmp_path / "again"
+
+    def make(folder: Path) -> None:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text("x")
+
+    again.mkdir()
+    fill_from_cache(root, "some", {}, make, again)
+    assert (again / "additional_chat_templates" / "tool_use.jinja").read_text() == "x"
+    source = tmp_path / "published"
+    shutil.copytree(prepare_model(tiny(), tmp_path / "tiny").path, source)
+    make(source)
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}")
+    info = prepare_model(tiny(source=str(source), chat_template=str(template)), tmp_path / "model")
     assert AutoTokenizer.from_pretrained(info.path).chat_template == template.read_text()
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from aiohttp import web
 
+from learner.distributed.ranks import Interrupt
 from learner.observability.report import Stopwatch
 from learner.policy.reference import ServerReference
 from pipeline.config.learner import LearnerConfig, LoraConfig, ReferenceConfig
@@ -102,7 +103,7 @@ def _impatient(monkeypatch):
 
 def reference_of(server, interrupt=None, **options):
     config = ReferenceConfig(source="server", url=server.url + "/", **options)
-    return ServerReference(config, interrupt or threading.Event())
+    return ServerReference(config, interrupt or Interrupt())
 
 
 def rows_at_one(count):
@@ -157,12 +158,12 @@ def test_a_server_that_hangs_or_is_gone_is_given_up_in_bounded_time(server):
     assert time.monotonic() - start < 5
     gone = ReferenceConfig(source="server", url="http://127.0.0.1:9", attempts_max=1)
     with pytest.raises(EngineUnavailable, match="failed"):
-        ServerReference(gone, threading.Event()).logprobs(rows_at_one(1), WATCH)
+        ServerReference(gone, Interrupt()).logprobs(rows_at_one(1), WATCH)
 
 
 def test_a_stop_does_not_wait_for_the_server(server):
     server.faults = [asyncio.Event()] * 10
-    interrupt = threading.Event()
+    interrupt = Interrupt()
 
     def stop():
         server.arrived.wait(10)

@@ -151,7 +151,7 @@ def test_an_image_shares_no_memory_with_the_trainer(initial, resume, config_of, 
 
 
 def test_torn_weights_give_no_image(trainer):
-    trainer.mid_update = True
+    trainer.policy.interrupt.mid_update = True
     with pytest.raises(TrainingError, match="complete updates"):
         image_of(trainer)
 

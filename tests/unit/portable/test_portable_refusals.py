@@ -2,6 +2,7 @@
 
 import os
 import sqlite3
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from pipeline.store import archive
 from pipeline.store.archive import ArchivedTrajectory, Header, read_archive, write_archive
 from pipeline.store.store import ReplayStore
 from pipeline.transport import frames
+from pipeline.transport.protocol import Limits
 from tests.unit.portable.conftest import demonstration, exported, refuses_unharmed, write_lines
 
 
@@ -46,10 +48,23 @@ def test_a_record_left_out_or_put_twice_is_noticed(make_run, tmp_path):
         refuses_unharmed(make_run("other"), tmp_path / "bad", "checksum of the footer|cut off")
 
 
+def test_an_archive_takes_no_more_memory_than_its_trajectories_may_have(make_run, tmp_path):
+    run, bomb = make_run("other"), tmp_path / "bomb"
+    for parts in ([b"[" * (900 << 20), b"", b"", b""], [b"{}", bytes(400 << 20), b"", b""]):
+        write_archive(bomb, Header(compression="zlib"), [ArchivedTrajectory({"reward": 1.0}, parts)], replace=True)
+        assert bomb.stat().st_size < 2 << 20
+        tracemalloc.start()
+        try:
+            refuses_unharmed(run, bomb, "at most .* bytes once decompressed, got")
+            assert tracemalloc.get_traced_memory()[1] < 64 << 20
+        finally:
+            tracemalloc.stop()
+
+
 def test_other_formats_and_schemas_are_refused_with_what_they_are(make_run, tmp_path, monkeypatch):
     _, pool = exported(make_run, tmp_path)
     run = make_run("other")
-    records = list(read_archive(pool))
+    records = list(read_archive(pool, Limits()))
     write_archive(tmp_path / "schema", Header(schema_version=99), records)
     refuses_unharmed(run, tmp_path / "schema", "schema version 99")
     monkeypatch.setattr(archive, "KIND", replace(archive.KIND, version=3))

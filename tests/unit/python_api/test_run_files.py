@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from actors.adapters.games import NumberGuess
+from afterplay import Environment, Episode, Task
 from afterplay.run_file import assignments, read_run_file
 from pipeline.config.load import load, loads
 from pipeline.errors import ConfigurationError
@@ -38,6 +42,48 @@ def test_an_environment_replaces_the_others_and_keeps_the_keys_of_its_section() 
 )
 def test_an_environment_may_be_a_name_of_the_run_file(name: str, section: str, value: str) -> None:
     assert read_run_file({}, name).config.environments[section].name == value
+
+
+@dataclass
+class Maze(Environment):
+    size: int = 3
+    walls: list[str] = field(default_factory=list)
+    seen: int = field(default=0, init=False)
+
+    def start(self, task: Task) -> Episode:
+        raise NotImplementedError
+
+
+class Made(Environment):
+    def __init__(self, size: int = 3) -> None:
+        self.size = size
+
+    def start(self, task: Task) -> Episode:
+        raise NotImplementedError
+
+
+class Plain(Environment):
+    def start(self, task: Task) -> Episode:
+        raise NotImplementedError
+
+
+def test_an_instance_is_its_class_with_its_fields_as_options_or_is_refused_with_the_remedy() -> None:
+    found = read_run_file({}, Maze(5, ["a"])).config.environments["maze"]
+    assert found.name.endswith(":Maze") and found.options == {"size": 5, "walls": ["a"]}
+    assert read_run_file({}, Plain()).config.environments["plain"].options == {}
+    with pytest.raises(ConfigurationError, match=r"an instance of Made.*environments=\{'made': \{'options'"):
+        read_run_file({}, Made(4))
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5)])
+def test_numbers_of_other_libraries_are_numbers(number: Any) -> None:
+    for overrides in ({"learner": {"learning_rate": number}}, {"learner__learning_rate": number}):
+        assert read_run_file(SECTIONS, NumberGuess, overrides=overrides).config.learner.learning_rate == 0.5
+        assert assignments(overrides) == ["learner.learning_rate=0.5"]
+    steps = read_run_file(SECTIONS, NumberGuess, overrides={"run__total_steps": np.int64(7)}).config.run.total_steps
+    assert steps == 7 and type(steps) is int
+    betas = read_run_file(SECTIONS, NumberGuess, overrides={"learner__betas": np.array([0.5, 0.75])}).config.learner
+    assert betas.betas == (0.5, 0.75)
 
 
 def test_a_reward_replaces_the_score_of_the_environment_unless_its_weight_is_given() -> None:

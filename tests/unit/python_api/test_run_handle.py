@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 
@@ -15,6 +17,7 @@ from afterplay.commands import load
 from afterplay.run import Run, reason_in
 from pipeline.errors import AfterplayError, ConfigurationError, RunFailed
 from pipeline.runtime.rundir import RunDirectory
+from pipeline.store.queries import Span
 from pipeline.supervisor.run import run_lock
 from tests.unit.show.making import make_run
 from tests.unit.show.test_reading import ROLLOUTS
@@ -84,6 +87,23 @@ def test_rollouts_are_flat_rows(run: Run) -> None:
     assert [row["trajectory_id"] for row in run.rollouts(step=3)] == ["g000003.0.0"]
     assert {row["environment"] for row in run.rollouts(environment="arithmetic")} == {"arithmetic"}
     assert len(run.rollouts(limit=2)) == 2
+
+
+@pytest.mark.parametrize("name", ["step", "version", "evaluation"])
+def test_rollouts_are_chosen_by_a_number_or_a_range(run: Run, name: str) -> None:
+    def ids(value: Any) -> set[str]:
+        return {row["trajectory_id"] for row in run.rollouts(**{name: value})}
+
+    assert ids(range(1, 4)) == ids(1) | ids(np.int64(2)) | ids(Span(3, 3)) and ids(range(3, 4)) == ids(3)
+    for wrong in ("3", 1.5, True, range(0), range(0, 9, 2), [1, 2]):
+        with pytest.raises(ConfigurationError, match=f"{name}: expected a number, or a range"):
+            ids(wrong)
+
+
+@pytest.mark.parametrize("cls", [afterplay.Episode, afterplay.Environment])
+def test_the_docstring_of_a_base_class_explains_its_attributes(cls: type) -> None:
+    for name in cls.__annotations__:
+        assert f"``{name}``" in (cls.__doc__ or ""), f"help({cls.__name__}) says nothing of {name}"
 
 
 @pytest.mark.slow

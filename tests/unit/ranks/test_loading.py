@@ -1,6 +1,5 @@
 """Models that are loaded by shards, in a group of one rank, against the ordinary load."""
 
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from learner.checkpoints.checkpoint import CheckpointState, restore_training, sa
 from learner.data.microbatch import collate
 from learner.data.rows import Batch
 from learner.distributed.collectives import RankGroup
+from learner.distributed.ranks import Interrupt
 from learner.models.model_folder import ModelFolder
 from learner.policy.fsdp import norms_of
 from learner.policy.policy import Policy
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield RankGroup(CPU, threading.Event(), 10.0)
+    yield RankGroup(CPU, Interrupt(), 10.0)
     dist.destroy_process_group()
 
 

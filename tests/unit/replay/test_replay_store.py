@@ -18,6 +18,8 @@ from pipeline.errors import StoreError
 from pipeline.runtime import disk_wait
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.stage.core import StageCore
+from pipeline.store import store as module
+from pipeline.store.journal import Changes
 from pipeline.store.ledger import Count, read_ledger
 from pipeline.store.queries import reading
 from pipeline.store.store import ReplayStore, store_path
@@ -238,3 +240,65 @@ def test_a_transaction_that_finds_the_disk_full_is_written_once_when_there_is_ro
         assert attempts == 3
         assert store.load().counters == {"orders.issued": 3}
         assert store.payloads([1]) == {1: (bytes(100_000), b"", b"", b"")}
+
+
+HOLDER = """
+import sqlite3, sys
+store = sqlite3.connect(sys.argv[1], isolation_level=None)
+store.execute("BEGIN IMMEDIATE" if sys.argv[2] == "writes" else "BEGIN")
+store.execute("SELECT count(*) FROM meta").fetchall()
+print("holds", flush=True)
+sys.stdin.read()
+"""
+
+
+def other_program(path: Path, does: str) -> subprocess.Popen[bytes]:
+    """A program that has a transaction open on the store until its input ends."""
+    program = [sys.executable, "-c", HOLDER, str(path), does]
+    process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"holds\n"
+    return process
+
+
+def counted(number: int) -> Changes:
+    core = StageCore(RunConfig())
+    core.journal.count(Count.ORDERS_ISSUED, number)
+    return core.collect()[0]
+
+
+def test_another_program_that_writes_to_the_store_is_waited_for_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_wait, "RETRY_SECONDS", 0.001)
+    with ReplayStore(tmp_path / "s.sqlite") as store:
+        store._writer.execute("PRAGMA busy_timeout = 10")
+        other = other_program(store.path, "writes")
+        said = []
+
+        def commit() -> None:
+            if (waiting := disk_wait.shortage()) is not None and not said:
+                said.append(waiting.text)
+                other.communicate()
+            store.commit(counted(3))
+
+        anyio.run(disk_wait.when_room, commit, store.path, "the replay store")
+        assert f"process {other.pid} (" in said[0] and "has it open (EBUSY)" in said[0]
+        assert store.load().counters == {"orders.issued": 3}
+
+
+def test_a_reader_that_keeps_the_log_of_the_store_from_being_emptied_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WAL_BYTES_MAX", 50_000)
+    with ReplayStore(tmp_path / "s.sqlite") as store:
+        store._writer.execute("PRAGMA wal_autocheckpoint = 1")
+        for number in range(30):
+            store.commit(counted(number))
+        assert store.held_back() == "", "it is emptied"
+        other = other_program(store.path, "reads")
+        for number in range(30):
+            store.commit(counted(number))
+        assert f"grows while process {other.pid} (" in store.held_back()
+        other.communicate()
+        for number in range(2):
+            store.commit(counted(number))

@@ -396,6 +396,21 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         "cannot read x.jinja",
     ),
     "no chat template": (lambda p: p.model(chat_template__jinja=None), "has no chat template: set model.chat_template"),
+    "template without messages": (
+        lambda p: p.model(chat_template__jinja="{% for m in conversations %}{{ m.content }}{% endfor %}<|end|>"),
+        "that of ./model leaves out a message of the user",
+    ),
+    "template that cuts a message": (
+        lambda p: p.model(chat_template__jinja="{% for m in messages %}{{ m.content[:20] }}<|end|>{% endfor %}"),
+        "environments.guess: renderer failed with TextLost: the chat template of ./model leaves out a message of the",
+    ),
+    "template of one turn": (
+        lambda p: p.model(
+            chat_template__jinja="{{ raise_exception('too long') if messages[2] }}{% for m in messages %}"
+            "{{ m.content }}<|end|>{% endfor %}"
+        ),
+        "environments.guess: renderer failed with TemplateError: too long",
+    ),
     "no end of turn": (Place.without_eos, "neither the tokenizer nor its chat template has an end-of-turn token"),
     "longer than the model": (
         lambda p: [*p.model(), "--set", "model.max_length=256"],

@@ -110,6 +110,29 @@ def test_the_version_is_printed():
     assert re.fullmatch(r"afterplay \d+\.\d+\.\d+\n", invoke("--version").output)
 
 
+@pytest.mark.parametrize("encoding", ["iso-8859-1", "utf-8"])
+def test_a_locale_without_our_characters_ends_no_command(tmp_path, encoding):
+    (tmp_path / "run.yaml").write_text(
+        'environments: {a: {name: arithmetic}}\nmodel: {chat_template: "π.jinja"}', "utf-8"
+    )
+    command = [sys.executable, "-m", "pipeline.cli.app", "config", "show", str(tmp_path / "run.yaml")]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    found = subprocess.run(command, capture_output=True, env=environment, cwd=ROOT, check=False)
+    assert found.returncode == 0, found.stderr
+    assert ("π.jinja" if encoding == "utf-8" else "?.jinja") in found.stdout.decode(encoding)
+
+
+def test_two_runs_are_drawn_over_each_other(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_bytes(orjson.dumps(line(1)) + b"\n")
+    (tmp_path / "none").mkdir()
+    picture = tmp_path / "both.png"
+    assert invoke("plot", str(tmp_path / "a"), str(tmp_path / "b"), "-o", str(picture)).exit_code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert invoke("plot", str(tmp_path / "a"), str(tmp_path / "none")).exit_code != 0
+
+
 def test_a_refusal_is_one_message_and_exit_code_2():
     result = subprocess.run(
         [sys.executable, "-m", "pipeline.cli.app", "run", TINY, "--set", "run.sed=1"],

@@ -1,5 +1,6 @@
 """A run file that is wrong is answered with what to change."""
 
+import json
 import socket
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from pipeline.config import RunConfig
 from pipeline.config.estimators import Grpo, OwnEstimator
 from pipeline.config.explain import free_ports, is_free, resolve, show, split_address
-from pipeline.config.load import MOVED, REMOVED, dump, dump_yaml, load, model_at, parse_yaml
+from pipeline.config.load import MOVED, REMOVED, USUAL_NAMES, dump, dump_yaml, load, model_at, parse_yaml
 from pipeline.config.load import loads as loads_file
 from pipeline.config.policy_losses import Gspo, OwnLoss, Ppo
 from pipeline.config.rollouts import EnvironmentConfig
@@ -116,6 +117,10 @@ def test_a_list_element_can_be_set():
         ("run: {seed: 1", "run.yaml, line 1"),
         ("- 1", "expected sections like 'run:'"),
         ("1: 2", "expected a text as key, got 1"),
+        *[
+            (f"environments: {{{json.dumps(name)}: {{name: arithmetic}}}}", "expected names of at most 100 letters")
+            for name in ("a/b", "", "'a'", 'a"b', "a b", "a\n", "ä", "x" * 101, "-a", ".", "..", "a\\b", "{a}", "a,b")
+        ],
         ("loss: {policy: pppo}", "line 1: loss.policy: expected one of ppo, gspo, gspo_token, gmpo,"),
         ("advantage: {estimator: 3}", "or your own as module:function or file.py:function, got 3"),
         (
@@ -132,6 +137,18 @@ def test_a_list_element_can_be_set():
 )
 def test_an_error_names_the_place_the_key_and_the_remedy(text, words):
     assert words in refusal(text)
+
+
+@pytest.mark.parametrize(("wrong", "ours"), USUAL_NAMES.items())
+def test_a_key_by_the_name_of_another_trainer_is_answered_with_ours(wrong, ours):
+    section, _, key = ours.partition(".")
+    assert key in model_at(RunConfig, (section,)).model_fields
+    assert f"did you mean {ours}?" in refusal(f"learner: {{{wrong}: 1}}")
+
+
+def test_one_text_is_a_list_of_it():
+    config = loads("report_to: wandb\nsampling: {stop: END}\nenvironments: {a: {name: arithmetic}}")
+    assert (config.report_to, config.sampling.stop) == (("wandb",), ("END",))
 
 
 def test_all_errors_are_told_at_once():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+import sqlite3
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,14 +15,17 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from learner.recorder import MetricsLog
 from pipeline.config import RunConfig
+from pipeline.errors import ConfigurationError, StoreError
 from pipeline.runtime import disk_wait
 from pipeline.runtime.atomic_folder import atomic_folder
 from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.disk_budget import DiskBudget
-from pipeline.runtime.disk_wait import is_full, shortage, when_room
+from pipeline.runtime.disk_wait import FULL, STATES, disk_fault, left_out, shortage, when_room
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.store.evaluation_results import read_results, write_results
@@ -31,7 +36,7 @@ from pipeline.transport.protocol import Kind
 from tests.support.full_disk import full_writes
 from tests.unit.replay.test_replay_core import started
 
-FULL = OSError(errno.ENOSPC, "No space left on device")
+NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.fixture(autouse=True)
@@ -39,11 +44,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_wait, "RETRY_SECONDS", 0.001)
 
 
-def failing(times: int, error: Exception = FULL) -> Callable[..., int]:
+def failing(times: int, error: Exception = NO_ROOM) -> Callable[..., int]:
     """An operation that fails so often; then it returns how often it was called."""
     calls = 0
 
-    def operation(*_: Any) -> int:
+    def operation(*_: Any, **__: Any) -> int:
         nonlocal calls
         calls += 1
         if calls <= times:
@@ -59,8 +64,45 @@ def test_an_operation_is_tried_again_until_there_is_room(tmp_path: Path) -> None
     assert shortage() is None
 
 
-def test_an_error_that_is_no_full_disk_is_raised_at_once(tmp_path: Path) -> None:
-    for error in (OSError(errno.EIO, "Input/output error"), ValueError("no")):
+@pytest.mark.parametrize("number", sorted(STATES), ids=errno.errorcode.get)
+def test_whatever_the_file_system_refuses_is_waited_for_and_named(tmp_path: Path, number: int) -> None:
+    error = OSError(number, os.strerror(number), str(tmp_path))
+    said: list[str] = []
+
+    def operation() -> None:
+        if (waiting := shortage()) is not None:
+            said.append(waiting.text)
+        if len(said) < 2:
+            raise error
+
+    anyio.run(when_room, operation, tmp_path, "the checkpoint of step 7")
+    assert shortage() is None
+    expected = "needs room on" if number in FULL else f"cannot be written to {tmp_path} now: {os.strerror(number)} ("
+    assert len(set(said)) == 1 and said[0].startswith(f"the checkpoint of step 7 {expected}")
+    why = left_out(failing(1, error), tmp_path)
+    assert (os.strerror(number) in why) is (number not in FULL) and str(tmp_path) in why
+    caused = StoreError("the store could not be written")
+    caused.__cause__ = error
+    assert disk_fault(caused, tmp_path) is error
+    assert disk_fault(Exception(f"I/O error: it failed (os error {number})"), tmp_path).errno == number
+
+
+@pytest.mark.parametrize(
+    "code", ["FULL", "IOERR", "IOERR_FSYNC", "READONLY_DIRECTORY", "CANTOPEN", "BUSY", "BUSY_SNAPSHOT"]
+)
+def test_errors_of_sqlite_that_may_end_are_waited_for(tmp_path: Path, code: str) -> None:
+    error = sqlite3.OperationalError("it says so")
+    error.sqlite_errorcode = getattr(sqlite3, f"SQLITE_{code}")
+    assert anyio.run(when_room, failing(2, error), tmp_path, "the store") == 3
+    for damage in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRAINT):
+        error.sqlite_errorcode = damage
+        assert disk_fault(error, tmp_path) is None
+
+
+def test_an_error_that_is_none_of_the_file_system_is_raised_at_once(tmp_path: Path) -> None:
+    ours = ConfigurationError("the run file is wrong")
+    ours.__cause__ = OSError(errno.EIO, "Input/output error")
+    for error in (OSError(errno.EINVAL, "Invalid argument"), OSError(errno.EBADF, "Bad file"), ValueError("no"), ours):
         with pytest.raises(type(error)):
             anyio.run(when_room, failing(1, error), tmp_path, "a file")
 
@@ -68,15 +110,36 @@ def test_an_error_that_is_no_full_disk_is_raised_at_once(tmp_path: Path) -> None
 def test_quotas_and_libraries_count_as_full_whatever_they_raise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert is_full(OSError(errno.EDQUOT, "Disk quota exceeded"), tmp_path)
-    assert is_full(Exception("I/O error: No space left on device (os error 28)"), tmp_path)
     error = RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
-    assert not is_full(error, tmp_path)
+    assert disk_fault(error, tmp_path).errno == errno.EIO, "torch does not tell which"
+    assert disk_fault(RuntimeError("it does not fit"), tmp_path) is None
     monkeypatch.setattr(disk_wait, "free_bytes", lambda where: 0)
-    assert is_full(error, tmp_path)
+    assert disk_fault(error, tmp_path).errno == errno.ENOSPC
     with pytest.raises(OSError, match="No space left"), atomic_folder(tmp_path / "weights"):
         raise error
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("umask", "folder_mode", "file_mode"), [(0o022, 0o755, 0o644), (0o027, 0o750, 0o640), (0o077, 0o700, 0o600)]
+)
+def test_a_folder_that_others_may_read_has_files_that_they_may_read(
+    tmp_path: Path, umask: int, folder_mode: int, file_mode: int
+) -> None:
+    """safetensors makes files for their owner alone, and engines may run as another user."""
+    before = os.umask(umask)
+    try:
+        with atomic_folder(tmp_path / "weights" / "v000001") as folder:
+            save_file({"w": torch.zeros(2)}, folder / "model.safetensors")
+            (folder / "model").mkdir()
+            (folder / "model" / "config.json").write_text("{}")
+            (folder / "run.sh").touch(0o700)
+    finally:
+        os.umask(before)
+    written = tmp_path / "weights" / "v000001"
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (written, *written.rglob("*"))}
+    files = {"model.safetensors": file_mode, "config.json": file_mode, "run.sh": file_mode | 0o100}
+    assert modes == {"v000001": folder_mode, "model": folder_mode, **files}
 
 
 def test_a_role_that_waits_for_disk_says_what_is_missing_where_and_is_healthy(tmp_path: Path) -> None:
@@ -87,7 +150,7 @@ def test_a_role_that_waits_for_disk_says_what_is_missing_where_and_is_healthy(tm
     def operation() -> None:
         said.append(ctx.health())
         if len(said) < 3:
-            raise FULL
+            raise NO_ROOM
 
     anyio.run(when_room, operation, tmp_path, "the checkpoint of step 7", 2_000_000)
     assert [ready for ready, _ in said] == [True] * 3
@@ -144,7 +207,7 @@ def test_a_full_disk_empties_a_log_without_its_older_half(tmp_path: Path, monkey
     path.write_bytes(bytes(1000))
 
     def full(*_: object) -> None:
-        raise FULL
+        raise NO_ROOM
 
     monkeypatch.setattr(shutil, "copyfile", full)
     bound_log(path, 500)
@@ -214,7 +277,10 @@ def test_the_supervisor_continues_without_its_status_file_while_the_disk_is_full
     monkeypatch.setattr(shell, "write_json_atomically", failing(2))
     for _ in range(3):
         supervisor._write_states()
-    assert len(said) == 1 and said[0].startswith(f"waiting for disk: {tmp_path} has")
+    assert len(said) == 1 and said[0].startswith(f"waiting for disk: {tmp_path / 'processes.json'} has")
+    assert not supervisor._unwritten
     monkeypatch.setattr(shell, "write_json_atomically", failing(1, OSError(errno.EIO, "Input/output error")))
-    with pytest.raises(OSError, match="Input/output"):
-        supervisor._write_states()
+    supervisor._write_states()
+    assert said[1:] == [
+        f"waiting for disk: {tmp_path / 'processes.json'} cannot be written now: Input/output error (EIO)"
+    ]

@@ -270,6 +270,32 @@ def test_a_process_that_never_gets_ready_or_gets_stuck_is_killed_and_restarted()
     assert machine.next_wake() == math.inf
 
 
+@pytest.mark.parametrize(("start", "bound"), [(0.0, 30.0), (20.0, 30.0), (90.0, 90.0), (400.0, 305.0)])
+def test_an_engine_that_gives_no_answer_is_killed_after_as_long_as_its_start_took(start: float, bound: float):
+    machine = Machine((Rule("engine-0", 0, stateless=True, start_seconds_max=600), Rule("actor-0", 0)), LIMITS)
+    machine.begin(0)
+    for name in ("engine-0", "actor-0"):
+        machine.healthy(name, start)
+    for now in range(1005, 1000 + int(bound)):
+        for name in machine.processes:
+            machine.unhealthy(name, now, silent_since=now - 5)
+        assert machine.tick(now) == [], "not before"
+    assert machine.tick(1000 + bound)[0] == SendSignal("engine-0", kill=True)
+
+
+def test_an_engine_that_answers_now_and_then_or_that_it_is_stuck_has_the_longer_limit():
+    machine = Machine((Rule("engine-0", 0, stateless=True),), LIMITS)
+    machine.begin(0)
+    machine.healthy("engine-0", 1)
+    for now in range(100, 300, 20):
+        machine.unhealthy("engine-0", now, silent_since=now)
+        machine.healthy("engine-0", now + 15)
+        assert machine.tick(now + 15) == []
+    machine.unhealthy("engine-0", 300, silent_since=300)
+    machine.unhealthy("engine-0", 320)
+    assert machine.next_wake() == 600
+
+
 def test_a_wrong_dependency_is_refused():
     with pytest.raises(ValueError, match="nobody"):
         Machine((Rule("a", 0, depends=("nobody",)),))

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import anyio
 import anyio.lowlevel
@@ -28,13 +29,15 @@ from pipeline.schema.state import RoleState
 PROGRAM = """
 import sys, threading, time, anyio, anyio.to_thread
 from pipeline.config import RunConfig
+from pipeline.config.learner import CheckpointConfig
 from pipeline.config.run import RunSection, SupervisorConfig
 from pipeline.errors import ConfigurationError, FormatMismatch, StoreError
 from pipeline.runtime.process import run_role
 from pipeline.schema.state import RoleState
 
-LIMITS = SupervisorConfig(drain_seconds_max=1, stuck_seconds_max=1, progress_seconds_max=0.2)
-config = RunConfig(run=RunSection(directory=sys.argv[1], name="r"), supervisor=LIMITS)
+LIMITS = SupervisorConfig(stuck_seconds_max=1, progress_seconds_max=0.2)
+DRAIN = CheckpointConfig(drain_seconds_max=1)
+config = RunConfig(run=RunSection(directory=sys.argv[1], name="r"), supervisor=LIMITS, checkpoint=DRAIN)
 
 async def drains(ctx):
     ctx.report(RoleState.PLAYING, "a signal", episodes=3)
@@ -192,7 +195,8 @@ def test_a_role_without_progress_is_not_well_and_its_metrics_say_since_when(tmp_
     monkeypatch.setattr("pipeline.runtime.process.time.monotonic", lambda: now + 121)
     well, details = ctx.health()
     assert (well, details["state"], details["progress_limit_seconds"]) == (False, "stuck while serving", 120)
-    silent = time.time() - ctx.registry.get_sample_value("afterplay_heartbeat_timestamp_seconds")
+    monkeypatch.setattr("pipeline.runtime.process.time.time", lambda: 0.0)  # of the machine: no age goes by it
+    silent = ctx.registry.get_sample_value("afterplay_heartbeat_age_seconds")
     assert silent > ctx.registry.get_sample_value("afterplay_heartbeat_limit_seconds") == 120
     states = {s: ctx.registry.get_sample_value("afterplay_role_state", {"state": s}) for s in RoleState}
     assert [state for state, value in states.items() if value] == [RoleState.SERVING]
@@ -293,6 +297,30 @@ def test_an_index_belongs_to_one_process_whoever_gives_it(tmp_path, monkeypatch)
     monkeypatch.setattr(fcntl, "flock", without_locks)
     assert take_index(directory, "actor", 7) == (7, None)
     with pytest.raises(OSError, match="No locks"):
+        take_index(directory, "actor")
+
+
+def test_an_actor_that_may_not_write_to_the_run_directory_holds_the_key_of_its_index(tmp_path, monkeypatch):
+    directory, keys, opened = RunDirectory(tmp_path / "run"), tmp_path / "keys", os.open
+    keys.mkdir()
+    for index in range(2):
+        (keys / f"actor-{index}.key_secret").touch(0o400)
+
+    def read_only(path, flags, *mode, **options):
+        if Path(path).is_relative_to(directory.path):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return opened(path, flags, *mode, **options)
+
+    monkeypatch.setattr(os, "open", read_only)
+    found = [take_index(directory, "actor", keys=keys) for _ in range(2)]
+    assert [index for index, _ in found] == [0, 1]
+    with pytest.raises(ConfigurationError, match=r"expected a key of actor-2 .* --actors 3"):
+        take_index(directory, "actor", keys=keys)
+    with pytest.raises(StoreError, match="alive in another process"):
+        take_index(directory, "actor", 1, keys=keys)
+    found[1][1].release()
+    assert take_index(directory, "actor", 1, keys=keys)[0] == 1
+    with pytest.raises(OSError, match="Read-only"):
         take_index(directory, "actor")
 
 

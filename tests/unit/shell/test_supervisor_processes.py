@@ -44,7 +44,8 @@ from pipeline.runtime.children import OrphanReaper
 root = Path(sys.argv[1])
 config = loads(
     "run: {total_steps: 2}\\nenvironments: {arithmetic: {name: arithmetic}}\\n"
-    "supervisor: {restarts_max: 2, backoff_seconds: 0.05, drain_seconds_max: 2, log_bytes_max: 4096}"
+    "supervisor: {restarts_max: 2, backoff_seconds: 0.05, log_bytes_max: 4096}\\n"
+    "checkpoint: {drain_seconds_max: 2}"
 )
 directory = RunDirectory(root).create()
 

@@ -48,8 +48,8 @@ def test_the_replay_stage_restarts_alone_and_drains_after_the_learner(tmp_path: 
         machine.healthy(name, 3)
     assert machine.exited("replay", -9, 4) == []
     assert machine.tick(5) == [Start("replay")]
-    assert machine.stop(6, "done") == [SendSignal("actor-0")]
-    assert machine.exited("actor-0", 0, 6.1) == [SendSignal("learner")]
+    assert machine.stop(6, "done") == [SendSignal("learner"), SendSignal("actor-0")]
+    assert machine.exited("actor-0", 0, 6.1) == []
     assert machine.exited("learner", 0, 6.2) == [SendSignal("replay")]
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.tasks import FilterConfig, TasksFromConfig
+from pipeline.schema import ROLES
 from pipeline.tasks.reader import BadRow
 from pipeline.tasks.rows import MISSING, Reading, lookup, question_hash
 
@@ -70,13 +71,22 @@ def test_a_number_in_a_path_is_a_place_in_a_list(path: str, value: Any) -> None:
         ({"q": ""}, "an empty text"),
         ({"q": 3}, "as text or as a list of messages"),
         ({"q": [{"role": "user"}]}, "as text or as a list of messages"),
-        ({"q": b"\x00"}, "expected JSON values, got bytes as 'prompt'"),
+        *[({"q": [{"role": role, "content": "x"}]}, "one of the roles .*, user, got")
+          for role in ("human", "gpt", "User", "", 3, ["user"], None)],
+        ({"q": b"\x00"}, "expected JSON values, got bytes as 'prompt'.*Images and audio cannot be trained"),
+        ({"q": [{"role": "user", "content": [{"type": "image_url"}]}]}, "Content is text: images and audio cannot"),
         ({"q": "x" * 300_000}, "row_bytes_max"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_row_says_what_was_expected_and_what_came(row: dict[str, Any], says: str) -> None:
     with pytest.raises(BadRow, match=says):
         reading(columns={"prompt": "q"}).payload(row)
+
+
+@pytest.mark.parametrize("role", sorted(ROLES))
+def test_messages_of_known_roles_are_taken(role: str) -> None:
+    payload, _ = reading().payload({"messages": [{"role": role, "content": "x"}]})
+    assert payload == {"messages": [{"role": role, "content": "x"}]}
 
 
 def test_values_of_arrow_become_json() -> None:

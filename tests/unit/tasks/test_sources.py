@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from actors.adapters.question import Question
 from pipeline.errors import ConfigurationError
+from pipeline.tasks.jsonl import JsonlRows
+from pipeline.tasks.reader import BadRow
 from tests.unit.tasks.conftest import Opened, questions, write_jsonl
 
 
@@ -110,8 +116,8 @@ def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path: Path, opened: O
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{", "expected a JSON object, got b'{'"),
-        ("[1]", "expected a JSON object, got a list"),
+        ("{", "expected a JSON object on each line, got b'{'"),
+        ("[1]", "expected a JSON object on each line, got a list"),
         ('{"question": "x"}', "expected the column 'solution.value', got only question"),
         ('{"question": "", "solution": {"value": 1}}', "an empty text"),
     ],
@@ -218,3 +224,27 @@ def test_a_package_that_is_not_installed_is_named(
     (tmp_path / "q.parquet").write_bytes(b"")
     with pytest.raises(ConfigurationError, match=rf"needs {package} .*pip install 'afterplay\[data\]'"):
         opened(kind=kind, path=tmp_path)
+
+
+@pytest.mark.parametrize("text", ['[{"a": "?"}]', '[\n{"prompt": "?"}\n]', "\ufeff[\n", "prompt,answer\n1+1,2", "'a'"])
+def test_data_in_another_form_are_refused_with_what_makes_them_jsonl(text: str, tmp_path: Path, opened: Opened) -> None:
+    (tmp_path / "q.jsonl").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=r"a JSON object on each line.*read_json.*read_csv.*lines=True"):
+        opened(kind="jsonl", path=tmp_path / "q.jsonl")
+
+
+WHOLE = st.integers(-(2**80), 2**80) | st.sampled_from([2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1])
+
+
+@given(answer=WHOLE, where=st.sampled_from(["{}", "[{}]", '{{"a": [1.5, {}]}}']))
+def test_a_whole_number_is_read_exactly_or_the_row_is_refused(answer: int, where: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "q.jsonl"
+        path.write_text(f'{{"prompt": "?", "float": 1e30, "answer": {where.format(answer)}}}\n')
+        rows = JsonlRows([path])
+        (row,) = rows.scan()
+        if -(2**63) <= answer < 2**64:
+            assert row == rows.read(0) == json.loads(path.read_text())
+        else:
+            assert isinstance(row, BadRow) and f"of at most 64 bits, got {answer} in 'answer'" in str(row)
+        rows.close()

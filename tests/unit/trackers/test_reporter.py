@@ -171,13 +171,13 @@ def test_each_record_arrives_once_whatever_happens(events: list[tuple], kind: st
                 case (what, fuse, lost):
                     process.advance(fuse, lost, complete=what == "end")
             for record, _ in store.records:
-                first.setdefault(record.key, record.numbers.get("train/reward_mean", 0))
+                first.setdefault(record.key, record.numbers.get("episode/reward_mean", 0))
         steps = {f"step/{line['step']}": line["reward_mean"] for line in run.lines}
         evaluations = [f"evaluation/{line['evaluation']}" for line in run.evaluations]
         assert len(store.keys) == len(set(store.keys)), "nothing is doubled"
         assert len(store.ids) == 1, "it is one run at the tracker"
         assert {*steps, *evaluations} <= set(store.keys), "nothing is lost"
-        sent = {r.key: r.numbers["train/reward_mean"] for r, _ in store.records if r.key.startswith("step/")}
+        sent = {r.key: r.numbers["episode/reward_mean"] for r, _ in store.records if r.key.startswith("step/")}
         if store.rewinds:
             assert sent.items() >= steps.items(), "the later numbers win"
         elif not store.buffers:
@@ -205,7 +205,7 @@ def test_a_kill_at_each_point_of_a_rollback_loses_and_doubles_nothing(
             killed = process.reporter is None
             process.advance(None, 0, complete=True)
         assert sorted(store.keys) == [f"step/{n}" for n in range(1, 7)], f"killed at point {fuse}"
-        sent = {r.step: r.numbers["train/reward_mean"] for r, _ in store.records}
+        sent = {r.step: r.numbers["episode/reward_mean"] for r, _ in store.records}
         if store.rewinds:
             assert sent == {line["step"]: line["reward_mean"] for line in run.lines}
         fuse += 1
@@ -223,7 +223,7 @@ def test_a_step_that_is_not_made_again_stays_as_it_was(tmp_path: Path, monkeypat
     assert store.keys == ["step/1", "step/2", "step/3", "step/4"], "nothing has taken their place yet"
     run.step()
     process.advance(None, 0)
-    assert [r.numbers["train/reward_mean"] for r, _ in store.records] == [1, 2, 5]
+    assert [r.numbers["episode/reward_mean"] for r, _ in store.records] == [1, 2, 5]
     process.advance(None, 0, complete=True)
 
 
@@ -232,7 +232,7 @@ def test_numbers_of_a_line_are_the_same_at_the_tracker(tmp_path: Path, monkeypat
     run.step()
     ReporterProcess(run, store, monkeypatch).advance(None, 0, complete=True)
     ((record, _),) = store.records
-    assert record.numbers == {"train/step": 1, "train/time": 10.0, "train/reward_mean": 1, "train/seconds/step": 1.5}
+    assert record.numbers == {"time/step": 1, "time/time": 10.0, "episode/reward_mean": 1, "time/seconds/step": 1.5}
     assert (record.step, record.time) == (1, 10.0)
     assert numbers_of({"on": True, "name": "x", "bad": float("nan"), "list": [1]}, "t") == {}
 

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, TransportClosed
+from pipeline.transport import zeromq
 from pipeline.transport.protocol import EventKind, Kind, MessageFault, WireMessage
 from pipeline.transport.socket_folder import address_to_bind, remove_socket_folder
 from pipeline.transport.zeromq import ZmqHub, ZmqLink, open_hub, open_link
@@ -25,6 +26,29 @@ async def test_a_hub_and_its_links_meet_through_the_run_directory_and_leave_noth
         link.describe({"role": "actor"})
         assert (await hub.receive()).kind is EventKind.PEER_UP
     assert not folder.exists() and list((tmp_path / "r").iterdir()) == []
+
+
+@pytest.mark.parametrize("removed", ["link", "socket", "folder", "link and folder"])
+async def test_what_is_removed_of_the_way_to_the_socket_is_made_again(tmp_path, removed, monkeypatch):
+    monkeypatch.setattr(zeromq, "_RESTORE_SECONDS", 0.01)
+    async with ZmqHub("ipc://", run=tmp_path) as hub, ZmqLink("ipc://", "before", run=tmp_path) as before:
+        before.describe({"role": "actor"})
+        assert (await hub.receive()).kind is EventKind.PEER_UP
+        folder = (tmp_path / "hub").readlink()
+        if "link" in removed:
+            (tmp_path / "hub").unlink()
+        if "folder" in removed or removed == "socket":
+            (folder / "hub").unlink()
+        if "folder" in removed:
+            folder.rmdir()
+        async with ZmqLink("ipc://", "after", run=tmp_path) as after:
+            after.describe({"role": "actor"})
+            event = await hub.receive()
+            assert (event.kind, event.peer) == (EventKind.PEER_UP, "after")
+            for name, link in (("before", before), ("after", after)):
+                await hub.send(name, WireMessage(Kind.WELCOME))
+                assert (await link.receive()).kind is EventKind.CONNECTED
+    assert not folder.exists() and list(tmp_path.iterdir()) == []
 
 
 async def test_a_socket_in_a_folder_that_others_may_enter_is_neither_bound_nor_connected_to(tmp_path):

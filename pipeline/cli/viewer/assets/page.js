@@ -480,7 +480,8 @@
   if (options.has("exact")) state.exact = $("exact").checked = true;
   if (options.has("filter")) $("filter").value = options.get("filter");
   state.picked = rows.find((r) => r.trajectory_id === asked) ?? rows.find((r) => r.transcript?.trained)
-    ?? rows.find((r) => r.transcript && r.state === "trained") ?? null;
+    ?? rows.find((r) => r.transcript && r.state === "trained") ?? rows.find((r) => r.transcript && !r.failure)
+    ?? rows.find((r) => r.transcript?.turns.length) ?? null;
   filter();
   if (state.picked) { drawRows(); draw(); }
   document.body.dataset.ready = String(rows.length);

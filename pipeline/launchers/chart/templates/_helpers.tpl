@@ -77,7 +77,7 @@ resources:
 
 {{- define "afterplay.mounts" -}}
 - {name: config, mountPath: /etc/afterplay, readOnly: true}
-- {name: runs, mountPath: /runs}
+- {name: runs, mountPath: /runs{{ if eq .role "actor" }}, readOnly: true{{ end }}}
 - {name: tmp, mountPath: /tmp}
 - {name: home, mountPath: /home/afterplay}
 - {name: shm, mountPath: /dev/shm}
