@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ import yaml
 from grafana.prometheus_process import Target
 from pipeline.config import RunConfig
 from pipeline.runtime.engine_addresses import engine_addresses
+from pipeline.runtime.engine_keys import is_loopback
+from pipeline.runtime.process import EVERYWHERE
 from pipeline.runtime.rundir import RunDirectory
 
 OUTPUT = Path(__file__).parent / "prometheus" / "targets.json"
@@ -31,13 +34,21 @@ def targets_of_run(directory: Path) -> list[Target]:
     """
     run = RunDirectory(directory)
     config = RunConfig.model_validate(yaml.safe_load(run.config_file.read_text()))
-    host = "127.0.0.1" if config.metrics.host in ("0.0.0.0", "::") else config.metrics.host
     found = []
     for path in sorted(run.processes.glob("*.json")):
-        role = path.stem.split("-")[0]
-        port = json.loads(path.read_text()).get("metrics_port")
+        role, record = path.stem.split("-")[0], json.loads(path.read_text())
+        port, host, machine = (record.get(key) for key in ("metrics_port", "metrics_host", "machine"))
+        here = machine in (None, socket.gethostname())
+        if host in (*EVERYWHERE, None):
+            host = "127.0.0.1" if here else machine
+        elif is_loopback(host) and not here:
+            print(
+                f"{path.stem} is left out: it listens on {host} of {machine}. Set metrics.host: 0.0.0.0",
+                file=sys.stderr,
+            )
+            continue
         if port and role != "engine":
-            found.append(Target(f"afterplay-{role}", f"{host}:{port}"))
+            found.append(Target(f"afterplay-{role}", f"[{host}]:{port}" if ":" in host else f"{host}:{port}"))
     engines = engine_addresses(config.engine, run, None).now()  # Prometheus shows them no key
     found += [Target("afterplay-engine", urlsplit(url).netloc) for url in engines]
     return found

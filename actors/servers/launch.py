@@ -13,6 +13,7 @@ import anyio
 
 from actors.servers.join import JoiningEngine, announced_url
 from actors.servers.lock import DIGESTS, MIDDLEWARE, locked_environment
+from actors.servers.process_group import ENDS_WITH
 from actors.servers.progress import limits_environment
 from actors.servers.vllm import SERVED_NAME, engine_dtype, has_gpu, vllm_available, vllm_command
 from pipeline.config import RunConfig
@@ -28,10 +29,18 @@ from pipeline.runtime.rundir import AWAIT_MODEL, PREPARE_SECONDS_MAX, RunDirecto
 EMBEDDED_BLOCK_SIZE = 16
 
 
-def main(config: RunConfig, index: int | None, *, await_model: bool = False, joins: bool = False) -> int:
+def main(
+    config: RunConfig,
+    index: int | None,
+    *,
+    await_model: bool = False,
+    joins: bool = False,
+    ends_with_run: bool = False,
+) -> int:
     """Replace this process by engine ``index``, 0 if None. One that ``joins`` a run that is alive, and each of
-    ``engine.discovery: registry``, is a child process instead, announced in the run directory while it serves. Returns
-    2 on an error, after one line on stderr with the remedy."""
+    ``engine.discovery: registry``, is a child process instead, announced in the run directory while it serves.
+    ``ends_with_run``: nobody else ends it when the run has finished. Returns 2 on an error, after one line on stderr
+    with the remedy."""
     try:
         if joins or config.engine.discovery == "registry":
             return _announced(config, index, await_model, joins)
@@ -39,7 +48,9 @@ def main(config: RunConfig, index: int | None, *, await_model: bool = False, joi
     except AfterplayError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if engine_kind(config)[0] == "vllm":
+    if ends_with_run:
+        argv = in_process_group([ENDS_WITH, str(config.run.path.absolute()), str(config.run.total_steps), *argv])
+    elif engine_kind(config)[0] == "vllm":
         argv = in_process_group(argv)
     sys.stdout.flush()
     sys.stderr.flush()

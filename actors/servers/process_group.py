@@ -1,4 +1,5 @@
-"""Runs a server in a process group of its own: ``python -m actors.servers.process_group COMMAND ...``.
+"""Runs a server in a process group of its own: ``python -m actors.servers.process_group COMMAND ...``, or
+``... --ends-with RUN_DIRECTORY STEPS COMMAND ...``, which stops it once the run has made so many steps.
 
 This process leads the group, which is killed when this process ends, however it ends. SIGTERM and SIGINT reach the
 server as SIGTERM; ``GRACE_SECONDS`` later the whole group is killed.
@@ -10,17 +11,28 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from types import FrameType
 
 from pipeline.runtime.children import OrphanReaper, signal_group
+from pipeline.runtime.rundir import RunDirectory
 
 GRACE_SECONDS = 5.0
+ENDS_WITH = "--ends-with"
+LOOK_SECONDS = 2.0
+"""Interval at which it looks whether the run has finished."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``argv``. Returns its exit code, or 0 when a signal has stopped it. End the process with :func:`os._exit`:
     the reaper kills it as soon as the interpreter closes its files."""
+    has_finished: Callable[[], bool] = lambda: False  # noqa: E731
+    if argv[:1] == [ENDS_WITH]:
+        has_finished = partial(RunDirectory(Path(argv[1])).has_finished, int(argv[2]))
+        argv = argv[3:]
     if not argv:
         print("usage: python -m actors.servers.process_group COMMAND ...", file=sys.stderr)
         return 2
@@ -50,7 +62,12 @@ def main(argv: Sequence[str]) -> int:
     if stopping:
         server.terminate()
         signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS)
-    code = server.wait()
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            code = server.wait(LOOK_SECONDS)
+            break
+        if not stopping and has_finished():
+            stop(signal.SIGTERM, None)
     if stopping:
         return 0
     return code if code >= 0 else 128 - code

@@ -47,6 +47,7 @@ class CheckpointWriter:
         self._keep = keep
         self._durable = durable
         self._metrics = metrics
+        self._durable_at = 0.0
         self._image: CheckpointImage | None = None
         self._wake = anyio.Event()
         self._idle = anyio.Event()
@@ -72,8 +73,8 @@ class CheckpointWriter:
             seconds = time.perf_counter() - start
             self.saved = {"updates": image.updates, "seconds": seconds}
             self._metrics.checkpoint_duration_seconds.observe(seconds)
-            durable_at = time.monotonic()
-            self._metrics.checkpoint_age_seconds.set_function(lambda at=durable_at: time.monotonic() - at)
+            self._durable_at = time.monotonic()
+            self._metrics.checkpoint_age_seconds.set_function(lambda: time.monotonic() - self._durable_at)
             log.info("checkpoint of %d updates is durable after %.1f s", image.updates, seconds)
             self.writing = None  # the next line wakes tasks that wait for this checkpoint
             await self._durable(image.updates)

@@ -9,7 +9,9 @@ import logging
 import os
 import resource
 import shlex
+import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -141,6 +143,12 @@ def _check_sets(sets: list[str] | None) -> list[str] | None:
     for text in sets or ():
         read_override(text)
     return sets
+
+
+Stay = Annotated[
+    bool,
+    typer.Option("--stay", help="Continue when the run has finished: for a role that would be started again at once."),
+]
 
 
 Sets = Annotated[
@@ -284,6 +292,7 @@ def engine(
     await_model: Annotated[
         bool, typer.Option("--await-model", help="Start before the model folder is prepared, and wait for it.")
     ] = False,
+    stay: Stay = False,
 ) -> None:
     """Run one inference server, on engine.port + index.
 
@@ -297,7 +306,8 @@ def engine(
 
     main = load_main("actors.servers.launch:main")
     config = _load_of_run(file, sets) if join else _load(file, sets)
-    raise typer.Exit(main(config, index, await_model=await_model, joins=join))
+    ends = not stay and _alone(file, config)
+    raise typer.Exit(main(config, index, await_model=await_model, joins=join, ends_with_run=ends))
 
 
 @app.command(rich_help_panel=PARTS)
@@ -323,14 +333,13 @@ def actor(
     join: Annotated[
         bool, typer.Option("--join", help="Start one more actor for the run of FILE: take the next free index.")
     ] = False,
+    stay: Stay = False,
 ) -> None:
     """Run one actor, which takes orders from the replay stage, runs episodes and sends trajectories back.
 
     afterplay actor @tiny --join
     afterplay actor cluster.yaml --index 3 --set actor.concurrency=64
     """
-    from functools import partial
-
     from pipeline.runtime.disk_wait import wait_for_room
     from pipeline.runtime.rundir import RunDirectory, take_index
 
@@ -341,22 +350,38 @@ def actor(
     if join:
         take = partial(take, first=config.actor.replicas)
     found, _lock = wait_for_room(take, directory.path, "the lock of the actor's index")
-    _role("actor", found, "actors.role:main", config, port_index=0 if free_index or own_address else None)
+    port_index = 0 if free_index or own_address else None
+    ends = not stay and _alone(file, config)
+    _role("actor", found, "actors.role:main", config, port_index=port_index, ends_with_run=ends)
 
 
 @replay_app.command(START)
-def replay(file: File, sets: Sets = None) -> None:
+def replay(file: File, sets: Sets = None, stay: Stay = False) -> None:
     """Run the replay stage, which plans rollouts and scores, stores and groups trajectories.
 
     Actors and learner connect to it.
 
     afterplay replay @tiny
     """
-    _role("replay", 0, "pipeline.stage.role:main", _load(file, sets))
+    config = _load(file, sets)
+    _role("replay", 0, "pipeline.stage.role:main", config, ends_with_run=not stay and _alone(file, config))
 
 
 @app.command(rich_help_panel=PARTS)
-def learner(file: File, index: Index = 0, sets: Sets = None) -> None:
+def learner(
+    file: File,
+    index: Index = 0,
+    sets: Sets = None,
+    job: Annotated[
+        str,
+        typer.Option(
+            "--job",
+            metavar="RUN|-",
+            help="In a job of Kubernetes: end the pods of RUN when the run has finished (-: of none). If it is stopped "
+            "before, the exit code is 143, so that the job does not count as done.",
+        ),
+    ] = "",
+) -> None:
     """Train on groups from the replay stage and publish new weights to the engines.
 
     With learner.ranks=N it starts N-1 more processes, which share the model and each update. torchrun can start them
@@ -369,7 +394,11 @@ def learner(file: File, index: Index = 0, sets: Sets = None) -> None:
         end_with_parent()  # torchrun gives each rank a session of its own
     if os.environ.get("RANK", "0") != "0":
         _follow(file, sets)
-    _role("learner", index, "learner.role:main", _load(file, sets))
+    config = _load(file, sets)
+    alone = _alone(file, config)
+    if alone:
+        _settle(config)
+    _role("learner", index, "learner.role:main", config, records_end=alone, job=job)
 
 
 @app.command(hidden=True)
@@ -405,6 +434,7 @@ def prepare(file: File, sets: Sets = None) -> None:
 
     configure_logging("prepare")
     config = _load(file, sets)
+    _settle(config)
     info = load_main("learner.models.prepare:prepare_model")(config, RunDirectory(config.run.path).model)
     typer.echo(f"model ready in {info.path}")
 
@@ -588,11 +618,59 @@ def _load_of_run(file: Path, sets: list[str] | None) -> RunConfig:
     return _load(resolved, sets) if resolved.exists() else config
 
 
-def _role(role: str, index: int, main: str, config: RunConfig, port_index: int | None = None) -> NoReturn:
-    """``port_index``: the index by which the metrics port is chosen; None: ``index``."""
+def _alone(file: Path, config: RunConfig) -> bool:
+    """True where the role was not started by `afterplay run`, which gives its roles the file in the run directory."""
+    from pipeline.runtime.rundir import RunDirectory
+
+    return file.resolve() != RunDirectory(config.run.path).config_file.resolve()
+
+
+def _settle(config: RunConfig) -> None:
+    from pipeline.runtime.rundir import RunDirectory
+    from pipeline.supervisor.history import settle
+
+    for line in settle(RunDirectory(config.run.path), config).lines():
+        print(line, file=sys.stderr)
+
+
+def _record_end(config: RunConfig) -> bool:
+    """Tell the other roles that the run has finished, if it has made all its steps."""
+    from pipeline.cli.viewer.progress import MetricsTail
+    from pipeline.runtime.disk_wait import wait_for_room
+    from pipeline.runtime.rundir import RunDirectory, write_json_atomically
+
+    directory = RunDirectory(config.run.path)
+    tail = MetricsTail(directory.metrics_file)
+    tail.skip()
+    if tail.last is None or tail.last["step"] < config.run.total_steps:
+        return False
+    finished = {"steps": config.run.total_steps, "exit_code": 0}
+    write = partial(write_json_atomically, directory.finished_file, finished)
+    wait_for_room(write, directory.finished_file, "the end of the run")
+    return True
+
+
+def _role(
+    role: str,
+    index: int,
+    main: str,
+    config: RunConfig,
+    port_index: int | None = None,
+    ends_with_run: bool = False,
+    records_end: bool = False,
+    job: str = "",
+) -> NoReturn:
+    """``port_index``: the index by which the metrics port is chosen; None: ``index``. ``job``: see ``learner``."""
     from pipeline.runtime.process import load_main, role_name, run_role
 
-    code = run_role(role_name(role, index), index if port_index is None else port_index, config, load_main(main))
+    port_index = index if port_index is None else port_index
+    code = run_role(role_name(role, index), port_index, config, load_main(main), ends_with_run)
+    if code == 0 and records_end:
+        finished = _record_end(config)
+        if job and not finished:
+            code = 128 + signal.SIGTERM
+        elif job and job != "-":
+            load_main("pipeline.launchers.pods:end_pods")(job)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -28,7 +28,7 @@ def show_status(directory: RunDirectory, console: Console | None = None) -> Exit
     console = console or Console(highlight=False, markup=False)
     if not directory.config_file.exists():
         raise ConfigurationError(f"expected a run directory, got {directory.path}, which has no config.yaml")
-    console.print(f"{directory.path}: {'alive' if is_alive(directory) else 'not running'}", style="bold")
+    console.print(f"{directory.path}: {_life(directory)}", style="bold")
     if (free := free_bytes(directory.path)) < FREE_BYTES_MIN:
         console.print(f"waiting for disk: {directory.path} has {size(free)} free, states are older", style="red")
     _processes(directory, console)
@@ -59,6 +59,15 @@ def _evaluations(directory: RunDirectory, console: Console) -> None:
     for number in sorted(n for n in results if n in (min(results), best, max(results))):
         kept = "  kept as checkpoints/best" if number == best else ""
         console.print(describe_evaluation(results[number]) + kept, soft_wrap=True)
+
+
+def _life(directory: RunDirectory) -> str:
+    if is_alive(directory):
+        return "alive"
+    alone = sorted(path.stem for path in directory.processes.glob("*.json"))
+    if alone and not directory.processes_file.exists():
+        return f"roles that were started one by one: {', '.join(alone)}"
+    return "not running"
 
 
 def is_alive(directory: RunDirectory) -> bool:

@@ -38,7 +38,8 @@ CHART = Path(__file__).with_name("chart")
 FILE, VALUES = "run.yaml", "values.yaml"
 HUB_PORT, ENGINE_PORT, METRICS_PORT = 5555, 8100, 9400
 LIBRARIES_BYTES = 2 * 2**30
-"""Memory of a process besides the buffers that its place counts. A guess, which ``--set ROLE.memory=…`` replaces."""
+"""Memory of a process besides the buffers that its place counts. A guess, which ``--set ROLE.memory=…`` replaces. A
+place with GPUs has a process for each, and an engine one more."""
 SCALE_MAX = 4
 """Times ``actor.replicas``: most actors of the autoscaler, each with keys from the start."""
 KEYS_MIN = 64
@@ -71,6 +72,9 @@ def launch(request: Launch) -> int:
         _make_secrets([kubectl, *place], name, values["actor"]["podsMax"])
         # A job cannot be changed. The learner drains, and the new one resumes.
         _run([kubectl, *place, "delete", "job", f"{name}-learner", "--ignore-not-found", "--wait"])
+        for role in ("replay", "engine", "actor"):  # a run that had finished has none
+            sets = [f"statefulset/{name}-{role}", "--current-replicas=0", f"--replicas={values[role].get('pods', 1)}"]
+            _run([kubectl, *place, "scale", *sets], check=False)
         print(_run(install).stdout, end="")
     print(f"kubectl get pods -l app.kubernetes.io/instance={name} shows the pods; helm uninstall {name} ends the run")
     return ExitCode.FINISHED
@@ -215,11 +219,13 @@ def _roles(config: RunConfig, chosen: Plan) -> dict[str, dict[str, Any]]:
 def _resources(places: Iterable[Place]) -> dict[str, Any]:
     """Requests of each pod of a role; the largest of its places."""
     found = list(places)
-    memory = LIBRARIES_BYTES + max((place.memory_bytes for place in found), default=0)
+    gpus = max((len(place.gpus) for place in found), default=0)
+    processes = max(1, gpus) + any(place.role == "engine" and place.gpus for place in found)
+    memory = processes * LIBRARIES_BYTES + max((place.memory_bytes for place in found), default=0)
     return {
         "cpus": max((place.cpus for place in found), default=1),
         "memory": f"{math.ceil(memory / 2**20)}Mi",
-        "gpus": max((len(place.gpus) for place in found), default=0),
+        "gpus": gpus,
     }
 
 

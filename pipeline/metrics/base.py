@@ -94,7 +94,9 @@ class Declaration(Generic[M]):
         buckets = {"buckets": self.buckets} if self.buckets else {}
         metric = make(self.full_name, self.help, labelnames=tuple(self.labels), registry=registry, **buckets)
         values = (given[v] if isinstance(v, str) else v for v in self.labels.values())
-        children = [metric.labels(*child) for child in itertools.product(*values)] if self.labels else [metric]
+        children: list[Any] = [metric]
+        if self.labels:
+            children = [metric.labels(*child) for child in itertools.product(*values)]
         if self.start is not None:
             for child in children:
                 child.set(self.start)

@@ -20,6 +20,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -72,6 +73,8 @@ READER_SECONDS_MAX = 60.0
 GONE_SECONDS_MAX = 5.0
 """For the end of a process whose run directory is gone."""
 LOOK_SECONDS = 0.05
+END_LOOK_SECONDS = 2.0
+"""Interval at which a role that was started alone looks whether the run has finished."""
 STDERR = 2
 ADDRESS = "AFTERPLAY_ADDRESS"
 """Environment variable: address of this machine for the others of the run, set by a launcher."""
@@ -308,16 +311,17 @@ def configure_logging(name: str) -> None:
     )
 
 
-def run_role(name: str, index: int, config: RunConfig, main: Main) -> int:
-    """Run ``main`` as a process of its own and return its exit code."""
+def run_role(name: str, index: int, config: RunConfig, main: Main, ends_with_run: bool = False) -> int:
+    """Run ``main`` as a process of its own and return its exit code. ``ends_with_run``: nobody ends it when the run has
+    finished, so it looks for that itself."""
     configure_logging(name)
     try:
-        return anyio.run(_live, name, index, config, main, backend_options={"use_uvloop": _has_uvloop()})
+        return anyio.run(_live, name, index, config, main, ends_with_run, backend_options={"use_uvloop": _has_uvloop()})
     except BaseException as error:
         return _explain(name, error)
 
 
-async def _live(name: str, index: int, config: RunConfig, main: Main) -> int:
+async def _live(name: str, index: int, config: RunConfig, main: Main, ends_with_run: bool) -> int:
     from pipeline.metrics.server import MetricsServer  # aiohttp: a refused run file is refused without it
 
     directory = RunDirectory(config.run.path)
@@ -347,10 +351,19 @@ async def _live(name: str, index: int, config: RunConfig, main: Main) -> int:
             background.start_soon(_measure_lag, ctx)
             background.start_soon(ctx.watch_paths)
             _announce(ctx, server.port, background)
+            if ends_with_run:
+                background.start_soon(_end_with_run, ctx)
             await _run_main(ctx, main, config.checkpoint.drain_seconds_max)
             background.cancel_scope.cancel()
     log.info("finished")
     return ExitCode.FINISHED
+
+
+async def _end_with_run(ctx: RoleContext) -> None:
+    while not await anyio.to_thread.run_sync(ctx.directory.has_finished, ctx.config.run.total_steps):
+        await anyio.sleep(END_LOOK_SECONDS)
+    log.info("the run has finished")
+    ctx.stopping.set()
 
 
 async def _run_main(ctx: RoleContext, main: Main, drain_seconds_max: float) -> None:
@@ -471,7 +484,13 @@ def _announce(ctx: RoleContext, port: int, background: TaskGroup) -> None:
     path, host = ctx.directory.process_file(ctx.name), ctx.config.metrics.host
     if host in EVERYWHERE:
         host = os.environ.get(ADDRESS, host)
-    record = {"pid": os.getpid(), "metrics_host": host, "metrics_port": port, "started_at": time.time()}
+    record = {
+        "pid": os.getpid(),
+        "machine": socket.gethostname(),
+        "metrics_host": host,
+        "metrics_port": port,
+        "started_at": time.time(),
+    }
     write = partial(write_json_atomically, path, record, make_folder=False)
     if why := disk_wait.left_out(write, path):
         log.warning("others do not find the metrics of this process: %s", why)

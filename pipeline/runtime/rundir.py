@@ -149,7 +149,7 @@ class RunDirectory:
         return self.path / "processes"
 
     def process_file(self, name: str) -> Path:
-        """``{pid, metrics_host, metrics_port, started_at}`` of one process, written by itself."""
+        """``{pid, machine, metrics_host, metrics_port, started_at}`` of one process, written by itself."""
         return self.processes / f"{name}.json"
 
     @property
@@ -164,9 +164,14 @@ class RunDirectory:
 
     @property
     def finished_file(self) -> Path:
-        """``{steps, exit_code}``, written by the supervisor when the run has made all its steps. Absent while it
-        runs."""
+        """``{steps, exit_code}``, written when the run has made all its steps, by the supervisor or by a learner that
+        was started alone. Absent while it runs."""
         return self.path / "finished.json"
+
+    def has_finished(self, steps: int) -> bool:
+        """True once the run has made so many steps."""
+        finished = read_json(self.finished_file)
+        return finished is not None and finished.get("steps", 0) >= steps
 
     @property
     def outcome_file(self) -> Path:

@@ -235,6 +235,8 @@ class ReplayStore:
         """Compare the store with the file beside it; from here on no id is used that may have been used before."""
         name = bytes.fromhex(meta["store"]) if "store" in meta else None
         self._transactions = int(meta.get("transactions", 0))
+        self._in_doubt: dict[str, int] | None = None
+        """Digests after a round whose commit failed."""
         groups, rows = int(meta.get("next_group", 0)), self._next_row_id(meta)
         known, lost = self._marks.mark, self._lost(meta) or 0
         if known is None:
@@ -306,8 +308,12 @@ class ReplayStore:
             return build(rows, meta, dict(read("SELECT name, value FROM counters")), self._next_row_id(meta))
 
     def commit(self, changes: Changes) -> None:
-        """Write one round; when this returns it is as durable as ``replay.synchronous`` says."""
+        """Write one round; when this returns it is as durable as ``replay.synchronous`` says. May be called again with
+        the same changes after a :class:`StoreError`: a round whose commit failed may be in the store nevertheless."""
         with self._writing, self._explained("written"):
+            if self._in_doubt is not None and self._newest_transaction() > self._transactions:
+                self._written(self._in_doubt)
+                return
             rows = max((row[0] for row in changes.trajectories), default=-1) + 1
             self._marks.reserve(changes.meta.get("next_group", 0), rows)
             many = self._writer.executemany
@@ -335,15 +341,21 @@ class ReplayStore:
                 many("DELETE FROM stored_groups WHERE group_number = ?", ((n,) for n in changes.left_stored_groups))
                 many("DELETE FROM tasks WHERE task_id = ?", ((task_id,) for task_id in changes.forgotten_tasks))
                 meta = {**changes.meta, "transactions": self._transactions + 1}
-                digests = self._write_meta(meta, changes.counters)
+                digests = self._in_doubt = self._write_meta(meta, changes.counters)
                 self._writer.execute("COMMIT")
             except BaseException:
                 if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
                 raise
-            self._digests = digests
-            self._transactions += 1
-            self._marks.written(self._transactions)
+            self._written(digests)
+
+    def _newest_transaction(self) -> int:
+        return int(self._writer.execute("SELECT value FROM meta WHERE key = 'transactions'").fetchone()[0])
+
+    def _written(self, digests: dict[str, int]) -> None:
+        self._digests, self._in_doubt = digests, None
+        self._transactions += 1
+        self._marks.written(self._transactions)
 
     def _lose(self, numbers: list[int]) -> None:
         """Change the rows of groups that no weights have any more."""

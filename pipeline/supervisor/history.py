@@ -11,14 +11,16 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any
 
 import orjson
 
 from pipeline.config import RunConfig
-from pipeline.config.load import load, plain
+from pipeline.config.load import dump, load, plain
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.disk_wait import wait_for_room
 from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
 
 FIXED = {
@@ -119,6 +121,19 @@ def record(directory: RunDirectory, config: RunConfig, resumed: Resumed) -> None
         line["changes"] = resumed.changes
     if not written or resumed.changes:
         write_bytes_atomically(directory.history_file, written + orjson.dumps(line, default=str) + b"\n")
+
+
+def settle(directory: RunDirectory, config: RunConfig) -> Resumed:
+    """Write the configuration of a run whose roles are started one by one, as the supervisor does for others: by
+    ``prepare`` and by the learner. Raises :class:`ConfigurationError` for a change that the run cannot make."""
+    resumed = compare(directory, config)
+    wait_for_room(directory.create, directory.path, "the run directory")
+    if not directory.has_finished(config.run.total_steps):
+        directory.finished_file.unlink(missing_ok=True)
+    write = partial(write_bytes_atomically, directory.config_file, dump(config).encode())
+    wait_for_room(write, directory.config_file, "the run file")
+    wait_for_room(partial(record, directory, config, resumed), directory.history_file, "the history")
+    return resumed
 
 
 def newest_checkpoint(directory: RunDirectory) -> int:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import yaml
 from pipeline.config.load import load
 from pipeline.launchers.kubernetes import CHART, launch, values_of, write_files
 from pipeline.launchers.launcher import Launch
+from pipeline.launchers.pods import ROLES
 from tests.support.helm import find_helm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +35,7 @@ SCENES = {
 }
 """Run file, changes, GPUs of a node, nodes."""
 KINDS = {"ConfigMap": 1, "Service": 4, "StatefulSet": 3, "Job": 1, "NetworkPolicy": 4, "HorizontalPodAutoscaler": 1,
-         "PersistentVolumeClaim": 1, "PodMonitor": 1}  # fmt: skip
+         "PersistentVolumeClaim": 1, "PodMonitor": 1, "ServiceAccount": 1, "Role": 1, "RoleBinding": 1}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,8 @@ def test_every_manifest_is_valid_and_every_container_without_rights(scene: str, 
     assert {kind: kinds.count(kind) for kind in kinds} == KINDS
     for manifest in manifests:
         if manifest["kind"] != "PodMonitor":  # a custom resource
-            validate.validate(manifest, validate.latest_version(), strict=True)
+            for version in (oldest_version(), validate.latest_version()):
+                validate.validate(manifest, version, strict=True)
     for manifest in manifests:
         if manifest["kind"] in ("StatefulSet", "Job"):
             pod = manifest["spec"]["template"]["spec"]
@@ -87,6 +90,105 @@ def test_every_manifest_is_valid_and_every_container_without_rights(scene: str, 
     written = next(m for m in manifests if m["kind"] == "ConfigMap")["data"]["run.yaml"]
     (tmp_path / "written.yaml").write_text(written)
     assert load(tmp_path / "written.yaml", environment={}) == config, "the pods read the same configuration"
+
+
+def oldest_version() -> str:
+    """Of Kubernetes, that the chart says it needs."""
+    return yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"].removeprefix(">=").rpartition(".")[0]
+
+
+GIVEN: dict[str, Any] = {
+    "annotations": {"team": "rl"},
+    "nodeSelector": {"pool": "gpu"},
+    "env": [
+        {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "huggingface", "key": "token"}}},
+        {"name": "NCCL_IB_HCA", "value": "mlx5"},
+    ],
+    "envFrom": [{"configMapRef": {"name": "proxies"}}],
+    "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
+    "volumeMounts": [{"name": "data", "mountPath": "/data", "readOnly": True}],
+    "resources": {"requests": {"memory": "64Gi"}, "limits": {"rdma/hca": 1}},
+    "capabilities": ["IPC_LOCK"],
+}
+"""What a user may add to the pods of each role."""
+
+
+@pytest.mark.parametrize("scene", ["gpu", "ranks on two nodes", "external engine"])
+def test_pods_take_variables_secrets_volumes_and_resources(scene: str, helm: Path, tmp_path: Path) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    if scene == "external engine":
+        engine = "{kind: external, urls: ['http://vllm:8000'], actor_key: 'env:KEY', learner_key: 'env:KEY'}"
+        config, values = values_of(Launch(load(ROOT / "configs/tiny.yaml", [f"engine={engine}"], environment={})))
+    else:
+        config, values = values_of(request_of(scene))
+    more = tmp_path / "more.yaml"
+    files = [*write_files(config, values, tmp_path), "--values", str(more)]
+    for given in ({}, GIVEN):
+        more.write_text(yaml.safe_dump({"pods": dict.fromkeys(("actor", "engine", "learner", "replay"), given)}))
+        call(helm, "lint", "--strict", CHART, *files)
+        manifests = list(filter(None, yaml.safe_load_all(call(helm, "template", values["name"], CHART, *files))))
+        pods = {}
+        for manifest in manifests:
+            validate.validate(manifest, oldest_version(), strict=True)
+            if manifest["kind"] in ("StatefulSet", "Job"):
+                pods[manifest["metadata"]["name"].rpartition("-")[2]] = manifest["spec"]["template"]
+        assert pods.keys() == {"actor", "learner", "replay"} | ({"engine"} if values["engine"]["pods"] else set())
+        for role, pod in pods.items() if given else ():
+            (container,) = pod["spec"]["containers"]
+            assert all(variable in container["env"] for variable in GIVEN["env"])
+            assert container["envFrom"] == GIVEN["envFrom"]
+            assert GIVEN["volumeMounts"][0] in container["volumeMounts"]
+            assert GIVEN["volumes"][0] in pod["spec"]["volumes"] and pod["spec"]["nodeSelector"] == {"pool": "gpu"}
+            requests, limits = container["resources"]["requests"], container["resources"]["limits"]
+            assert requests == {"cpu": str(values[role]["cpus"]), "memory": "64Gi"}
+            gpus = {"nvidia.com/gpu": str(values[role]["gpus"])} if values[role]["gpus"] else {}
+            assert limits == {"rdma/hca": 1, **gpus}
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+            assert not pod["spec"].keys() & {"env", "envFrom", "volumeMounts", "resources", "capabilities"}
+            assert all(init["securityContext"]["capabilities"] == {"drop": ["ALL"]} for init in
+                       pod["spec"].get("initContainers", ()))  # fmt: skip
+
+
+def test_the_learner_alone_may_end_the_other_pods_and_nothing_else(helm: Path, tmp_path: Path) -> None:
+    config, values = values_of(request_of("gpu"))
+    files = write_files(config, values, tmp_path)
+    for wanted in (True, False):
+        text = call(helm, "template", "gpu", CHART, *files, "--set", f"endWithRun={str(wanted).lower()}")
+        manifests = [manifest for manifest in yaml.safe_load_all(text) if manifest]
+        rules = [rule for manifest in manifests if manifest["kind"] == "Role" for rule in manifest["rules"]]
+        names = [f"gpu-{role}" for role in ROLES]
+        scale = {"apiGroups": ["apps"], "resources": ["statefulsets/scale"], "resourceNames": names, "verbs": ["patch"]}
+        assert rules == ([scale] if wanted else [])
+        assert {m["metadata"]["name"] for m in manifests if m["kind"] == "StatefulSet"} == set(names)
+        for manifest in manifests:
+            if manifest["kind"] in ("StatefulSet", "Job"):
+                pod, learner = manifest["spec"]["template"]["spec"], manifest["kind"] == "Job"
+                mounts = {c["name"]: {mount["name"] for mount in c["volumeMounts"]} for c in containers(manifest)}
+                mounted = [name for name, found in mounts.items() if "account" in found]
+                assert mounted == (["learner"] if learner and wanted else [])
+                assert pod.get("serviceAccountName") == ("gpu-learner" if learner and wanted else None)
+                (args,) = (c.get("args", []) for c in pod["containers"])
+                assert args[-2:] == ["--job", "gpu" if wanted else "-"] if learner else args[-1] == "--stay"
+
+
+def test_a_gang_counts_its_restarts_and_prometheus_asks_the_pod_that_answers(helm: Path, tmp_path: Path) -> None:
+    config, values = values_of(request_of("ranks on two nodes"))
+    files = write_files(config, values, tmp_path)
+    text = call(helm, "template", values["name"], CHART, *files, "--set", "podMonitor.enabled=true")
+    manifests = {manifest["kind"]: manifest for manifest in yaml.safe_load_all(text) if manifest}
+    pods = values["learner"]["pods"]
+    assert pods > 1 and manifests["Job"]["spec"]["backoffLimit"] == config.supervisor.restarts_max * pods
+    for endpoint in manifests["PodMonitor"]["spec"]["podMetricsEndpoints"]:
+        rules = endpoint["relabelings"]
+        assert {"targetLabel": "run", "replacement": values["name"]} in rules
+        (drop,) = (rule for rule in rules if rule.get("action") == "drop")
+        assert len(drop["sourceLabels"]) == 2
+        left = [
+            pod
+            for pod in ("learner;0", "learner;1", "learner;12", "actor;", "engine;")
+            if not re.fullmatch(drop["regex"], pod)
+        ]
+        assert left == ["learner;0", "actor;", "engine;"]
 
 
 def test_only_actors_and_learner_reach_the_replay_stage(helm: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -91,3 +92,19 @@ def test_one_version_of_pytorch_is_the_tested_one() -> None:
     ] == []
     overridden = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["override-dependencies"]
     assert overridden == [pin]
+
+
+def test_actions_of_workflows_are_pinned_by_commit_and_jobs_may_do_no_more_than_they_must() -> None:
+    """A tag can be moved. Only the job that publishes the pages may write anything, and it runs no code of ours."""
+    writing = {}
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        text = path.read_text()
+        used = re.findall(r"uses: (.*)$", text, flags=re.MULTILINE)
+        assert used and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action) for action in used), path
+        workflow = yaml.safe_load(text)
+        for name, job in workflow["jobs"].items():
+            granted = {**workflow["permissions"], **job.get("permissions", {})}
+            rights = {right for right, level in granted.items() if level != "read"}
+            if rights:
+                writing[path.name, name] = (rights, [step for step in job["steps"] if "run" in step])
+    assert writing == {("docs.yml", "publish"): ({"pages", "id-token"}, [])}

@@ -2,7 +2,6 @@
 ``PYTHONPATH``. ``AFTERPLAY_TEST_MUTANTS`` names them, with commas between; ``NAME:1`` is always.
 
 ack_not_stored   the stage acknowledges one trajectory in 200 and throws it away
-ack_before_write the stage acknowledges one in 20 and stores it with the next one: a kill in between loses it
 swap_rewards     the stage gives one trajectory in 50 the reward of the one before it
 alter_tokens     the last token of one trajectory in 50 is another one when it comes to the learner
 skip_rows        the optimizer leaves the first group of each third update out of its loss
@@ -28,17 +27,11 @@ def every(n, what):
 
 
 def ingest(module):
-    accept, scored, late, last = module.Ingest.accept, module.Ingest.scored, [], []
+    accept, scored, last = module.Ingest.accept, module.Ingest.scored, []
 
     def mutant_accept(self, actor, trajectory_id, frames):
         if every(200, "ack_not_stored"):
             self._journal.ack(actor, trajectory_id)
-            return
-        while late:
-            accept(self, *late.pop())
-        if every(20, "ack_before_write"):
-            self._journal.ack(actor, trajectory_id)
-            late.append((actor, trajectory_id, tuple(map(bytes, frames))))
             return
         accept(self, actor, trajectory_id, frames)
 

@@ -17,6 +17,7 @@ import torch
 
 from actors.servers import launch, vllm
 from actors.servers.lock import DIGESTS, MIDDLEWARE
+from actors.servers.process_group import ENDS_WITH
 from learner.policy.backbone import compute_dtype
 from pipeline.config import RunConfig
 from pipeline.config.learner import LearnerConfig, LoraConfig
@@ -24,7 +25,7 @@ from pipeline.errors import ConfigurationError
 from pipeline.runtime import processor
 from pipeline.runtime.children import signal_group
 from pipeline.runtime.engine_keys import ACTOR_KEY_FILE, LEARNER_KEY_FILE, make_key_files
-from pipeline.runtime.rundir import AWAIT_MODEL, RunDirectory, await_model
+from pipeline.runtime.rundir import AWAIT_MODEL, RunDirectory, await_model, write_json_atomically
 
 
 def config(directory: Path, prepared: bool = True, **engine: Any) -> RunConfig:
@@ -266,6 +267,23 @@ def test_process_group_forwards_sigterm_and_ends_with_zero() -> None:
     server.process.send_signal(signal.SIGTERM)
     assert server.end() == 0
     assert group_is_gone(server.group)
+
+
+def test_an_engine_that_was_started_alone_ends_when_the_run_has_made_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(os, "execve", lambda program, argv, environment: commands.append(argv))
+    settings = config(tmp_path)
+    directory, steps = RunDirectory(settings.run.path), settings.run.total_steps
+    assert launch.main(settings, 0, ends_with_run=True) is None and launch.main(settings, 0) is None
+    alone, supervised = commands
+    at = alone.index(ENDS_WITH)
+    assert alone[at : at + 3] == [ENDS_WITH, str(settings.run.path.absolute()), str(steps)]
+    assert alone[at + 3 :] == supervised[-len(alone[at + 3 :]) :]
+    write_json_atomically(directory.finished_file, {"steps": steps, "exit_code": 0})
+    process = subprocess.Popen([*alone[: at + 3], "/bin/sh", "-c", "sleep 60 & wait"])
+    assert process.wait(timeout=30) == 0
 
 
 def test_killed_parent_leaves_no_grandchild() -> None:

@@ -30,6 +30,26 @@ def test_every_live_process_and_every_engine_is_scraped_under_its_role(run: RunD
     ]
 
 
+def test_processes_of_other_machines_are_scraped_there(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("grafana.targets.socket.gethostname", lambda: "here")
+    records = {
+        "actor-0": ("here", "0.0.0.0"),
+        "actor-1": ("there", "0.0.0.0"),
+        "learner": ("there", "10.0.0.7"),
+        "replay": ("here", "127.0.0.1"),
+        "actor-2": ("there", "127.0.0.1"),
+        "actor-3": ("there", "fd00::7"),
+    }
+    for name, (machine, host) in records.items():
+        record = {"pid": 1, "machine": machine, "metrics_host": host, "metrics_port": 41}
+        run.process_file(name).write_text(json.dumps(record))
+    found = [target.address for target in targets_of_run(run.path) if target.job != "afterplay-engine"]
+    assert found == ["127.0.0.1:41", "there:41", "[fd00::7]:41", "10.0.0.7:41", "127.0.0.1:41"]
+    assert "actor-2 is left out: it listens on 127.0.0.1 of there" in capsys.readouterr().err
+
+
 def test_targets_file_is_written_for_file_sd(run: RunDirectory, tmp_path: Path) -> None:
     output = tmp_path / "targets.json"
     assert main([str(run.path), "-o", str(output)]) == 0

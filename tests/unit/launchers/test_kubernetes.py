@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import subprocess
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, ClassVar
 
 import jsonschema
 import orjson
@@ -20,6 +22,7 @@ from pipeline.errors import ConfigurationError
 from pipeline.launchers import kubernetes
 from pipeline.launchers.kubernetes import CHART, cluster_options, config_in_pods, secrets_of, values_of
 from pipeline.launchers.launcher import Launch
+from pipeline.launchers.pods import end_pods
 from pipeline.transport.curve import peer_keys, server_keys
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -64,6 +67,7 @@ def test_requests_are_those_of_the_plan() -> None:
     assert (found["engine"]["pods"], found["engine"]["gpus"]) == (6, 1)
     assert (found["learner"]["pods"], found["learner"]["gpus"], found["learner"]["ranksPerPod"]) == (1, 2, 2)
     assert found["actor"]["gpus"] == found["replay"]["gpus"] == 0
+    assert (found["engine"]["memory"], found["learner"]["memory"]) == ("4096Mi", "4096Mi"), "a process for each GPU"
     several = values("several ranks")
     assert (several["learner"]["pods"], several["learner"]["gpus"], several["learner"]["ranksPerPod"]) == (2, 2, 2)
 
@@ -123,6 +127,53 @@ def test_what_helm_refuses_is_refused_before_the_learner_is_deleted(monkeypatch:
     with pytest.raises(ConfigurationError, match="do not meet the schema"):
         launch_tiny()
     assert len(cluster.calls) == 1 and not cluster.secrets
+
+
+def test_pods_that_ended_with_the_run_are_there_again_before_it_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch)
+    launch_tiny("actor.replicas=3")
+    scaled = [call[2:] for call in cluster.calls if call[:2] == ["kubectl", "scale"]]
+    assert scaled == [
+        ["statefulset/tiny-replay", "--current-replicas=0", "--replicas=1"],
+        ["statefulset/tiny-engine", "--current-replicas=0", "--replicas=1"],
+        ["statefulset/tiny-actor", "--current-replicas=0", "--replicas=3"],
+    ]
+
+
+class Api(BaseHTTPRequestHandler):
+    """The scale of stateful sets, of which there is none of an engine."""
+
+    asked: ClassVar[list[tuple[str, str, Any]]] = []
+
+    def do_PATCH(self) -> None:
+        body = orjson.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append((self.path, self.headers["Authorization"], body))
+        self.send_response(404 if "engine" in self.path else 403 if "denied" in self.path else 200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_a_learner_that_has_finished_ends_the_other_pods(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "namespace").write_text("rl")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Api) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        api = f"http://127.0.0.1:{server.server_port}"
+        end_pods("mine", tmp_path, api)
+        assert Api.asked == [
+            (f"/apis/apps/v1/namespaces/rl/statefulsets/mine-{role}/scale", "Bearer secret", {"spec": {"replicas": 0}})
+            for role in ("actor", "engine", "replay")
+        ]
+        assert not caplog.messages
+        end_pods("denied", tmp_path, api)
+        server.shutdown()
+        thread.join()
+    end_pods("mine", tmp_path / "absent", api)
+    assert len(caplog.messages) == 2 and all("helm uninstall" in message for message in caplog.messages)
 
 
 def test_a_run_is_given_more_actors_as_long_as_there_are_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -302,3 +302,42 @@ def test_a_reader_that_keeps_the_log_of_the_store_from_being_emptied_is_named(
         other.communicate()
         for number in range(2):
             store.commit(counted(number))
+
+
+class _Failing:
+    """A connection whose next commits fail with an I/O error, after or before they are made."""
+
+    def __init__(self, writer: sqlite3.Connection, made: list[bool]) -> None:
+        self._writer, self._made = writer, made
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._writer, name)
+
+    def execute(self, statement: str, *arguments: object) -> sqlite3.Cursor:
+        if statement == "COMMIT" and self._made:
+            if self._made.pop(0):
+                self._writer.execute(statement)
+            raise sqlite3.OperationalError("disk I/O error")
+        return self._writer.execute(statement, *arguments)
+
+
+@pytest.mark.parametrize("made", [[True], [False], [False, True], [True, True], [False, False]])
+def test_a_round_whose_commit_failed_is_there_once_when_it_is_written_again(made: list[bool], tmp_path: Path) -> None:
+    path, attempts = tmp_path / "replay.sqlite", list(made)
+    with ReplayStore(path) as store:
+        for number in range(3):
+            changes = Changes()
+            changes.payloads.append((number, (b"a", b"b", b"c", b"d")))
+            changes.counters["x"] = number
+            if number == 1:
+                store._writer = _Failing(store._writer, attempts)  # type: ignore[assignment]
+            for _ in range(len(made) + 1):
+                try:
+                    store.commit(changes)
+                    break
+                except StoreError as error:
+                    assert "disk I/O error" in str(error)
+        assert not attempts or made[0]
+    with ReplayStore(path) as store:
+        assert store._newest_transaction() == store._transactions == 3
+        assert [row[0] for row in store._reader.execute("SELECT row_id FROM payloads ORDER BY 1")] == [0, 1, 2]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -22,7 +23,7 @@ from pipeline.errors import ConfigurationError
 from pipeline.runtime.contents import set_aside
 from pipeline.runtime.engine_addresses import EngineRegistry
 from pipeline.runtime.process import ExitCode, load_main
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.rundir import RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
 from pipeline.supervisor.processes import HealthAnswer
 from pipeline.supervisor.restarts import Machine, Rule
@@ -173,6 +174,49 @@ def test_status_refuses_what_is_no_run_and_tells_of_one_without_a_store(tmp_path
     told = " ".join(result.output.split())  # the lines of long paths are wrapped
     assert "checkpoint u000003 is damaged (x)" in told
     assert "not running" in told and "step 1/9 reward 0.100 first_right 0.350 ratio 1.000" in told
+
+
+def test_a_run_whose_roles_are_started_one_by_one_has_its_configuration_and_its_end(tmp_path, monkeypatch):
+    place = ["--set", f"run.directory={tmp_path}", "--set", "run.name=r"]
+    directory, started = RunDirectory(tmp_path / "r"), []
+    monkeypatch.setattr("pipeline.runtime.process.load_main", lambda path: lambda *_: SimpleNamespace(path="model"))
+    assert invoke("prepare", TINY, *place).exit_code == 0
+    assert "not running" in invoke("status", str(directory.path)).output
+
+    def run_role(name, index, config, main, ends_with_run):
+        started.append((name, ends_with_run))
+        write_json_atomically(directory.process_file(name), {"pid": 1})
+        return 0
+
+    monkeypatch.setattr("pipeline.runtime.process.run_role", run_role)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    own = str(directory.config_file)  # what the supervisor gives to its roles
+    for command in (["replay", "start"], ["learner"], ["actor", "--index", "0"]):
+        invoke(*command, TINY, *place)
+    told = " ".join(invoke("status", str(directory.path)).output.split())
+    assert "roles that were started one by one: actor-0, learner, replay" in told
+    for command in (["replay", "start"], ["learner"], ["actor", "--index", "1"]):
+        invoke(*command, own)
+    invoke("replay", "start", "--stay", TINY, *place)
+    assert [ends for _, ends in started] == [True, False, True, *[False] * 4]
+    steps = load(TINY, environment={}).run.total_steps
+    for made, finished in ((steps - 1, False), (steps, True)):
+        write_lines(directory, line(made))
+        invoke("learner", TINY, *place)
+        assert directory.has_finished(steps) is finished
+    ended = []
+    monkeypatch.setattr("pipeline.launchers.pods.end_pods", ended.append)
+    monkeypatch.setattr("pipeline.runtime.process.load_main", lambda path: ended.append)
+    assert invoke("learner", TINY, *place, "--job", "mine").exit_code == 0 and ended == ["mine"]
+    assert invoke("learner", TINY, *place, "--job", "-").exit_code == 0 and ended == ["mine"]
+    longer = [*place, "--set", f"run.total_steps={steps + 1}"]
+    assert invoke("learner", TINY, *longer, "--job", "mine").exit_code == 143, "stopped, and no job is done"
+    assert invoke("learner", TINY, *longer).exit_code == 0 and ended == ["mine"]
+    assert not directory.finished_file.exists(), "continues"
+    (directory.checkpoints / "u000003").mkdir()
+    (directory.checkpoints / "u000003" / "state.json").write_text("{}")
+    refused = invoke("learner", TINY, *place, "--set", "model.tiny.hidden_size=96").exception
+    assert isinstance(refused, ConfigurationError) and "its weights belong to one model" in str(refused)
 
 
 def test_status_names_the_engines_that_joined_and_those_that_are_gone(tmp_path):

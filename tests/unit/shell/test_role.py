@@ -85,13 +85,13 @@ async def has_a_bug(ctx):
 async def returns(ctx):
     pass
 
-sys.exit(run_role("actor-1", 1, config, globals()[sys.argv[2]]))
+sys.exit(run_role("actor-1", 1, config, globals()[sys.argv[2]], ends_with_run=len(sys.argv) > 3))
 """
 
 
-def start(tmp_path, main):
+def start(tmp_path, main, *alone):
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), main],
+        [sys.executable, "-c", PROGRAM, str(tmp_path), main, *alone],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -107,6 +107,19 @@ def ended(process, seconds=20):
         process.kill()
         process.communicate()
     return process.returncode, err
+
+
+def test_a_role_that_was_started_alone_drains_and_ends_with_0_when_the_run_has_made_its_steps(tmp_path):
+    process = start(tmp_path, "drains_until_told", "alone")
+    assert process.stdout.readline() == "ready\n"
+    directory, steps = RunDirectory(tmp_path / "r"), RunConfig().run.total_steps
+    write_json_atomically(directory.finished_file, {"steps": steps - 1, "exit_code": 0})  # of a shorter run before it
+    assert not directory.has_finished(steps) and process.poll() is None
+    write_json_atomically(directory.finished_file, {"steps": steps, "exit_code": 0})
+    assert process.stdout.readline() == "stopping\n"
+    process.stdin.write("\n")
+    code, err = ended(process)
+    assert code == 0 and "the run has finished" in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -28,6 +28,14 @@ capabilities:
   drop: [ALL]
 {{- end }}
 
+{{/* The same for the container of a role, which may be given capabilities. */}}
+{{- define "afterplay.guardedRole" -}}
+{{- include "afterplay.guarded" . }}
+{{- with (index .root.Values.pods .role).capabilities }}
+  add: {{ toJson . }}
+{{- end }}
+{{- end }}
+
 {{/* Settings of a pod: no rights, a grace longer than the drain, and where it may run. */}}
 {{- define "afterplay.pod" -}}
 automountServiceAccountToken: false
@@ -45,7 +53,7 @@ securityContext:
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with omit (index .root.Values.pods .role) "annotations" }}
+{{- with omit (index .root.Values.pods .role) "annotations" "env" "envFrom" "volumes" "volumeMounts" "resources" "capabilities" }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
@@ -57,22 +65,34 @@ securityContext:
   {{- include "afterplay.guarded" . | nindent 2 }}
 {{- end }}
 
-{{/* GPUs are requested by their limit. Without one, a container sees none. */}}
+{{- define "afterplay.roleImage" -}}
+image: "{{ .root.Values.image.repository }}:{{ .root.Values.image.tag }}"
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+securityContext:
+  {{- include "afterplay.guardedRole" . | nindent 2 }}
+{{- with (index .root.Values.pods .role).envFrom }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* GPUs are requested by their limit. Without one, a container sees none. What pods.ROLE.resources says comes first. */}}
 {{- define "afterplay.resources" -}}
 {{- $place := index .root.Values .role -}}
+{{- $limits := dict -}}
+{{- with $place.memoryLimit }}{{ $_ := set $limits "memory" . }}{{ end -}}
+{{- with $place.gpus }}{{ $_ := set $limits "nvidia.com/gpu" (toString .) }}{{ end -}}
+{{- $requests := dict "cpu" (toString $place.cpus) "memory" $place.memory -}}
+{{- $given := deepCopy ((index .root.Values.pods .role).resources | default dict) -}}
 resources:
-  requests:
-    cpu: {{ $place.cpus | quote }}
-    memory: {{ $place.memory }}
-  {{- if or $place.gpus $place.memoryLimit }}
-  limits:
-    {{- with $place.memoryLimit }}
-    memory: {{ . }}
-    {{- end }}
-    {{- with $place.gpus }}
-    nvidia.com/gpu: {{ . | quote }}
-    {{- end }}
-  {{- end }}
+  {{- toYaml (mergeOverwrite (dict "requests" $requests "limits" $limits) $given) | nindent 2 }}
+{{- end }}
+
+{{/* Variables of pods.ROLE.env, below those of the chart. */}}
+{{- define "afterplay.env" -}}
+{{- with (index .root.Values.pods .role).env }}
+{{- toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "afterplay.mounts" -}}
@@ -81,6 +101,9 @@ resources:
 - {name: tmp, mountPath: /tmp}
 - {name: home, mountPath: /home/afterplay}
 - {name: shm, mountPath: /dev/shm}
+{{- with (index .root.Values.pods .role).volumeMounts }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "afterplay.volumes" -}}
@@ -97,6 +120,9 @@ resources:
 - name: shm
   emptyDir:
     medium: Memory
+{{- with (index .root.Values.pods .role).volumes }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{/* CURVE keys of a role. Afterplay refuses secret files that others can read, and a mounted secret is readable by the
