@@ -157,7 +157,8 @@ async def _check_all(config: RunConfig, tasks: Mapping[str, Sequence[Task]], fou
                 if script is not None:
                     played[name] = script
                 await _score(name, script, tasks.get(name, (Task(f"{name}/0", name, 0),)), config.scorer, found)
-        for service in (*config.scorer.judges, *config.scorer.reward_models):
+        services: list[JudgeConfig | RewardModelConfig] = [*config.scorer.judges, *config.scorer.reward_models]
+        for service in services:
             await _ask(service, played, config, found)
     if config.replay.enabled and config.replay.mode == "restart" and not can:
         found.problems.append(
@@ -211,7 +212,7 @@ async def _check(
         end_environment(host)
 
 
-async def _play(host: EnvironmentHost, tasks: Sequence[Task], found: Findings) -> Script | None:
+async def _play(host: TellingHost, tasks: Sequence[Task], found: Findings) -> Script | None:
     """One episode, of the first of ``tasks`` that can be played. Raises the :class:`PlugInError` of the first."""
     first: PlugInError | None = None
     turns_max = min(host.config.max_turns, TURNS_MAX)
