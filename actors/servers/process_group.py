@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from pipeline.runtime.children import OrphanReaper, signal_group
+from pipeline.runtime.children import OrphanReaper, end_with_supervisor, signal_group
 
 GRACE_SECONDS = 5.0
 
@@ -26,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
+    end_with_supervisor()
     stopping = False
     server: subprocess.Popen[bytes] | None = None
 

@@ -64,9 +64,8 @@ class LocalHost:
     async def start(self, spec: ProcessSpec, waiting: Waiting) -> Child:
         log_file = self._directory.log_file(spec.name)
         with await when_room(partial(open_log, log_file), log_file, f"the log of {spec.name}") as output:
-            return ChildGroup(
-                spec.command, self._reaper, environment=child_environment(spec.environment), output=output
-            )
+            environment = child_environment(spec.environment, ends_with_us=spec.here)
+            return ChildGroup(spec.command, self._reaper, environment=environment, output=output)
 
     async def check(self, spec: ProcessSpec, child: Child) -> HealthAnswer:
         url = spec.health_url or health_url(self._directory, spec.name, child.pid if spec.here else None)
