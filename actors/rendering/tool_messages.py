@@ -62,7 +62,7 @@ class Form:
         shown = list(messages)
         if any(message.extra.get("tool_calls") for message in shown):
             if self.calls == "text":
-                shown = [as_text(message) if message.extra.get("tool_calls") else message for message in shown]
+                shown = [as_text(message) for message in shown]
             else:
                 shown = [self._stated(message) for message in shown]
             if self.calls == "apart":
