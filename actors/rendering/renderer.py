@@ -553,9 +553,13 @@ class Renderer:
     def _forms_of(self, messages: Sequence[Message]) -> Sequence[Form | None]:
         """The forms in which ``messages`` may be rendered, in the order in which they are tried; None in the place of
         one that the template does not take."""
-        if any(message.extra.get("tool_calls") for message in messages):
-            return self._forms_of_calls
-        return self._forms_of_answers if _has_answers(messages) else self._plain_forms
+        forms = self._plain_forms
+        for message in messages:
+            if message.extra and message.extra.get("tool_calls"):
+                return self._forms_of_calls
+            if message.role == "tool":
+                forms = self._forms_of_answers
+        return forms
 
     @cached_property
     def _plain_forms(self) -> tuple[Form, ...]:
@@ -648,7 +652,7 @@ class Renderer:
     ) -> str:
         options: dict[str, Any] = {"tools": tools} if tools else {}
         several = self._tokenizer.chat_template
-        if isinstance(several, Mapping) and "tool_use" in several:
+        if isinstance(several, dict) and "tool_use" in several:
             uses = tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
             options |= {"chat_template": "tool_use"} if uses else {}
         text = self._tokenizer.apply_chat_template(
@@ -673,10 +677,6 @@ class Renderer:
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
-
-
-def _has_answers(messages: Sequence[Message]) -> bool:
-    return any(message.role == "tool" for message in messages)
 
 
 def _said(messages: Sequence[Message], given: int, replies: Sequence[str] | None) -> Iterator[Message]:
