@@ -553,7 +553,7 @@ class Renderer:
     def _forms_of(self, messages: Sequence[Message]) -> Sequence[Form | None]:
         """The forms in which ``messages`` may be rendered, in the order in which they are tried; None in the place of
         one that the template does not take."""
-        forms = self._plain_forms
+        forms: Sequence[Form | None] = self._plain_forms
         for message in messages:
             if message.extra and message.extra.get("tool_calls"):
                 return self._forms_of_calls

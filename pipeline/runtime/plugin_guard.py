@@ -275,7 +275,7 @@ class BlockingCalls:
             self._slots.release()
             raise
         try:
-            return await thread.future
+            return await thread.future  # type: ignore[no-any-return]
         except asyncio.CancelledError:
             thread.abandoned = True
             if not thread.ended:
