@@ -29,9 +29,11 @@ from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from pipeline.errors import failure_of, is_failure
+
+T = TypeVar("T")
 
 _OWNER: ContextVar[TaskOwner | None] = ContextVar("afterplay_owner_of_tasks", default=None)
 
@@ -136,7 +138,7 @@ class _WithoutExit(Coroutine[Any, Any, Any]):
         return getattr(self._coroutine, name)
 
 
-def called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def called(function: Callable[..., T], *args: Any, **options: Any) -> T:
     """``function(*args, **options)``, for a thread. What would mean something else to who awaits it (``sys.exit``, a
     ``StopIteration``) is an ordinary failure."""
     try:
