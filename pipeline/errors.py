@@ -310,6 +310,14 @@ def line_among(frames: Iterable[traceback.FrameSummary]) -> str:
     return f"{found.filename}, line {found.lineno}, in {found.name}"
 
 
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+
+
+def line_in(text: str) -> str:
+    """The same, of the traceback that a Python program has printed; empty where there is none."""
+    return line_among(traceback.FrameSummary(file, int(line), name) for file, line, name in _FRAME.findall(text))
+
+
 def described(error: BaseException) -> str:
     """Kind and message of an error of user code, with its line where that is known: what is shown of it everywhere.
 

@@ -34,7 +34,15 @@ from actors.rendering.renderer import Renderer
 from actors.rollout.agent_loop import AgentEpisode, AgentLoop, Budget, Dialogue, Game
 from actors.rollout.recorder import Recorder
 from actors.tools.parsing.registry import parser_of
-from pipeline.errors import AfterplayError, ConfigurationError, EpisodeLimit, PlugInError, PlugInTimeout, boundary
+from pipeline.errors import (
+    AfterplayError,
+    ConfigurationError,
+    EpisodeLimit,
+    PlugInError,
+    PlugInTimeout,
+    boundary,
+    line_in,
+)
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.runtime.children import KILL_SECONDS_MAX, ChildGroup, OrphanReaper, describe_exit
 from pipeline.schema import TrajectoryStatus
@@ -165,6 +173,8 @@ def _hung(loop: ProgramLoop, session: Session) -> PlugInTimeout:
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 TASK_CHARACTERS_MAX = 100_000
 """A longer task does not fit into an environment variable; the program asks ``GET`` of its session for it."""
+SAID_CHARACTERS_MAX = 500
+"""Part of the last line on stderr of a program that failed, in the message of the failure."""
 
 
 @dataclass(config=STRICT_OPTIONS)
@@ -313,7 +323,9 @@ class ProgramLoop(AgentLoop):
         if session.report is not None:
             return session.report
         if code != 0:
-            raise PlugInError(PROGRAM, "ExitCode", f"the program ended: {describe_exit(code)}", child.stderr)
+            said = child.stderr.strip().rpartition("\n")[2].strip()[:SAID_CHARACTERS_MAX]
+            why = f"the program ended: {describe_exit(code)}{', after ' if said else ''}{said}"
+            raise PlugInError(PROGRAM, "ExitCode", why, child.stderr, line_in(child.stderr))
         return last_line(child.stdout)
 
     async def _call_function(self, session: Session) -> Report | None:

@@ -143,7 +143,7 @@ class _WithoutExit(Coroutine[Any, Any, Any]):
         return getattr(self._coroutine, name)
 
 
-def called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def called(function: Callable[..., T], *args: Any, **options: Any) -> T:
     """``function(*args, **options)``, for a thread. What would mean something else to who awaits it (``sys.exit``, a
     ``StopIteration``) is an ordinary failure."""
     try:

@@ -590,6 +590,10 @@ async def test_a_program_that_dies_keeps_the_end_of_its_errors(
     trajectory = await run_order(serve(echoing(words), loop_options=command(tmp_path, source)), long_order)
     assert trajectory.status is TrajectoryStatus.ERROR and trajectory.failure is not None
     assert trajectory.failure.boundary == "program" and "out of ideas" in trajectory.failure.details
+    said = "the program ended: exit code 1, after SystemError: out of ideas ("
+    line = source.count("\n")
+    assert trajectory.failure.message.startswith(said), trajectory.failure.message
+    assert trajectory.failure.message.endswith(f"agent.py, line {line}, in <module>)")
     assert trajectory.rewards == {} and len(trajectory.turns) == 1
 
 

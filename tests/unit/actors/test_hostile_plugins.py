@@ -24,6 +24,36 @@ MakeOffice = Callable[..., Services]
 MakeOrder = Callable[..., Order]
 
 
+@pytest.fixture(autouse=True)
+async def owned() -> None:
+    """Tasks of plug-ins have owners, as in an actor."""
+    watch_tasks()
+
+
+class Panic(BaseException):
+    """As some libraries raise it: no ``Exception``."""
+
+
+LEAVES = ("exit", "cancelled", "interrupt", "generator", "panic", "task", "gathered", "thread")
+
+
+async def leave(how: str) -> None:
+    """Raise what ends more than a plug-in, where it may: here, in a task, or in a thread."""
+    raised = {"cancelled": asyncio.CancelledError, "interrupt": KeyboardInterrupt, "generator": GeneratorExit}
+    if how in raised:
+        raise raised[how]
+    if how == "panic":
+        raise Panic
+    if how == "exit":
+        sys.exit(3)
+    if how == "task":
+        await asyncio.create_task(leave("exit"))
+    if how == "gathered":
+        await asyncio.gather(leave("interrupt"), asyncio.sleep(0))
+    if how == "thread":
+        await asyncio.to_thread(sys.exit, 3)
+
+
 class Unprintable(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no words")
@@ -47,10 +77,7 @@ class Hostile(Tool):
             raise Unprintable
         if how == "hang":
             await anyio.sleep_forever()
-        if how == "exit":
-            sys.exit(3)
-        if how == "cancelled":
-            raise asyncio.CancelledError
+        await leave(how)
         if how == "group":
             raise ExceptionGroup("many", [ValueError("one")])
         if how == "megabytes":
@@ -75,7 +102,7 @@ class Hostile(Tool):
 @pytest.mark.parametrize(
     ("how", "outcome"),
     [
-        *((how, "raised") for how in ("raise", "unprintable", "exit", "cancelled", "group")),
+        *((how, "raised") for how in ("raise", "unprintable", "group", *LEAVES)),
         ("hang", "timeout"),
         *((how, "wrong_value") for how in ("none", "text", "number", "nan")),
         *((how, "ok") for how in ("megabytes", "surrogate", "meddle")),
@@ -179,10 +206,7 @@ class RudeEpisode(Episode):
             raise ValueError("boom" * 1_000_000)
         if how == "unprintable":
             raise Unprintable
-        if how == "exit":
-            sys.exit(3)
-        if how == "cancelled":
-            raise asyncio.CancelledError
+        await leave(how)
         if how == "hang":
             await anyio.sleep_forever()
         if how == "block":
@@ -199,7 +223,7 @@ class RudeEpisode(Episode):
         return Step(reward=1.0, done=True)
 
 
-@pytest.mark.parametrize("how", ["raise", "unprintable", "exit", "cancelled", "hang", "block", "megabytes", "wrong"])
+@pytest.mark.parametrize("how", ["raise", "unprintable", *LEAVES, "hang", "block", "megabytes", "wrong"])
 async def test_a_hostile_environment_fails_its_own_episode_with_a_bounded_traceback(
     office: MakeOffice,  # noqa: F811
     make_order: MakeOrder,
@@ -250,10 +274,7 @@ class RudeAgent(AgentEpisode):
             raise ValueError("boom" * 1_000_000)
         if how == "unprintable":
             raise Unprintable
-        if how == "exit":
-            sys.exit(3)
-        if how == "cancelled":
-            raise asyncio.CancelledError
+        await leave(how)
         if how == "block":
             time.sleep(60)
         if how == "hang":
@@ -266,8 +287,8 @@ class RudeAgent(AgentEpisode):
 @pytest.mark.parametrize(
     ("how", "where"),
     [
-        *((how, "start") for how in ("raise", "exit", "cancelled", "block", "hang", "no episode")),
-        *((how, "answer") for how in ("raise", "unprintable", "exit", "cancelled", "block", "hang", "wrong", "nan")),
+        *((how, "start") for how in ("raise", *LEAVES, "block", "hang", "no episode")),
+        *((how, "answer") for how in ("raise", "unprintable", *LEAVES, "block", "hang", "wrong", "nan")),
     ],
 )
 async def test_a_hostile_loop_fails_its_own_episode_and_both_are_closed(
