@@ -433,7 +433,7 @@ class Renderer:
                 yield (user, reply, *new)
 
         def lacks(messages: Sequence[Message], text: str) -> str | None:
-            return lost(new, text, text.index(_MARK) if _MARK in text else 0)
+            return lost(new, text, max(0, text.rfind(_MARK)))
 
         messages, text = self._fit(variants, (), (), lacks)
         if messages[1] is replies[0]:

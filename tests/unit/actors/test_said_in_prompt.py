@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from actors.env_commands.demonstrate import render
@@ -142,12 +142,16 @@ def opening(kind: str, talk: Talk) -> list[Message]:
 
 @pytest.mark.parametrize("append", [False, True], ids=["template", "append"])
 @pytest.mark.parametrize("name", NAMES)
+@example(
+    data=None, start="thoughtful", turns=[("tools", True), ("tool and user", False), ("system", False)], tools=True
+)
+@example(data=None, start="plain", turns=[("tools", True), ("tool", True), ("two users", False)], tools=False)
 @given(data=st.data(), start=st.sampled_from(OPENINGS), turns=TURNS, tools=st.booleans())
 @settings(FIXTURES, max_examples=12)
 def test_everything_said_is_in_the_next_prompt(
     name: str, append: bool, data: Any, start: str, turns: list[tuple[str, bool]], tools: bool
 ) -> None:
-    renderer, talk = renderer_of(name), Talk(lambda: data.draw(NOISE))
+    renderer, talk = renderer_of(name), Talk(lambda: data.draw(NOISE) if data else "")
     conversation = renderer.start(opening(start, talk), TOOLS if tools else ())
     talk.anywhere += SCHEMA_WORDS if tools else ()
     talk.check(renderer, conversation.prompt_ids)
