@@ -404,7 +404,7 @@ _BETWEEN_WORDS = re.compile(r"(?<!\d)[,;]|[,;](?!\d)")
 _ENDS = ".,;:!?…。，、！？：；"
 _QUOTES = "\"'«»„‚¿¡"
 LAYERS_MAX = 8
-_PAIRS = ("()", "[]", "{}", "**", "__", "``")
+_PAIRS = (("(", ")"), ("[", "]"), ("{", "}"), ("*", "*"), ("_", "_"), ("`", "`"))
 
 
 def normal(text: str, case: bool, punctuation: bool) -> str:
