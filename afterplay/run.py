@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent import futures
 from contextlib import suppress
@@ -32,6 +33,7 @@ from pipeline.scorer.conversation import conversation, reply
 from pipeline.store.evaluation_results import read_results
 from pipeline.store.queries import Filters, Span
 from pipeline.store.store import store_path
+from pipeline.supervisor.display import FailureNews
 from pipeline.supervisor.processes import check_health
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ class Run:
         self._directory = directory
         self._supervised = supervised
         """The processes that we have started; None: others have."""
+        self._failures = FailureNews()
 
     @property
     def directory(self) -> Path:
@@ -86,6 +89,8 @@ class Run:
         news = _NewSteps(self._directory)
         while True:
             ended = not self.alive
+            if not ended:
+                self._warn()
             yield from news.read()  # after the look, so that nothing is missed that was written before the end
             if ended:
                 return self._raise_failure()
@@ -95,6 +100,8 @@ class Run:
         news = _NewSteps(self._directory)
         while True:
             ended = not self.alive
+            if not ended:
+                self._warn()
             for line in news.read():
                 yield line
             if ended:
@@ -105,6 +112,7 @@ class Run:
     def wait(self) -> Self:
         """Block until the run ends. Raises :class:`RunFailed` when it failed."""
         while self.alive:
+            self._warn()
             self._pause()
         self._raise_failure()
         return self
@@ -213,6 +221,12 @@ class Run:
         if config is None or not store_path(config, self._directory).exists():
             return None
         return RunReader(config, self._directory)
+
+    def _warn(self) -> None:
+        """Warn of environments most of whose rollouts fail, as the console does."""
+        replay = (read_json(self._directory.processes_file) or {}).get("replay") or {}
+        for line in self._failures.news(replay.get("failed")):
+            warnings.warn(line, stacklevel=3)
 
     def _pause(self) -> None:
         if self._supervised is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,8 @@ def check_own_functions(config: RunConfig, tasks: Mapping[str, Sequence[Task]], 
     advantage = config.advantage
     scored, trajectories = _update(config, tasks)
     if advantage.shaping is not None:
-        unknown = any(section.tasks_from is not None and not tasks.get(name) for name, section in _trained(config))
+        trained = {name: config.environments[name] for name in config.trained_environments}
+        unknown = any(section.tasks_from is not None and not tasks.get(name) for name, section in trained.items())
         about = Findings(forgiving=found.forgiving or unknown)
         with about.collecting():
             scored = shaped(scored, trajectories, advantage)
@@ -43,10 +45,6 @@ def check_own_functions(config: RunConfig, tasks: Mapping[str, Sequence[Task]], 
     if ":" in config.loss.policy.name:
         with found.collecting():
             _learn(config, sum(p.n_tokens for p in scored))
-
-
-def _trained(config: RunConfig) -> list[tuple[str, object]]:
-    return [(name, config.environments[name]) for name in config.trained_environments]
 
 
 def _update(config: RunConfig, tasks: Mapping[str, Sequence[Task]]) -> tuple[list[ScoredTrajectory], list[Trajectory]]:
@@ -63,7 +61,7 @@ def _update(config: RunConfig, tasks: Mapping[str, Sequence[Task]]) -> tuple[lis
             reward = (index + 1) / rollouts
             turns = np.repeat([0, 1], [TOKENS, TOKENS + 1]).astype(np.int32)
             logprobs = random.uniform(-2, -0.1, len(turns))
-            given = {needed: logprobs + 0.1 for needed in needs}
+            given: dict[str, Any] = {needed: logprobs + 0.1 for needed in needs}
             scored.append(
                 ScoredTrajectory(
                     group, reward, turns, (0.0, reward), len(turns),

@@ -213,8 +213,9 @@ def boundary(name: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        ours = isinstance(error, AfterplayError) and not isinstance(error, SchemaError)
-        if (ours and getattr(error, "boundary", name)) or not is_failure(error):
+        placeless = isinstance(error, PlugInError) and not error.boundary
+        ours = isinstance(error, AfterplayError) and not isinstance(error, SchemaError) and not placeless
+        if ours or not is_failure(error):
             raise
         raise failure_of(name, error) from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -95,11 +95,10 @@ class FailureNews:
         self._since: dict[str, tuple[int, int, int]] = {}
         """By environment: successes and failures before the newest ones, and the failures at which a line is due."""
 
-    def news(self, answers: Mapping[str, HealthAnswer]) -> list[str]:
-        """Lines that are due, from the answer of the replay stage."""
-        replay = answers.get("replay")
+    def news(self, outcomes: Mapping[str, Sequence[Any]] | None) -> list[str]:
+        """Lines that are due. ``outcomes``: ``failed`` in the status of the replay stage."""
         lines = []
-        for name, (succeeded, failed, sentence) in (replay.details.get("failed") or {} if replay else {}).items():
+        for name, (succeeded, failed, sentence) in (outcomes or {}).items():
             succeeded_before, failed_before, least = self._since.get(name, (0, 0, FAILURES_MIN))
             right, wrong = succeeded - succeeded_before, failed - failed_before
             if wrong > right and wrong >= least:
@@ -172,7 +171,8 @@ class Display:
         all processes after ``SILENCE_SECONDS`` without a line."""
         for line in self._phases.news(self._processes, self._answers, step_of(self._line), time.monotonic()):
             self.say(line)
-        for line in self._failures.news(self._answers):
+        replay = self._answers.get("replay")
+        for line in self._failures.news(replay.details.get("failed") if replay else None):
             self.say(line)
         now = time.monotonic()
         if self._live is None and now - self._printed_at >= SILENCE_SECONDS:

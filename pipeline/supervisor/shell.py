@@ -272,6 +272,7 @@ class Supervisor:
                 "state": answer.state if answer else "",
                 "waiting_for": answer.waiting_for if answer else "",
                 "progress_age_seconds": answer.progress_age_seconds if answer else None,
+                "failed": answer.details.get("failed") if answer else None,
             }
         path = self._directory.processes_file
         why = left_out(partial(write_json_atomically, path, states, make_folder=False), path)

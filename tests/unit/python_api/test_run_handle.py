@@ -64,6 +64,17 @@ def test_a_stopped_run_is_no_failure(run: Run) -> None:
     run.stop()
 
 
+def test_a_run_warns_while_most_of_its_rollouts_fail(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive = iter([True, True, False])
+    monkeypatch.setattr(Run, "alive", property(lambda self: next(alive)))
+    sentence = "environment maze: all 9 rollouts failed, most often with score: mine.py:pay raised KeyError"
+    states = {"replay": {"failed": {"maze": [0, 9, sentence]}}}
+    (run.directory / "processes.json").write_bytes(orjson.dumps(states))
+    with pytest.warns(UserWarning, match="all 9 rollouts failed") as warned:
+        run.wait()
+    assert len(warned) == 1 and warned[0].filename == __file__
+
+
 def test_rollouts_are_flat_rows(run: Run) -> None:
     rows = {row["trajectory_id"]: row for row in run.rollouts()}
     assert len(rows) == len(ROLLOUTS)

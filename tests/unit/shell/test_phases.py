@@ -66,10 +66,9 @@ def test_an_environment_whose_rollouts_fail_is_named_when_noticed_and_when_the_f
     news = FailureNews()
 
     def lines(succeeded: int, failed: int) -> list[str]:
-        details = {"failed": {"maze": [succeeded, failed, f"environment maze: {failed} failed"]}}
-        return news.news({"replay": HealthAnswer(True, "failing", "", details)})
+        return news.news({"maze": [succeeded, failed, f"environment maze: {failed} failed"]})
 
-    assert news.news({}) == lines(0, 7) == []
+    assert news.news(None) == lines(0, 7) == []
     assert lines(0, 8) == ["environment maze: 8 failed"]
     assert lines(0, 15) == []
     assert lines(1, 16) == ["environment maze: 16 failed"]
