@@ -43,6 +43,7 @@ RUNTIME = frozenset({"up", "ALERTS", "process_start_time_seconds"})
 """Series that Prometheus and its client library make."""
 
 NOT_SHOWN = {
+    "afterplay_actor_hung_calls": "0 unless an environment is broken, and the console then says so",
     "afterplay_actor_leaked_tasks_total": "0 unless an environment is broken, and the actor's log then says so",
     "afterplay_build_info": "identifies a build: to be joined in ad-hoc queries",
     "afterplay_learner_evaluation_score": "what the learner was told of the replay stage's score, which is shown",
