@@ -112,7 +112,7 @@ class Breaker:
             self._open(now, f"it was tried again and failed: {problem}")
 
     def doubt(self, problem: str) -> None:
-        """It refused a connection, has restarted, or a probe failed: no request is sent until the next probe."""
+        """Send no request until the next probe: it refused a connection, has restarted, or a probe failed."""
         if not self.down:
             self.doubted, self.problem = True, problem
 

@@ -3,7 +3,7 @@
 *Consumes* requests for a lease and how they ended; *produces* an engine to send to. *Waits* while no engine is fit, at
 most ``wait_seconds_max``; is *unblocked* by the watcher, which probes every engine each ``probe_seconds`` and at once
 when a request failed or found only old weights. Another task reads each engine's load every ``report_seconds``.
-A third listens: an engine from which nothing has come for too long (:class:`Silence`) has hung or is unreachable. It
+A third listens: an engine from which nothing has come for too long (:class:`EngineSilence`) hangs or is unreachable. It
 gets no requests until it answers, and those under way there fail, to be made again elsewhere.
 :meth:`EnginePool.set_engines` says which engines there are: one that joined is probed and gets requests once it serves
 the weights that they need; one that left gets none, and its connections close when those under way have ended.
@@ -44,7 +44,7 @@ from pipeline.errors import (
     EngineUnavailable,
 )
 from pipeline.metrics.actor import ENGINE_REQUESTS, ActorMetrics
-from pipeline.runtime.progress import TICK_SECONDS, Silence
+from pipeline.runtime.progress import TICK_SECONDS, EngineSilence
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class _Member:
     """In a row."""
     reading: bool = False
     """True while it is asked for its load."""
-    silence: Silence = field(default_factory=Silence)
+    silence: EngineSilence = field(default_factory=EngineSilence)
     requests: set[anyio.CancelScope] = field(default_factory=set)
     """Scopes of the requests that are under way there."""
 

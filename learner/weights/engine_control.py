@@ -13,7 +13,7 @@ import orjson
 
 from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable
 from pipeline.runtime.engine_keys import LEARNER_HEADER
-from pipeline.runtime.progress import SILENCE_SECONDS_MAX, Silence
+from pipeline.runtime.progress import SILENCE_SECONDS_MAX, EngineSilence
 from pipeline.schema.weight_stamp import WITHDRAWN
 
 WATCH_SECONDS_MAX = 10.0
@@ -36,8 +36,8 @@ class EngineControl:
         """Number of this learner process, once the replay stage has told it."""
         self._timeout_seconds = timeout_seconds
         self._requests = 0
-        self.silence = Silence()
-        """Since its last answer to any call, while somebody listens."""
+        self.silence = EngineSilence()
+        """Since its last answer to any call, counted during an attempt to load."""
 
     async def health(self) -> None:
         """Return once it has answered a probe of its health, whatever it says; ``silence`` keeps the time."""

@@ -3,7 +3,7 @@
 *consumes* targets (the newest replaces older ones) and the version that the engine reports; *produces* ``state``, and
 an attempt for every new target and whenever the engine reports another version; *waits for* a new target, or the next
 look at the engine. An engine that is down or slow only lags; it blocks nothing else. One that hangs, so that nothing
-comes from it for too long (:class:`pipeline.runtime.progress.Silence`), fails its attempt at once.
+comes from it for too long (:class:`pipeline.runtime.progress.EngineSilence`), fails its attempt at once.
 
 A load is not atomic: vLLM replaces weights layer by layer. An engine in which a load began and did not succeed stays
 paused, its weights labelled ``withdrawn``, until a load has succeeded. The next one first undoes what is left of the
@@ -196,7 +196,7 @@ class EngineKeeper:
         """True once it has served a version to this process."""
         self._left = False
         self._shield = anyio.CancelScope()
-        """Of the newest call that must not be cancelled."""
+        """Scope of the newest call that must not be cancelled."""
         self._wake = anyio.Event()
         self._changed = anyio.Event()
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+
+if (__name__ == "__main__" or os.path.basename(sys.argv[0]) == "afterplay") and (
+    signal.getsignal(signal.SIGINT) == signal.default_int_handler
+):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # during the imports, Ctrl-C would print a traceback
+
 import contextlib
 import errno
 import io
 import logging
-import os
 import resource
 import shlex
-import signal
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -728,6 +734,8 @@ def allow_descriptors() -> None:
 def entry() -> None:
     """Console script. Expected errors are printed as one message on stderr, without a traceback."""
     end_with_supervisor()
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     append_working_folder()
     allow_descriptors()
     for stream in (sys.stdout, sys.stderr):

@@ -32,9 +32,9 @@ from pipeline.schema.state import RoleState
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-LAT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+LAT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
 """Seconds of one request or one stage of a step."""
-LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560, 5120, 10240, 20480)
 """Seconds of an episode, a publication, a checkpoint."""
 RATIO = (
     *(0.01, 0.05, 0.1, 0.2, 0.333, 0.5, 0.667, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0),
@@ -43,9 +43,9 @@ RATIO = (
 """Importance ratios, dense around 1."""
 LAG = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 """Policy versions."""
-TOK = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-"""Tokens of an episode."""
-AGE = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 900)
+TOK = tuple(2**power for power in range(4, 21))
+"""Tokens of an episode, up to the longest context that a run file can ask for (``model.max_length``)."""
+AGE = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 900, 3600, 14400, 86400)
 """Seconds from insertion to sampling."""
 NATS = (1e-05, 0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
 """Differences of log-probabilities."""

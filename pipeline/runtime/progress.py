@@ -4,8 +4,8 @@
 entered another state, or its main loop looked and found that there is nothing to do. Silence is measured against a
 limit that follows the run: :class:`AdaptiveLimit` of the pauses that the role has had in that state before.
 
-:class:`Watchdog` turns that into actions, for the thread that carries them out. :class:`Silence` is the same rule for
-an engine that is watched from outside: by actors and the learner.
+:class:`Watchdog` turns that into actions, for the thread that carries them out. :class:`EngineSilence` is the same rule
+for an engine that is watched from outside, by actors and the learner.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class AdaptiveLimit:
 SILENCE_SECONDS, SILENCE_SECONDS_MAX = 5.0, 30.0
 """Shortest and longest silence after which an engine counts as hung."""
 TICK_SECONDS = 0.5
-"""Time between two calls of :meth:`Silence.tick`."""
+"""Time between two calls of :meth:`EngineSilence.tick`."""
 
 
-class Silence:
-    """How long an engine has said nothing, and when that is too long. It counts as hung after five times the longest of
-    its newest answers to probes, at least ``SILENCE_SECONDS`` and at most ``SILENCE_SECONDS_MAX``, without any answer.
-    So one that is slow (a slow core, a long prefill that holds the interpreter) sets its own limit, and what is stopped
-    or unreachable is noticed in any case.
+class EngineSilence:
+    """Time for which an engine has said nothing, and its limit. It counts as hung after five times the longest of its
+    newest answers to probes, at least ``SILENCE_SECONDS`` and at most ``SILENCE_SECONDS_MAX``, without any answer. So
+    one that is slow (a slow core, a long prefill that holds the interpreter) sets its own limit, and what is stopped or
+    unreachable is noticed in any case.
 
     The caller ticks while it listens. A tick counts ``TICK_SECONDS`` however late it comes, so that time in which the
     caller itself stood still is not held against the engine.

@@ -15,7 +15,7 @@ from actors.servers.lock import LearnerFence
 from learner.weights.engine_control import EngineControl
 from learner.weights.engine_keeper import EngineKeeper
 from pipeline.errors import EngineError
-from pipeline.runtime.progress import Silence
+from pipeline.runtime.progress import EngineSilence
 from pipeline.stage import learner_control
 from pipeline.stage.dispatch import Dispatch
 from pipeline.stage.ingest import Ingest
@@ -124,7 +124,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
     "any claim is believed": (learner_control, "whole", _unbounded, 5),
     "groups that nobody got may be trained": (LearnerControl, "_require_delivered", lambda self, text: None, 1),
     "a learner that was replaced labels engines": (LearnerFence, "refusal", lambda self, numbers: None, 2),
-    "an engine that hangs is not noticed": (Silence, "too_long", False, 0),
+    "an engine that hangs is not noticed": (EngineSilence, "too_long", False, 0),
     "an engine samples with half of its weights": (EngineKeeper, "_withdraw", EngineKeeper._resume, 5),
     "what a damaged checkpoint had counts as trained": (Dispatch, "_lose", lambda self, number, group: None, 4),
 }

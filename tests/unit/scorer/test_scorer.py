@@ -109,7 +109,7 @@ async def test_a_function_whose_calls_never_return_runs_in_a_worker_after_some_a
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(plugin_guard, "GRACE_SECONDS", 0.01)
-    name, verdicts = "never_returns_for_odd_seeds", dict[int, Verdict]()
+    name, before, verdicts = "never_returns_for_odd_seeds", threading.enumerate(), dict[int, Verdict]()
     stage = scorer({"path": name, "timeout_seconds": 0.3}, concurrency=2)
 
     async def score(seed: int) -> None:
@@ -117,7 +117,7 @@ async def test_a_function_whose_calls_never_return_runs_in_a_worker_after_some_a
         verdicts[seed] = await stage.score(rollout(order, 0))
 
     def hanging() -> int:
-        return sum(thread.name == "plug-in" for thread in threading.enumerate())
+        return sum(thread.name == "plug-in" and thread not in before for thread in threading.enumerate())
 
     async with anyio.create_task_group() as group:
         for seed in range(20):

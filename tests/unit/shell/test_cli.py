@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -392,3 +393,16 @@ def test_replicas_of_an_actor_take_a_free_index_each_if_asked_and_one_that_is_ta
     assert started == [0, 1]
     assert invoke("actor", TINY, *where, "--index", "1").exit_code != 0
     assert started == [0, 1]
+
+
+def test_ctrl_c_while_a_command_is_still_importing_prints_no_traceback(tmp_path):
+    (tmp_path / "typer.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline.cli.app", "run", "x.yaml"],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

@@ -296,6 +296,17 @@ def test_an_engine_that_answers_now_and_then_or_that_it_is_stuck_has_the_longer_
     assert machine.next_wake() == 600
 
 
+def test_restarts_for_calls_that_hang_wait_longer_each_time_and_never_end_the_run():
+    machine, now = running(), 0.0
+    for _ in range(10 * LIMITS.restarts_max):
+        machine.healthy("actor-0", now, worked=True)
+        assert machine.exited("actor-0", ExitCode.CALLS_HANG, now) == []
+        assert machine.processes["actor-0"].wake_at - now <= LIMITS.backoff_seconds_max
+        now = machine.processes["actor-0"].wake_at
+        assert machine.tick(now) == [Start("actor-0")]
+    assert machine.draining_since is None
+
+
 def test_a_wrong_dependency_is_refused():
     with pytest.raises(ValueError, match="nobody"):
         Machine((Rule("a", 0, depends=("nobody",)),))

@@ -31,7 +31,7 @@ import sys, threading, time, anyio, anyio.to_thread
 from pipeline.config import RunConfig
 from pipeline.config.learner import CheckpointConfig
 from pipeline.config.run import RunSection, SupervisorConfig
-from pipeline.errors import ConfigurationError, FormatMismatch, StoreError
+from pipeline.errors import CallsHang, ConfigurationError, FormatMismatch, StoreError
 from pipeline.runtime.process import run_role
 from pipeline.schema.state import RoleState
 
@@ -78,6 +78,9 @@ async def reads_an_old_file(ctx):
 
 async def fails(ctx):
     raise StoreError("expected a database, got a pear")
+
+async def hangs(ctx):
+    raise CallsHang("environments.web: 64 blocking calls hang in a thread")
 
 async def has_a_bug(ctx):
     return 1 / 0
@@ -189,6 +192,7 @@ def test_a_blocked_loop_ends_by_force_after_one_signal(tmp_path):
         ("misconfigured", ExitCode.CONFIGURATION, "expected a port, got a pear"),
         ("reads_an_old_file", ExitCode.CONFIGURATION, "expected format 3, got 2: move it away"),
         ("fails", ExitCode.FAILED, "expected a database, got a pear"),
+        ("hangs", ExitCode.CALLS_HANG, "environments.web: 64 blocking calls hang in a thread"),
         ("has_a_bug", ExitCode.FAILED, "ZeroDivisionError: division by zero"),
         ("returns", ExitCode.FINISHED, ""),
     ],
