@@ -202,7 +202,7 @@ class Renderer:
             for shown in (tools, tuple(described(tools))) if tools and self._style.schemas else (tools,):
                 try:
                     messages, marked = self._fit(lambda: variants, shown, sampled, lacks)
-                except TextLost as error:
+                except Exception as error:
                     failure = failure or error
                     continue
                 ids = self._encode(marked)
@@ -609,12 +609,16 @@ class Renderer:
 
     @cached_property
     def _call_format(self) -> ToolFormat | None:
-        """The form in which the policy writes calls; None where that is not known."""
-        try:
-            name = format_of_template(self.template, self._tokenizer) if self._style.schemas else ""
-        except ConfigurationError:
+        """The form in which the policy writes calls: that of the template, or that whose mark the tokenizer knows; None
+        for Hermes."""
+        if not self._style.schemas:
             return None
-        return FORMATS.get(name)
+        try:
+            return FORMATS.get(format_of_template(self.template, self._tokenizer))
+        except ConfigurationError:
+            known = " ".join([self.template, *getattr(self._tokenizer, "added_tokens_encoder", {})])
+            marked = [form for form in FORMATS.values() if form.mark.search(known)]
+            return marked[0] if len(marked) == 1 else None
 
     @cached_property
     def _in_replies(self) -> frozenset[str]:

@@ -11,7 +11,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -176,6 +176,33 @@ def test_everything_said_is_in_the_next_prompt(
             before = (*conversation.prompt_ids, *ids)
             assert after.branch == 0 and after.prompt_ids[: len(before)] == before
         conversation = after
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_history_that_a_program_states_is_in_the_prompt(name: str) -> None:
+    """Replies of the session stand in it as they were sampled, or with their calls apart."""
+    renderer, talk = renderer_of(name), Talk(lambda: "")
+    shown = opening("called", talk)
+    called = Message("assistant", "", {"tool_calls": Talk(lambda: "").called(2)})
+    text = renderer.as_text(called).content
+    history = [*shown, called, *talk.answers(2), Message("assistant", "Later."), talk.user()]
+    sampled = [renderer.completed(renderer.completion_ids(said)) for said in (text, "Later.")]
+    as_sampled = [Message("assistant", text) if message is called else message for message in history]
+    conversation = renderer.start(as_sampled, TOOLS, sampled, history)
+    talk.check(renderer, conversation.prompt_ids)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_history_that_a_loop_rewrites_is_in_the_prompt(name: str) -> None:
+    """The policy's own replies may be changed, by the loop and by the template."""
+    renderer, talk = renderer_of(name), Talk(lambda: "")
+    first = renderer.start(opening("called", talk), TOOLS)
+    ids = renderer.completion_ids("<think>so</think>Fine.")
+    after = renderer.extend(first, ids, renderer.completed(ids), [talk.user()])
+    changed = [replace(m, content="<think>y</think>Other.") if "Fine" in m.content else m for m in after.messages]
+    again = renderer.restart(after, changed)
+    talk.check(renderer, again.prompt_ids)
+    assert again.branch == after.branch + 1
 
 
 @pytest.mark.parametrize("name", NAMES)
