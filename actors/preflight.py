@@ -27,9 +27,10 @@ from actors.rendering.renderer import Conversation, Renderer, load_tokenizer
 from actors.rollout.agent_loop import AgentLoop, Opening
 from actors.rollout.multi_turn import MultiTurn, SingleTurn
 from actors.rollout.services import build_loop, can_restart
+from actors.tools.parsing.registry import parser_of
 from pipeline.config import RunConfig
 from pipeline.config.rewards import JudgeConfig, RewardModelConfig, ScorerConfig
-from pipeline.config.rollouts import EnvironmentConfig
+from pipeline.config.rollouts import EnvironmentConfig, LoopConfig
 from pipeline.config.tasks import TRAIN
 from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout, boundary
 from pipeline.experience.memory import close_source
@@ -391,8 +392,25 @@ def check_prompts(config: RunConfig, openings: Mapping[str, Opening], folder: Pa
                 conversation = renderer.start(opening.messages, opening.tools)
                 _compare(name, len(conversation.prompt_ids), config, found)
                 section = config.environments[name]
+                _find_parser(name, section.loop, renderer, conversation, found)
                 if section.max_turns > 1:
                     _continue(renderer, conversation, append=section.loop.history == "append")
+
+
+def _find_parser(
+    environment: str, loop: LoopConfig, renderer: Renderer, conversation: Conversation, found: Findings
+) -> None:
+    """Raises :class:`ConfigurationError` where the policy has tools and no parser reads the calls that the template
+    writes. A program may do without tools: then it is a note."""
+    parser, where = str(loop.options.get("parser", "auto")), f"environments.{environment}.loop.options.parser"
+    if not conversation.tools and loop.name not in ("tool_agent", "program"):
+        return
+    try:
+        parser_of(parser, renderer.template, renderer.tokenizer, where, renderer.name)
+    except ConfigurationError as error:
+        if loop.name != "program" or parser != "auto":
+            raise
+        found.notes.append(f"calls with tools are refused: {error}")
 
 
 def _continue(renderer: Renderer, conversation: Conversation, append: bool) -> None:

@@ -244,7 +244,7 @@ class ProgramLoop(AgentLoop):
         self._reaper = OrphanReaper(grace_seconds=0)
         parser, refused = f"{where}.options.parser", ""
         try:
-            self._parse = parser_of(self.parser, renderer.template, renderer.tokenizer, parser)
+            self._parse = parser_of(self.parser, renderer.template, renderer.tokenizer, parser, renderer.name)
         except ConfigurationError as error:
             if self.parser != "auto":
                 raise

@@ -28,6 +28,7 @@ class MessageTokens:
     template = "<tool_call>"
     """Tool calls are read in the forms of Hermes and Qwen."""
     tokenizer = None
+    name = ""
     end_ids = ()
 
     def __init__(self) -> None:

@@ -135,7 +135,8 @@ class ToolAgent(AgentLoop):
         self._labels: set[str] = set()
         self._checks: dict[str, Check] = {}
         self.failures = Failures()
-        self._parse = parser_of(self.parser, renderer.template, renderer.tokenizer, f"{self._where}.options.parser")
+        where = f"{self._where}.options.parser"
+        self._parse = parser_of(self.parser, renderer.template, renderer.tokenizer, where, renderer.name)
         self._rules = ToolLimits(
             self.max_parallel_calls,
             self.max_calls,

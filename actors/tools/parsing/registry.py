@@ -18,9 +18,10 @@ FORMATS: dict[str, ToolFormat] = {**JSON_FORMATS, **TAG_FORMATS, "pythonic": PYT
 """``qwen`` reads ``hermes`` and ``qwen_xml``. ``auto`` takes the first that reads what the template writes."""
 
 
-def parser_of(name: str, template: str, tokenizer: Any, where: str = "parser") -> Parse:
-    """The parser with this name, which leaves out what the policy thinks. Raises :class:`ConfigurationError`."""
-    found = format_of_template(template, tokenizer, where) if name == "auto" else name
+def parser_of(name: str, template: str, tokenizer: Any, where: str = "parser", model: str = "") -> Parse:
+    """The parser with this name, which leaves out what the policy thinks. ``where`` and ``model`` are named in errors.
+    Raises :class:`ConfigurationError`."""
+    found = format_of_template(template, tokenizer, where, model) if name == "auto" else name
     parse = _parser(found, tokenizer, where)
     probe = None if tokenizer is None else TemplateProbe(tokenizer)
     thinking = Thinking() if probe is None else probe.thinking
@@ -47,7 +48,7 @@ def _parser(name: str, tokenizer: Any, where: str) -> Callable[[str, Sequence[To
     )
 
 
-def format_of_template(template: str, tokenizer: Any = None, where: str = "parser") -> str:
+def format_of_template(template: str, tokenizer: Any = None, where: str = "parser", model: str = "") -> str:
     """Name of the parser that reads the calls which a tokenizer's chat template writes, each of them as it was given.
 
     The tokenizer's own ``response_template`` comes first. ``hermes`` for a template that writes neither tools nor
@@ -75,6 +76,6 @@ def format_of_template(template: str, tokenizer: Any = None, where: str = "parse
     marked = [name for name, form in FORMATS.items() if form.mark.search(known)]
     hint = f"; its marks are those of {' or '.join(marked)}" if marked else ""
     raise ConfigurationError(
-        f"{where}: auto found no parser: the chat template of {getattr(tokenizer, 'name_or_path', '') or 'the model'} "
+        f"{where}: auto found no parser: the chat template of {model or tokenizer.name_or_path or 'the model'} "
         f"{fault}. Set the parser to the form that the model writes (docs/AGENTS.md lists them){hint}"
     )

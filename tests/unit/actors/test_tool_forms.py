@@ -5,7 +5,6 @@ SmolLM2's tokenizer carries every template that TRL ships, and the marks in its 
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import re
 from dataclasses import replace
@@ -16,34 +15,32 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from actors.preflight import check_prompts
+from actors.rollout.agent_loop import Opening
 from actors.tools.parsing.base import ToolCall
 from actors.tools.parsing.probe import TemplateProbe
 from actors.tools.parsing.registry import FORMATS, format_of_template, parser_of
+from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.findings import Findings
+from pipeline.schema import Message
+from tests.support.chat_templates import published, tokenizer_of
 
-MARKS = re.compile(r'<[|｜][^<>\s]{1,40}>|<\|"\|>|<[a-z_]{1,40}\|>|</?[a-z:_]+>|\[/?[A-Z_]+\]')
-FOLDER = Path(getattr(pytest.importorskip("trl", reason="pip install trl"), "__file__", "")).parent / "chat_templates"
-TEMPLATES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja"))}
-REFUSED = {"lfm2", "lfm2_training"}
+TEMPLATES = published()
+REFUSED = {"lfm2", "lfm2_training", "granite3"}
 """They list the tools and leave the calls out."""
 WITHOUT_CALLS = (
-    *("cohere", "deepseek_r1", "gemma", "gemma3", "idefics3", "llama3", "llava", "phi3", "qwen2_5_vl", "smolvlm"),
+    *("cohere", "deepseek_r1", "gemma", "gemma3", "idefics3", "llama2", "llama3", "llava", "mistral_v1", "phi3"),
+    *("qwen2_5_vl", "smollm2", "smolvlm", "template_"),
 )
 READ = {
     "deepseekv3": "deepseek", "diffusion_gemma": "gemma", "gemma4": "gemma", "glm4moe": "glm", "gptoss": "harmony",
-    "lfm2_2_5": "pythonic", "lfm2_v2": "pythonic", "llama3_1": "llama", "llama3_2": "llama", "muse_glimmer": "muse",
+    "lfm2_2_5": "pythonic", "mistral": "mistral", "mistral_v11": "mistral", "mistral_v13": "mistral",
+    "mistral_v15": "mistral", "lfm2_v2": "pythonic", "llama3_1": "llama", "llama3_2": "llama", "muse_glimmer": "muse",
     "nemotron_3": "qwen_xml", "qwen2_5": "hermes", "qwen3": "hermes", "qwen3_5": "qwen_xml", "qwen3_6": "qwen_xml",
     "qwen3_8": "qwen_xml",
 }  # fmt: skip
 """Families by the longest beginning of their templates' names."""
-
-
-@functools.cache
-def _dressed(tokenizer: Any, source: str) -> Any:
-    other = copy.deepcopy(tokenizer)
-    other.add_special_tokens({"additional_special_tokens": sorted(set(MARKS.findall(source)))})
-    other.chat_template = source
-    return other
 
 
 def expected(name: str) -> str:
@@ -52,14 +49,38 @@ def expected(name: str) -> str:
     return READ.get(family, "hermes")
 
 
+@pytest.mark.parametrize(("loop", "parser", "problems"), [
+    ("tool_agent", "auto", 1), ("program", "auto", 0), ("tool_agent", "granite", 0), ("tool_agent", "harmless", 1),
+])  # fmt: skip
+def test_config_check_refuses_a_template_whose_calls_no_parser_reads(
+    tmp_path: Path, loop: str, parser: str, problems: int
+) -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("granite3"))
+    tokenizer.add_tokens(["<|tool_call|>"])
+    tokenizer.save_pretrained(tmp_path)
+    options = {"parser": parser} | ({"command": ["true"]} if loop == "program" else {})
+    section = {"name": "arithmetic", "loop": {"name": loop, "options": options}, "max_tokens": 8192}
+    config = RunConfig.model_validate(
+        {"model": {"source": str(tmp_path), "max_length": 8192}, "environments": {"game": section}}
+    )
+    found = Findings()
+    check_prompts(config, {"game": Opening((Message("user", "x"),), tuple(schemas([("look", {})])))}, tmp_path, found)
+    said = [line for line in (found.problems or found.notes) if "game.loop.options.parser: " in line]
+    assert len(found.problems) == problems
+    assert len(said) == int(parser != "granite")
+    if parser == "auto":
+        assert "its marks are those of granite" in said[0] and str(tmp_path) in said[0]
+
+
 @pytest.mark.parametrize("name", [*TEMPLATES])
-def test_auto_is_the_family_s_own_form_or_refuses(smollm2: Any, name: str) -> None:
-    tokenizer = _dressed(smollm2, TEMPLATES[name])
+def test_auto_is_the_family_s_own_form_or_refuses(name: str) -> None:
+    tokenizer = tokenizer_of(name)
     if name in REFUSED:
         with pytest.raises(
-            ConfigurationError, match=r"(?s)loop: auto found no parser: .* lists the tools and writes no"
+            ConfigurationError,
+            match=r"(?s)loop: auto found no parser: the chat template of here lists the tools and writes no",
         ):
-            parser_of("auto", TEMPLATES[name], tokenizer, "loop")
+            parser_of("auto", TEMPLATES[name], tokenizer, "loop", "here")
     else:
         assert format_of_template(TEMPLATES[name], tokenizer) == expected(name)
 
@@ -96,10 +117,10 @@ OWN_FORMS = [name for name in TEMPLATES if name not in REFUSED and expected(name
 @pytest.mark.parametrize("name", [name for name in OWN_FORMS if not name.endswith("_training")])
 @given(calls=CALLS)
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much])
-def test_auto_reads_every_call_as_the_template_wrote_it(smollm2: Any, name: str, calls: list[Any]) -> None:
+def test_auto_reads_every_call_as_the_template_wrote_it(name: str, calls: list[Any]) -> None:
     if name in UNQUOTED:
         assume(not re.search(r"\\\\|'", json.dumps(calls)))
-    tokenizer = _dressed(smollm2, TEMPLATES[name])
+    tokenizer = tokenizer_of(name)
     tools = schemas(calls)
     user = {"role": "user", "content": "Look it up."}
     for as_text in (False, True):
