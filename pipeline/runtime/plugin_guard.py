@@ -31,7 +31,7 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TextIO, TypeVar
 
-from pipeline.errors import failure_of, is_failure
+from pipeline.errors import failure_of, is_failure, is_ours
 
 T = TypeVar("T")
 
@@ -93,8 +93,10 @@ def watch_tasks() -> None:
         loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any] | Generator[Any, None, Any], **options: Any
     ) -> asyncio.Task[Any]:
         owner = _OWNER.get()
-        if owner is not None and asyncio.iscoroutine(coroutine):
-            coroutine = _WithoutExit(coroutine)
+        if owner is not None and isinstance(coroutine, Coroutine):
+            code = getattr(coroutine, "cr_code", None)
+            if code is None or not is_ours(code.co_filename):  # ours guard what they call
+                coroutine = _WithoutExit(coroutine)
         if before is None:
             task: Any = asyncio.Task(coroutine, loop=loop, **options)
         else:
