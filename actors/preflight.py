@@ -20,7 +20,7 @@ import anyio
 from actors.env_commands.describe import end_environment
 from actors.env_commands.play import NewMessages, OwnCompletions, Typed, episode
 from actors.environments.base import Episode, Reply, Step
-from actors.environments.host import START, STEP, BlockingCalls, EnvironmentHost
+from actors.environments.host import START, STEP, EnvironmentHost
 from actors.environments.plugins import make_source
 from actors.gateway.program_loop import ProgramLoop
 from actors.rendering.renderer import Conversation, Renderer, load_tokenizer
@@ -38,6 +38,7 @@ from pipeline.metrics.base import CollectorRegistry
 from pipeline.runtime.findings import Findings
 from pipeline.runtime.plugin_guard import (
     BLOCKED_SECONDS_MAX,
+    BlockingCalls,
     TaskOwner,
     bounded_prints,
     interrupting_blocks,
@@ -310,13 +311,13 @@ async def _score(
             continue
         if ":" not in section.path:
             with found.collecting():
-                await _grade(Call(section, anyio.CapacityLimiter(1), Workers(1)), tasks)
+                await _grade(Call(section, 1, Workers(1)), tasks)
             continue
         seconds_max = WORKER_SECONDS_MAX if section.worker else SCORE_SECONDS_MAX
         waits = WORKER_SECONDS_MAX if section.worker else BLOCKED_SECONDS_MAX  # what holds the loop is not cancelled
         outcome: Outcome | None = None
         with found.collecting(), anyio.move_on_after(seconds_max) as limit, telling(where, waits):
-            call = Call(section, anyio.CapacityLimiter(1), Workers(1))
+            call = Call(section, 1, Workers(1))
             played = script or await _unplayed(environment, tasks)
             outcome = await call.tried(played.trajectory(), BlockingCalls(1).run, worker=bool(section.worker))
         if limit.cancelled_caught:

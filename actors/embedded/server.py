@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from actors.embedded.options import EngineOptions
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.children import end_with_supervisor
 from pipeline.runtime.rundir import await_model
 
 _log = logging.getLogger("afterplay.engine")
@@ -21,6 +22,7 @@ DRAIN_SECONDS = 1.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one engine to its end and exit. Exit code 0 after SIGTERM or SIGINT, 1 when sampling died or the address is
     taken, 2 without a model."""
+    end_with_supervisor()
     options = EngineOptions.parse(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     _quiet_libraries(options.threads)

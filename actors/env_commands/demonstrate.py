@@ -17,13 +17,17 @@ from actors.env_commands.describe import end_environment
 from actors.env_commands.play import expert_of, expert_replies
 from actors.environments.base import Reply
 from actors.environments.host import EnvironmentHost
-from actors.rendering.renderer import Completed, Renderer, load_tokenizer
+from actors.rendering.renderer import Renderer, load_tokenizer
+from actors.rendering.said import REASONING
+from actors.rendering.tool_messages import ToolSchema
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError, SchemaError
 from pipeline.schema import Message, Task
 
 
-def render(renderer: Renderer, messages: Sequence[Message]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def render(
+    renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(context ids, completion ids) of each assistant message; completions end with the template's end-of-turn token.
 
     Raises :class:`SchemaError` for a conversation that begins with the assistant, does not end with the assistant, or
@@ -37,15 +41,22 @@ def render(renderer: Renderer, messages: Sequence[Message]) -> list[tuple[tuple[
             f"in a row, got the roles {roles}"
         )
     ends = [i for i, role in enumerate(roles) if role == "assistant"]
-    conversation = renderer.start(messages[: ends[0]])
+    conversation = renderer.start(messages[: ends[0]], tools)
     turns = []
     for at, end in enumerate(ends):
-        text = messages[end].content
+        reply = messages[end]
+        if unread := [key for key in REASONING if reply.extra.get(key)]:
+            raise SchemaError(
+                f"expected the thoughts of a reply in its content, as the model writes them, got {unread[0]}"
+            )
+        text = renderer.as_text(reply).content
         completion = renderer.completion_ids(text)
         turns.append((conversation.added_ids, completion))
         if at + 1 < len(ends):
             new = messages[end + 1 : ends[at + 1]]
-            after = renderer.extend(conversation, completion, Completed(text, completion[-1]), new)
+            parsed = reply if reply.extra.get("tool_calls") else None
+            completed = renderer.completed(completion)
+            after = renderer.extend(conversation, completion, completed, new, parsed_reply=parsed)
             if after.branch != conversation.branch:
                 raise SchemaError(
                     "the chat template changes earlier turns when the conversation continues: give token ids instead"
@@ -64,10 +75,12 @@ class Demonstrator:
         self._arguments = (folder, chat_template, trust_remote_code)
         self._renderer: Renderer | None = None
 
-    def __call__(self, messages: Sequence[Message]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    def __call__(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+    ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         if self._renderer is None:
             self._renderer = Renderer(*load_tokenizer(*self._arguments))
-        return render(self._renderer, messages)
+        return render(self._renderer, messages, tools)
 
 
 def demonstrate(name: str, options: dict[str, Any], section: str, seeds: Iterable[int], path: Path) -> tuple[int, int]:

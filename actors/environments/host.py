@@ -3,148 +3,30 @@
 Errors, wrong results and timeouts of plug-in code become a :class:`PlugInError` with the
 boundary ``environment start``, ``environment step`` or ``environment close``, and a message that names the section.
 
-Blocking environments have threads of their own. anyio's worker threads are joined at exit, so one hung environment
-would keep the process alive forever, and an abandoned call frees its slot at once, so hung calls would pile up. The
-threads here are daemons. A thread cannot be ended: the slot of a call that hangs is given to another, up to a bound.
-At the bound the actor drains and is started again.
+Blocking environments run in threads (:class:`BlockingCalls`). When too many of their calls hang, the actor drains and
+is started again.
 """
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
 import logging
 import math
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import anyio
 
 from actors.environments.base import Environment, Episode, Reply, Step
 from actors.environments.discovery import build
 from pipeline.config.rollouts import EnvironmentConfig
-from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout, boundary, explained, line_among
-from pipeline.runtime.plugin_guard import called
+from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout, boundary, explained
+from pipeline.runtime.plugin_guard import BlockingCalls
 from pipeline.schema import ROLES, Message, Task
 from pipeline.tasks.splits import encode_splits
-
-T = TypeVar("T")
-
-
-HUNG_MIN, HUNG_MAX = 4, 256
-"""Bounds of the number of hung calls whose slots are given to others; between them it is that of the slots."""
-GRACE_SECONDS = 5.0
-"""A call that nobody waits for any more may take so long to end, where it is within its time limit."""
-
-
-class BlockingCalls:
-    """At most ``threads_max`` calls at once; others wait their turn (and are cancelled cleanly).
-
-    A call *hangs* when nobody waits for it any more and it has not returned ``seconds_max`` after its start. Its slot
-    is free again, until ``hung_max`` calls hang."""
-
-    def __init__(self, threads_max: int, seconds_max: float = math.inf) -> None:
-        self._slots = asyncio.Semaphore(threads_max)
-        self._seconds_max = seconds_max
-        self._hung: set[_Thread] = set()
-        self.hung_max = min(max(threads_max, HUNG_MIN), HUNG_MAX)
-
-    @property
-    def hung(self) -> int:
-        """Calls that hang now."""
-        return len(self._hung)
-
-    @property
-    def exhausted(self) -> bool:
-        """True if no further slot is freed: the process should be started again."""
-        return len(self._hung) >= self.hung_max
-
-    def hung_at(self) -> str:
-        """The line of the user's code in which a call hangs (:func:`line_among`); empty where none is found."""
-        frames = sys._current_frames()
-        found = (frames[thread.ident] for thread in self._hung if thread.ident in frames)
-        return next((line for frame in found if (line := line_among(traceback.extract_stack(frame)))), "")
-
-    async def run(self, function: Callable[..., T], *args: Any, late: Callable[[T], object] | None = None) -> T:
-        """Call ``function`` in a thread of its own. Cancelling this leaves the call behind; ``late`` then gets what it
-        returns in the end, in the thread."""
-        await self._slots.acquire()
-        try:
-            thread = _Thread(function, args, late, self._ended)
-            thread.start()
-        except BaseException:
-            self._slots.release()
-            raise
-        try:
-            return await thread.future
-        except asyncio.CancelledError:
-            thread.abandoned = True
-            if not thread.ended:
-                left = max(GRACE_SECONDS, self._seconds_max - (time.monotonic() - thread.started_at))
-                if math.isfinite(left):
-                    thread.timer = asyncio.get_running_loop().call_later(left, self._hangs, thread)
-            raise
-
-    def _hangs(self, thread: _Thread) -> None:
-        if not self.exhausted:
-            self._hung.add(thread)
-            self._slots.release()
-
-    def _ended(self, thread: _Thread) -> None:
-        if thread.timer is not None:
-            thread.timer.cancel()
-        if thread in self._hung:
-            self._hung.remove(thread)
-        else:
-            self._slots.release()
-
-
-class _Thread(threading.Thread):
-    """One call. ``ended`` is called in the event loop when it has ended, however late."""
-
-    def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], late: Callable[[Any], object] | None,
-        ended: Callable[[_Thread], None],
-    ) -> None:  # fmt: skip
-        super().__init__(daemon=True, name="environment")
-        self._call, self._late, self._on_end = (function, args), late, ended
-        self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Any] = self._loop.create_future()
-        self.started_at = time.monotonic()
-        self.abandoned = self.ended = False
-        self.timer: asyncio.TimerHandle | None = None
-
-    def run(self) -> None:
-        value: Any = None
-        failure: Exception | None = None
-        function, args = self._call
-        try:
-            value = called(function, *args)
-            if self.abandoned and self._late is not None:
-                called(self._late, value)
-        except Exception as error:
-            failure = error
-        try:
-            self._loop.call_soon_threadsafe(self._settle, value, failure)
-        except RuntimeError:
-            return  # the loop is closed: nobody waits for this any more
-
-    def _settle(self, value: Any, error: BaseException | None) -> None:
-        self.ended = True
-        self._on_end(self)
-        if self.future.done():
-            return
-        if error is not None:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(value)
-
 
 logger = logging.getLogger(__name__)
 

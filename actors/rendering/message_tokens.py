@@ -35,7 +35,11 @@ class MessageTokens:
         self._numbers: dict[bytes, int] = {}
 
     def start(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), sampled: Sequence[Completed] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        sampled: Sequence[Completed] = (),
+        instead: Sequence[Message] | None = None,
     ) -> Conversation:
         """The first prompt."""
         ids = (*([self._number(tuple(tools))] if tools else []), *map(self._number, messages))

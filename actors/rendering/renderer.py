@@ -173,13 +173,13 @@ class Renderer:
         variants = [messages] if instead is None else [messages, instead]
         texts = [reply.text for reply in sampled]
         own = (i for i, m in enumerate(messages) if m.role == "assistant" and any(m.content in text for text in texts))
-        return self._started(variants, marked, tuple(sampled), next(own, len(messages)))
+        return self._started(variants, marked, tuple(sampled), next(own, len(messages)), texts)
 
     def restart(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
         """The next branch, which begins with a rewritten history."""
         same = (a == b for a, b in zip(messages, conversation.messages[: conversation.given], strict=False))
         given = next((i for i, equal in enumerate(same) if not equal), min(len(messages), conversation.given))
-        started = self._started([messages], conversation.tools, conversation.sampled, given)
+        started = self._started([messages], conversation.tools, conversation.sampled, given, None)
         return replace(started, branch=conversation.branch + 1)
 
     def _started(
@@ -188,10 +188,10 @@ class Renderer:
         tools: tuple[ToolSchema, ...],
         sampled: tuple[Completed, ...],
         given: int,
+        replies: Sequence[str] | None,
     ) -> Conversation:
         """``variants``: the same conversation with its replies stated differently. ``given``: see
-        :class:`Conversation`."""
-        replies = [reply.text for reply in sampled]
+        :class:`Conversation`. ``replies``: see :func:`_said`."""
 
         def lacks(messages: Sequence[Message], text: str) -> str | None:
             said = _said(messages, given, replies)
@@ -367,29 +367,30 @@ class Renderer:
     def _opening(self) -> str:
         """The text that the template writes between the generation prompt and a reply, if there are special tokens in
         it: the policy samples it, and the template writes it again."""
-        return self._before_content({}) or ""
+        return self._before_content({})
 
     @cached_property
     def _around_thoughts(self) -> tuple[str, str]:
         """The texts before and after the thoughts of a reply, up to a special token; empty where the template takes no
         thoughts."""
-        before = self._before_content({"reasoning_content": _THOUGHT, "thinking": _THOUGHT}) or ""
+        before = self._before_content({"reasoning_content": _THOUGHT, "thinking": _THOUGHT})
         opening, found, closing = before.partition(_THOUGHT)
         closing = next(self._special.texts_in(closing), "")
         return (opening, closing) if found and opening and closing else ("", "")
 
-    def _before_content(self, extra: Mapping[str, Any]) -> str | None:
-        user, reply = Message("user", "x"), Message("assistant", _MARK, extra)
+    def _before_content(self, extra: Mapping[str, Any]) -> str:
+        """The template's text from the generation prompt to a reply's content; empty without special tokens in it."""
+        user = Message("user", "x")
         try:
             prompt = self._apply([user])
-            text = self._apply([user, reply], closed=True)
+            text = self._apply([user, Message("assistant", _MARK, extra)], closed=True)
         except Exception:
-            return None
+            return ""
         before, found, _ = text.partition(_MARK)
         if not found or not before.startswith(prompt):
-            return None
+            return ""
         before = before[len(prompt) :]
-        return before if any(True for _ in self._special.texts_in(before)) else None
+        return before if any(True for _ in self._special.texts_in(before)) else ""
 
     def _appended(
         self,
@@ -432,7 +433,7 @@ class Renderer:
                 yield (user, reply, *new)
 
         def lacks(messages: Sequence[Message], text: str) -> str | None:
-            return lost(new, text, text.index(_MARK) if _MARK in text else 0)
+            return lost(new, text, max(0, text.rfind(_MARK)))
 
         messages, text = self._fit(variants, (), (), lacks)
         if messages[1] is replies[0]:
@@ -535,7 +536,7 @@ class Renderer:
         reply = Message("assistant", _texts("reply"))
         for said in ([user, reply, again], [user]):
             try:
-                text = self._render(form.messages(said, self._as_text))
+                text = self._render(form.messages(said, self.as_text))
             except Exception:
                 continue
             return lost([message for message in said if message is not reply], text) is None
@@ -544,7 +545,7 @@ class Renderer:
     def _takes(self, messages: Sequence[Message], form: Form, tools: list[ToolSchema] | None = None) -> bool:
         """True if nothing is missing in the template's text for ``messages`` and ``tools``."""
         try:
-            text = self._render(form.messages(messages, self._as_text), tools)
+            text = self._render(form.messages(messages, self.as_text), tools)
         except Exception:
             return False
         return lost(messages, text) is None and lost_schema(tools or (), text, str) is None
@@ -552,9 +553,13 @@ class Renderer:
     def _forms_of(self, messages: Sequence[Message]) -> Sequence[Form | None]:
         """The forms in which ``messages`` may be rendered, in the order in which they are tried; None in the place of
         one that the template does not take."""
-        if any(message.extra.get("tool_calls") for message in messages):
-            return self._forms_of_calls
-        return self._forms_of_answers if _has_answers(messages) else self._plain_forms
+        forms: Sequence[Form | None] = self._plain_forms
+        for message in messages:
+            if message.extra and message.extra.get("tool_calls"):
+                return self._forms_of_calls
+            if message.role == "tool":
+                forms = self._forms_of_answers
+        return forms
 
     @cached_property
     def _plain_forms(self) -> tuple[Form, ...]:
@@ -590,8 +595,10 @@ class Renderer:
         plainest = replace(base, calls="text", answers=False, system=False, alternating=True)
         return *whole, None if plainest in whole else plainest
 
-    def _as_text(self, message: Message) -> Message:
+    def as_text(self, message: Message) -> Message:
         """A message with its calls in its content, as the policy writes them."""
+        if not message.extra.get("tool_calls"):
+            return message
         if self._call_format is None:
             return with_calls_in_text([message])[0]
         functions = [call.get("function", call) for call in message.extra["tool_calls"]]
@@ -635,7 +642,7 @@ class Renderer:
         replies = [(reply.text, reply.special) for reply in sampled]
         marked = [self._special.mark_message(message, replies) for message in messages]
         shown = with_system_text(marked, tools) if tools and not self._style.schemas else marked
-        given = (form or self._style.base).messages(shown, self._as_text)
+        given = (form or self._style.base).messages(shown, self.as_text)
         text = self._render(given, list(tools) if tools and self._style.schemas else None, closed)
         changed = any(a is not b for a, b in zip(messages, marked, strict=True))
         return self._special.unquoted(text) if changed else text
@@ -645,7 +652,7 @@ class Renderer:
     ) -> str:
         options: dict[str, Any] = {"tools": tools} if tools else {}
         several = self._tokenizer.chat_template
-        if isinstance(several, Mapping) and "tool_use" in several:
+        if isinstance(several, dict) and "tool_use" in several:
             uses = tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
             options |= {"chat_template": "tool_use"} if uses else {}
         text = self._tokenizer.apply_chat_template(
@@ -670,10 +677,6 @@ class Renderer:
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
-
-
-def _has_answers(messages: Sequence[Message]) -> bool:
-    return any(message.role == "tool" for message in messages)
 
 
 def _said(messages: Sequence[Message], given: int, replies: Sequence[str] | None) -> Iterator[Message]:

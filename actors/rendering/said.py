@@ -15,7 +15,8 @@ from pipeline.schema import Message
 
 SYSTEM_ROLES = ("system", "developer")
 _KINDS = {"user": "a message of the user", "assistant": "a written reply", "tool": "the answer of a tool"}
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a reply that hold thoughts."""
 _OF_SCHEMAS = frozenset({"type", "title", "format"})
 """Keys of a JSON schema whose values are no text of the tool's author. ``$ref`` and its like are none either."""
 
@@ -70,7 +71,7 @@ def schema_texts(value: Any) -> Iterator[str]:
 
 def _beside(message: Message) -> Iterator[tuple[str, str]]:
     """(kind, text) of what a message says beside its content."""
-    for key in _REASONING:
+    for key in REASONING:
         if isinstance(text := message.extra.get(key), str) and text:
             yield f"the {key} of a written reply", text
     for call in message.extra.get("tool_calls") or ():

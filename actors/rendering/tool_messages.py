@@ -59,15 +59,18 @@ class Form:
 
     def messages(self, messages: Sequence[Message], as_text: CallsAsText) -> list[dict[str, Any]]:
         """``messages`` as the template can take them. ``as_text`` puts the calls of a message into its content."""
-        shown = list(messages)
-        if any(message.extra.get("tool_calls") for message in shown):
-            if self.calls == "text":
-                shown = [as_text(message) if message.extra.get("tool_calls") else message for message in shown]
-            else:
-                shown = [self._stated(message) for message in shown]
-            if self.calls == "apart":
-                shown = with_calls_apart(shown)
-        if not self.answers and any(message.role == "tool" for message in shown):
+        shown: Sequence[Message] = messages
+        called = answered = False
+        for message in messages:
+            if message.extra and message.extra.get("tool_calls"):
+                called = True
+            answered |= message.role == "tool"
+        if called and self.calls == "text":
+            shown = [as_text(message) for message in shown]
+        elif called:
+            shown = [self._stated(message) for message in shown]
+            shown = with_calls_apart(shown) if self.calls == "apart" else shown
+        if answered and not self.answers:
             shown = with_answers_of_the_user(shown)
         if not self.system:
             shown = with_system_of_the_user(shown)

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from pipeline.runtime.children import OrphanReaper, signal_group
+from pipeline.runtime.children import OrphanReaper, end_with_supervisor, signal_group
 from pipeline.runtime.rundir import RunDirectory
 
 GRACE_SECONDS = 5.0
@@ -38,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
+    end_with_supervisor()
     stopping = False
     server: subprocess.Popen[bytes] | None = None
 

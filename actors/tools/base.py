@@ -44,10 +44,10 @@ from typing import Any, Literal
 
 import jsonschema
 
-from actors.environments.host import BlockingCalls
 from actors.environments.plugins import construct, find
 from actors.tools.parsing.argument_types import validator_of
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.plugin_guard import BlockingCalls
 from pipeline.schema import Task
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9_.\-]{1,64}")

@@ -21,9 +21,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from actors.environments.base import STRICT_OPTIONS
-from actors.environments.host import BlockingCalls
 from actors.tools.base import Tool, ToolError, ToolResult
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.plugin_guard import BlockingCalls
 from pipeline.schema import Task
 
 _WORD = re.compile(r"\w+")

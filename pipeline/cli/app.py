@@ -25,7 +25,7 @@ from pipeline.cli.plan import show_plan
 from pipeline.cli.push import push
 from pipeline.cli.show import show
 from pipeline.errors import AfterplayError, ConfigurationError
-from pipeline.runtime.children import append_working_folder, end_with_parent, module_command
+from pipeline.runtime.children import append_working_folder, end_with_parent, end_with_supervisor, module_command
 
 if TYPE_CHECKING:
     from pipeline.config import RunConfig
@@ -727,6 +727,7 @@ def allow_descriptors() -> None:
 
 def entry() -> None:
     """Console script. Expected errors are printed as one message on stderr, without a traceback."""
+    end_with_supervisor()
     append_working_folder()
     allow_descriptors()
     for stream in (sys.stdout, sys.stderr):

@@ -138,8 +138,8 @@ class ActorMetrics(MetricSet):
         outcome=DOOR_OUTCOMES,
     )
     hung_calls = gauge(
-        "Blocking calls of an environment, its tools or programs that hang in a thread: nobody waits for them, "
-        "and they do not return.",
+        "Blocking calls of an environment, its tools or programs that hang: nobody waits for them, and they do not "
+        "return.",
         env="environments",
     )
     leaked_tasks_total = counter(

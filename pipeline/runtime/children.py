@@ -8,6 +8,7 @@ alone. On Linux and macOS.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -31,6 +32,8 @@ RESTART_SECONDS = 0.1
 """Before a reaper process that has ended is started again."""
 PARENT_SECONDS = 0.5
 """Between two looks at whether the parent lives."""
+SUPERVISOR = "AFTERPLAY_SUPERVISOR"
+"""Environment variable of a role that is to end with its supervisor: the supervisor's process id."""
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -57,6 +60,32 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def end_with_supervisor() -> None:
+    """In a role that a supervisor has started, do what the reaper does when the supervisor is gone: SIGTERM to the
+    group of this process, and SIGKILL ``GRACE_SECONDS`` later. For a reaper that was killed in the same instant. Does
+    nothing elsewhere, nor in what such a role starts. A program that replaces this one must call it again."""
+    supervisor = int(os.environ.get(SUPERVISOR, "0"))
+    if not supervisor or (os.getppid() != supervisor and _is_alive(supervisor)):
+        return
+
+    def watch() -> None:
+        while os.getppid() == supervisor:
+            time.sleep(PARENT_SECONDS)
+        signal_group(os.getpgrp(), signal.SIGTERM)
+        time.sleep(GRACE_SECONDS)
+        signal_group(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="supervisor", daemon=True).start()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return error.errno == errno.EPERM
+    return True
 
 
 class OrphanReaper:

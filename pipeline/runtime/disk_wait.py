@@ -79,7 +79,7 @@ class Shortage:
     def text(self) -> str:
         """A clause: what waits, where, and why or how much is missing."""
         if self.error.errno not in FULL:
-            return f"{self.what} cannot be written to {self.where} now: {describe(self.error)}"
+            return f"{self.what} waits for {self.where}: {describe(self.error)}"
         free = free_bytes(self.where)
         needs = f"needs {size(self.n_bytes)} on" if self.n_bytes else "needs room on"
         return f"{self.what} {needs} {self.where}, which has {size(free)} free"

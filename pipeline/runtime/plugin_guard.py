@@ -1,4 +1,5 @@
-"""Guards around plug-in code: they bound the tasks it leaves running, the time it blocks the event loop, its output.
+"""Guards around plug-in code: they bound the tasks and threads that it leaves running, the time for which it blocks the
+event loop, and its output.
 
 :class:`TaskOwner` cancels tasks that plug-in code started and left running. A context variable names the owner and is
 inherited by whatever that code starts; the event loop's task factory (installed once, a few hundred nanoseconds a task)
@@ -11,6 +12,10 @@ signal. The handler raises :class:`TimeoutError` inside the blocking code if it 
 fails, with a traceback that ends in the blocking line, and all others continue. C code that never returns to Python is
 not interrupted: the process is ended and started again when it makes no progress.
 
+:class:`BlockingCalls` runs plain functions in threads. anyio's worker threads are joined at exit, so one call that
+hangs would keep the process alive for ever, and an abandoned call frees its slot at once, so hung calls would pile up.
+The threads here are daemons. None can be ended: the slot of a call that hangs is given to another, up to a bound.
+
 :class:`BoundedOutput` limits how much plug-ins print to the role's log. Only what passes ``sys.stdout`` and
 ``sys.stderr`` is counted, not the role's own log lines or what C code writes to the file descriptors.
 """
@@ -19,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import sys
 import threading
@@ -31,10 +37,9 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TextIO, TypeVar
 
-from pipeline.errors import failure_of, is_failure, is_ours
+from pipeline.errors import failure_of, is_failure, is_ours, line_among
 
 T = TypeVar("T")
-
 _OWNER: ContextVar[TaskOwner | None] = ContextVar("afterplay_owner_of_tasks", default=None)
 
 
@@ -225,6 +230,115 @@ class LoopWatchdog:
                 stack = "".join(traceback.format_stack(frame, STACK_FRAMES_MAX))
                 logger.error("the event loop has been blocked for %.1f s, here:\n%s", blocked_for, stack)
             signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
+
+
+HUNG_MIN, HUNG_MAX = 4, 256
+"""Bounds of the number of hung calls whose slots are given to others; between them it is that of the slots."""
+GRACE_SECONDS = 5.0
+"""A call that nobody waits for any more may take so long to end, where it is within its time limit."""
+
+
+class BlockingCalls:
+    """At most ``threads_max`` calls at once; others wait their turn (and are cancelled cleanly).
+
+    A call *hangs* when nobody waits for it any more and it has not returned ``seconds_max`` after its start. Its slot
+    is free again, until ``hung_max`` calls hang."""
+
+    def __init__(self, threads_max: int, seconds_max: float = math.inf) -> None:
+        self._slots = asyncio.Semaphore(threads_max)
+        self._seconds_max = seconds_max
+        self._hung: set[_CallThread] = set()
+        self.hung_max = min(max(threads_max, HUNG_MIN), HUNG_MAX)
+
+    @property
+    def hung(self) -> int:
+        """Calls that hang now."""
+        return len(self._hung)
+
+    @property
+    def exhausted(self) -> bool:
+        """True if no further slot is freed: the process should be started again."""
+        return len(self._hung) >= self.hung_max
+
+    def hung_at(self) -> str:
+        """The line of the user's code in which a call hangs (:func:`line_among`); empty where none is found."""
+        frames = sys._current_frames()
+        found = (frames[thread.ident] for thread in self._hung if thread.ident in frames)
+        return next((line for frame in found if (line := line_among(traceback.extract_stack(frame)))), "")
+
+    async def run(self, function: Callable[..., T], *args: Any, late: Callable[[T], object] | None = None) -> T:
+        """Call ``function`` in a thread of its own. Cancelling this leaves the call behind; ``late`` then gets what it
+        returns in the end, in the thread."""
+        await self._slots.acquire()
+        try:
+            thread = _CallThread(function, args, late, self._ended)
+            thread.start()
+        except BaseException:
+            self._slots.release()
+            raise
+        try:
+            return await thread.future  # type: ignore[no-any-return]
+        except asyncio.CancelledError:
+            thread.abandoned = True
+            if not thread.ended:
+                left = max(GRACE_SECONDS, self._seconds_max - (time.monotonic() - thread.started_at))
+                if math.isfinite(left):
+                    thread.timer = asyncio.get_running_loop().call_later(left, self._hangs, thread)
+            raise
+
+    def _hangs(self, thread: _CallThread) -> None:
+        if not self.exhausted:
+            self._hung.add(thread)
+            self._slots.release()
+
+    def _ended(self, thread: _CallThread) -> None:
+        if thread.timer is not None:
+            thread.timer.cancel()
+        if thread in self._hung:
+            self._hung.remove(thread)
+        else:
+            self._slots.release()
+
+
+class _CallThread(threading.Thread):
+    """One call. ``ended`` is called in the event loop when it has ended, however late."""
+
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], late: Callable[[Any], object] | None,
+        ended: Callable[[_CallThread], None],
+    ) -> None:  # fmt: skip
+        super().__init__(daemon=True, name="plug-in")
+        self._call, self._late, self._on_end = (function, args), late, ended
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self._loop.create_future()
+        self.started_at = time.monotonic()
+        self.abandoned = self.ended = False
+        self.timer: asyncio.TimerHandle | None = None
+
+    def run(self) -> None:
+        value: Any = None
+        failure: Exception | None = None
+        function, args = self._call
+        try:
+            value = called(function, *args)
+            if self.abandoned and self._late is not None:
+                called(self._late, value)
+        except Exception as error:
+            failure = error
+        try:
+            self._loop.call_soon_threadsafe(self._settle, value, failure)
+        except RuntimeError:
+            return  # the loop is closed: nobody waits for this any more
+
+    def _settle(self, value: Any, error: BaseException | None) -> None:
+        self.ended = True
+        self._on_end(self)
+        if self.future.done():
+            return
+        if error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(value)
 
 
 CHARACTERS_MAX = 1_000_000

@@ -21,7 +21,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_process
-import anyio.to_thread
 
 from pipeline.config.rewards import ScoreFunction
 from pipeline.errors import (
@@ -33,7 +32,7 @@ from pipeline.errors import (
     failure_of,
     is_failure,
 )
-from pipeline.runtime.plugin_guard import TaskOwner, called, watch_tasks
+from pipeline.runtime.plugin_guard import BlockingCalls, TaskOwner, watch_tasks
 from pipeline.schema import Trajectory
 from pipeline.scorer.conversation import UserFunction, resolve
 from pipeline.scorer.graders import BUILT_IN
@@ -114,8 +113,8 @@ class Steps(Generic[T]):
                 step = partial(self._coroutine.send, sent)
 
 
-ABANDONED_MAX = 64
-"""Threads given up because a function hangs in them; beyond it such functions time out without being called."""
+HUNG_MAX = 4
+"""Calls of a function that may hang in threads, which cannot be ended. Then it runs in worker processes, which can."""
 HELD_SECONDS_MAX = 0.25
 """An async function that holds the loop for longer is warned about, once."""
 
@@ -132,7 +131,7 @@ class Call:
     """One function of the run file. Raises :class:`ConfigurationError` when its path does not lead to one, or it does
     not take its options."""
 
-    def __init__(self, section: ScoreFunction, threads: anyio.CapacityLimiter, workers: Workers) -> None:
+    def __init__(self, section: ScoreFunction, threads_max: int, workers: Workers) -> None:
         self.name = section.known_as
         self._timeout_seconds = section.timeout_seconds
         self._options = dict(section.options)
@@ -151,10 +150,8 @@ class Call:
         self._function = resolve(self._path)
         _check_options(self.name, self._function, self._options)
         self._async = inspect.iscoroutinefunction(self._function)
-        self._threads = threads
-        self._in_thread = partial(anyio.to_thread.run_sync, abandon_on_cancel=True, limiter=threads)
+        self._threads = BlockingCalls(threads_max, self._timeout_seconds)
         self._workers = workers
-        self._abandoned = 0
         self._warned_held = False
 
     async def one(self, trajectory: Trajectory) -> Outcome:
@@ -207,6 +204,7 @@ class Call:
         return [self._checked(value) for value in listed]
 
     async def _limited(self, what: Trajectory | list[Trajectory], which: str) -> object:
+        self._leave_threads()
         try:
             if self._worker:
                 async with self._workers.slot(self._path, self._needs):
@@ -216,7 +214,6 @@ class Call:
             return self._logged(value, which) if isinstance(value, ScoreFailure) else value
         except _TookTooLong:
             failure = ScoreFailure(self.name, "timeout", f"no answer within {self._timeout_seconds} s")
-            self._abandon()
         except anyio.BrokenWorkerProcess:
             failure = ScoreFailure(self.name, "crashed", "its worker process died")
         except BaseException as error:
@@ -234,7 +231,7 @@ class Call:
         raise _TookTooLong
 
     async def _run(self, what: Trajectory | list[Trajectory]) -> object:
-        return await (self._in_worker(what) if self._worker else self._here(what, self._in_thread))
+        return await (self._in_worker(what) if self._worker else self._here(what, self._threads.run))
 
     async def _in_worker(self, what: Trajectory | list[Trajectory]) -> object:
         """Call the function in the process whose slot is held."""
@@ -248,7 +245,7 @@ class Call:
         what = [_copy(t) for t in what] if isinstance(what, list) else _copy(what)
         if self._async:
             return await self._awaited(what)
-        return await in_thread(partial(called, self._function, what, **self._options))
+        return await in_thread(partial(self._function, what, **self._options))
 
     async def _awaited(self, what: Trajectory | list[Trajectory]) -> object:
         """Tasks that it leaves running are cancelled."""
@@ -270,12 +267,16 @@ class Call:
                 "or set worker: true for it", self.name, seconds,
             )  # fmt: skip
 
-    def _abandon(self) -> None:
-        """A thread cannot be killed: give its slot in the pool to another, up to a bound."""
-        if not (self._worker or self._async) and self._abandoned < ABANDONED_MAX:
-            self._abandoned += 1
-            self._threads.total_tokens += 1
-            log.warning("%s hangs in a thread, which cannot be stopped: set worker: true for it", self.name)
+    def _leave_threads(self) -> None:
+        """Run the function in worker processes from now on, if too many of its calls hang in threads."""
+        if not self._worker and self._threads.hung >= HUNG_MAX:
+            self._worker = True
+            line = self._threads.hung_at()
+            log.warning(
+                "score function %s: %d calls hang in threads, which cannot be ended%s. From now on it runs in a worker "
+                "process, where a call that hangs is ended: give what blocks a time limit of its own, or set worker: "
+                "true for it", self.name, self._threads.hung, f" ({line})" if line else "",
+            )  # fmt: skip
 
     def _checked(self, value: object) -> Outcome:
         if isinstance(value, ScoreFailure):

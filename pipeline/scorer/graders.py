@@ -14,13 +14,15 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import orjson
 
 from pipeline.errors import ConfigurationError, SchemaError
-from pipeline.schema import Trajectory
+from pipeline.schema import Task, Trajectory
 from pipeline.scorer.conversation import reply
+from pipeline.scorer.numbers import last_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +60,87 @@ CHARACTERS_MAX = 1_000_000
 """Characters at the end of a reply that graders read."""
 
 
-def payload_value(trajectory: Trajectory, name: str) -> Any:
+def payload_value(task: Task, name: str) -> Any:
     """Raises :class:`SchemaError` that says what to map where the payload lacks it."""
-    value = trajectory.task.payload.get(name)
+    value = task.payload.get(name)
     if value is None:
         raise SchemaError(
-            f"expected {name!r} in the payload of task {trajectory.task.task_id}, which has "
-            f"{', '.join(trajectory.task.payload) or 'nothing'}: map a column to it in tasks_from.columns, or name the "
+            f"expected {name!r} in the payload of task {task.task_id}, which has "
+            f"{', '.join(task.payload) or 'nothing'}: map a column to it in tasks_from.columns, or name the "
             "environments that have it in the function's key environments"
         )
     return value
 
 
-def right_answers(trajectory: Trajectory, name: str) -> list[str]:
+def right_answers(task: Task, name: str) -> list[str]:
     """One or several texts, any of which is right."""
-    value = payload_value(trajectory, name)
+    value = payload_value(task, name)
     values = value if isinstance(value, list) else [value]
     if not values or any(v is None or isinstance(v, dict | list) for v in values):
-        raise SchemaError(f"expected {name!r} as text, number or a list of them, got {value!r:.200}")
+        raise _unusable(task, name, "text, a number or a list of them", value)
     return [str(v) for v in values]
+
+
+def right_texts(task: Task, name: str) -> list[str]:
+    """Texts with something in them: every reply contains an empty one."""
+    texts = right_answers(task, name)
+    if not all(map(str.strip, texts)):
+        raise _unusable(task, name, "text that is not empty", task.payload[name])
+    return texts
+
+
+def right_numbers(task: Task, name: str) -> list[tuple[Fraction, bool]]:
+    """The last number of each text, and whether it is a float, which may be the nearest one to what was meant."""
+    value = payload_value(task, name)
+    floats = [isinstance(v, float) for v in (value if isinstance(value, list) else [value])]
+    numbers = [last_number(right) for right in right_answers(task, name)]
+    if any(right is None for right in numbers):
+        raise _unusable(task, name, "a number", value)
+    return [(right, f) for right, f in zip(numbers, floats, strict=True) if right is not None]
+
+
+def right_letter(task: Task, name: str, letters: str) -> str:
+    """The letter of the right choice."""
+    value = payload_value(task, name)
+    right = letters[value] if _is_position(value, letters) else str(value).strip().strip("().:*").upper()
+    if len(right) != 1 or right not in letters:
+        raise _unusable(task, name, f"one of {letters} or a number from 0", value)
+    return right
+
+
+def _is_position(value: Any, letters: str) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(letters)
+
+
+def right_pattern(task: Task, pattern: str | None) -> re.Pattern[str]:
+    """The pattern of the options, else of the payload. Not an empty one, which is found in every reply."""
+    given = pattern if pattern is not None else str(payload_value(task, "pattern"))
+    if not given.strip():
+        raise _unusable(task, "pattern", "a regular expression that is not empty", given)
+    try:
+        return re.compile(given)
+    except re.error as error:
+        raise _unusable(task, "pattern", f"a regular expression ({error})", given) from error
+
+
+def _unusable(task: Task, name: str, expected: str, value: Any) -> SchemaError:
+    return SchemaError(f"expected {name!r} of task {task.task_id} as {expected}, got {value!r:.200}")
+
+
+def check_answer(path: str, task: Task, options: Mapping[str, Any]) -> None:
+    """Raises :class:`SchemaError` for a payload with an answer that the grader ``path`` cannot grade with. Nothing for
+    a payload without one, and for graders that need a worker process."""
+    name = options.get("answer", "pattern" if path == "regex" else "answer")
+    if task.payload.get(name) is None:
+        return
+    if path in ("exact", "contains"):
+        right_texts(task, name)
+    elif path == "number":
+        right_numbers(task, name)
+    elif path == "choice":
+        right_letter(task, name, options.get("letters", LETTERS))
+    elif path == "regex":
+        right_pattern(task, options.get("pattern"))
 
 
 def given(trajectory: Trajectory, after: str | None = None, between: Sequence[str] | None = None) -> str:
@@ -103,7 +167,7 @@ def json_schema(trajectory: Trajectory, schema: Mapping[str, Any] | None = None,
     from jsonschema.validators import validator_for
     from referencing import Registry
 
-    rule = schema if schema is not None else payload_value(trajectory, "schema")
+    rule = schema if schema is not None else payload_value(trajectory.task, "schema")
     if isinstance(rule, str):
         rule = orjson.loads(rule)
     validator = validator_for(rule, jsonschema.Draft202012Validator)
@@ -136,17 +200,18 @@ taken for its last number."""
 _THOUSANDS = re.compile(r"(?<=\d)\\[,!:; ](?=\d{3}(?!\d))")
 _JOINED = re.compile(r"[\s$,;]*(?:and|or|\\text\s*\{\s*(?:and|or)\s*\})?[\s$,;]*")
 _BOXED = "\\boxed"
+_FRAMED = re.compile(r"\\(?:fbox|framebox)\s{0,3}(?=\{)|\\boxed\s{1,3}(?=\{)")
 BOX_CHARACTERS_MAX = 10_000
 BOXES_MAX = 20
 JOIN_CHARACTERS_MAX = 40
 
 
 def math(trajectory: Trajectory, answer: str = "answer", after: str | None = None) -> float:
-    r"""The last answer in the reply (``\boxed{...}``, ``$...$`` or plain) equals the one in the payload, LaTeX or
-    plain: ``1/2``, ``\frac12`` and ``0.5`` are the same."""
+    r"""The last answer in the reply (``\boxed{...}``, ``\fbox{...}``, ``$...$`` or plain) equals the one in the
+    payload, LaTeX or plain: ``1/2``, ``\frac12`` and ``0.5`` are the same."""
     from math_verify import verify
 
-    rights = [_parsed_right(right) for right in right_answers(trajectory, answer)]
+    rights = [_parsed_right(right) for right in right_answers(trajectory.task, answer)]
     answered = _parsed(last_boxed(given(trajectory, after)))
     if not answered:
         return 0.0
@@ -160,6 +225,7 @@ def last_boxed(text: str) -> str:
     >>> last_boxed(r"\boxed{3}. No, \boxed{4}."), last_boxed(r"$\boxed{3}$ and $\boxed{-2}$")
     ('\\boxed{4}.', '\\boxed{3, -2}')
     """
+    text = _FRAMED.sub(lambda _: _BOXED, text)
     begin = text.rfind(_BOXED)
     if begin < 0:
         return text
@@ -203,20 +269,46 @@ def _parsed(text: str) -> list[Any]:
 def regex(trajectory: Trajectory, pattern: str | None = None, after: str | None = None, whole: bool = False) -> float:
     """The pattern (of the options, else ``pattern`` of the payload) is found in the reply; ``whole``: is all of it,
     white space around it aside."""
-    compiled = re.compile(pattern if pattern is not None else str(payload_value(trajectory, "pattern")))
+    compiled = right_pattern(trajectory.task, pattern)
     answered = given(trajectory, after).strip()
     return float((compiled.fullmatch(answered) if whole else compiled.search(answered)) is not None)
 
 
-_NUMBER = re.compile(r"(?:(?<![\w)\]])[-−])?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][+-]?\d{1,3})?")
-_DIGITS_MAX = 40
-_STATED = re.compile(
-    r"(?i:answer|choice|option)(?i:\s{1,3}is|\s{0,3}[:=])?\s{0,3}[*_(\[\"'$]{0,4}\s{0,3}([A-Z])(?![A-Za-z'])"
+LETTERS = "ABCDEFGHIJ"
+FLOAT_SHARE = Fraction(1, 10**12)
+"""Share of an answer that is a JSON float within which the nearest float to a number lies."""
+_LETTER = r"[*_(\[\"'$]{0,4}\s{0,3}([A-Z])(?![A-Za-z'])"
+_NOUN = r"(?i:answer|choice|option|solution)"
+_STATED = (
+    re.compile(
+        rf"{_NOUN}(?i:\s{{0,3}}[:=]|\s{{1,3}}(?:is|was|must\sbe|should\sbe|would\sbe|has\sto\sbe)\s?:?)\s{{0,3}}"
+        rf"(?:(?i:option|choice|letter)\s{{1,3}})?{_LETTER}"
+        rf"|\b(?i:choose|chose|pick|picked|select|selected|go\swith|going\swith)\s{{1,3}}"
+        rf"(?:(?i:the\s)?{_NOUN}\s{{1,3}})?{_LETTER}"
+    ),
+    re.compile(rf"{_NOUN}\s{{0,3}}{_LETTER}"),
+    re.compile(
+        r"[(\[*]([A-Z])[)\]*]|(?:^|\n)[ \t]{0,20}([A-Z])[ \t]?[.):](?!\w)"
+        r"|(?:^|\n)[ \t]{0,20}([A-Z])[ \t]{0,20}(?=\n|$)"
+    ),
+    re.compile(r"(?<![A-Za-z'])([A-Z])(?![A-Za-z'])(?!\s{1,3}[a-z])"),
 )
-_MARKED = re.compile(
-    r"[(\[*]([A-Z])[)\]*]|(?:^|\n)[ \t]{0,20}([A-Z])[ \t]?[.):](?!\w)|(?:^|\n)[ \t]{0,20}([A-Z])[ \t]{0,20}(?=\n|$)"
+_DENIED_BEFORE = re.compile(
+    r"(?i:\b(?:not|cannot|never|neither|nor|except|than|instead\sof|eliminate|rule\sout|exclude|reject)|n['’]t)"
+    rf"(?i:\s{{1,3}}(?:be|the|to\sbe|choose|pick))?\s{{1,3}}(?:{_NOUN}\s{{1,3}})?[*_(\[\"'$]{{0,4}}$"
 )
-_LONE = re.compile(r"(?<![A-Za-z'])([A-Z])(?![A-Za-z'])(?!\s{1,3}[a-z])")
+_DENIED_AFTER = re.compile(
+    r"[*_)\]\"'$.]{0,4}\s{1,3}(?i:is|was|are|seems|looks|would\sbe|can(?:no|')t\sbe)\s{1,3}"
+    r"(?i:(?:clearly|obviously|definitely|also|just|simply)\s)?"
+    r"(?i:false|wrong|incorrect|not\b|untrue|impossible|invalid|out\b|ruled|eliminated|excluded|never)"
+    r"|[*_)\]\"'$.]{0,4}\s{1,3}(?i:isn['’]t|wasn['’]t|cannot|can['’]t|doesn['’]t|fails)"
+)
+_ANOTHER = re.compile(
+    r"[*_)\]\"'$]{0,4}(?:\s{0,3},\s{0,3}[A-Z](?![A-Za-z'])){0,9}"
+    r"\s{0,3}(?:,?\s{0,3}(?i:\b(?:or|and)\b)|/|&)\s{0,3}(?:(?i:option|choice|answer)\s{1,3})?"
+    r"[*_(\[\"'$]{0,4}([A-Z])(?![A-Za-z'])(?!\s{1,3}[a-z])"
+    r"|[*_)\]\"'$]{0,4}\s{0,3},\s{0,3}([A-Z])(?=\s{0,3}(?:[.)\n]|$))"
+)
 
 
 def exact(
@@ -227,19 +319,25 @@ def exact(
     case: bool = False,
     punctuation: bool = False,
 ) -> float:
-    """The reply is the answer. Not compared unless asked for: ``case``, ``punctuation``; white space never, and
-    characters by their NFKC form."""
+    """The reply is the answer. Not compared unless asked for: ``case``, ``punctuation`` around words; white space
+    never, and characters by their NFKC form."""
     answered = normal(given(trajectory, after, between), case, punctuation)
-    return float(any(answered == normal(right, case, punctuation) for right in right_answers(trajectory, answer)))
+    return float(any(answered == normal(right, case, punctuation) for right in right_texts(trajectory.task, answer)))
 
 
 def contains(
     trajectory: Trajectory, answer: str = "answer", after: str | None = None, every: bool = False, case: bool = False
 ) -> float:
-    """One of the answers (``every``: all of them) stands somewhere in the reply."""
+    """One of the answers (``every``: all of them) stands somewhere in the reply, and not inside a longer number."""
     answered = normal(given(trajectory, after), case, punctuation=True)
-    found = [normal(right, case, punctuation=True) in answered for right in right_answers(trajectory, answer)]
+    found = [_stands_in(normal(right, case, True), answered) for right in right_texts(trajectory.task, answer)]
     return float(all(found) if every else any(found))
+
+
+def _stands_in(right: str, text: str) -> bool:
+    before = r"(?<!\d)(?<!\d[.,])" if right[:1].isdigit() else ""
+    after = r"(?![.,]?\d)" if right[-1:].isdigit() else ""
+    return re.search(f"{before}{re.escape(right)}{after}", text) is not None
 
 
 def number(
@@ -247,19 +345,16 @@ def number(
     answer: str = "answer",
     after: str | None = None,
     between: Sequence[str] | None = None,
-    tolerance: float = 1e-6,
+    tolerance: float = 0.0,
 ) -> float:
-    """The last number of the reply is the (last number of the) answer, up to ``tolerance`` of it. ``1,234.5``, ``-3``
-    and ``1e3`` are numbers; units around them do not matter."""
-    rights = [last_number(right) for right in right_answers(trajectory, answer)]
-    if any(right is None for right in rights):
-        raise SchemaError(f"expected a number as {answer!r} of task {trajectory.task.task_id}, got {rights}")
+    """The last number of the reply is the (last number of the) answer, up to the share ``tolerance`` of it
+    (:mod:`pipeline.scorer.numbers`)."""
+    rights = right_numbers(trajectory.task, answer)
     answered = last_number(given(trajectory, after, between))
     if answered is None:
         return 0.0
-    return float(
-        any(abs(answered - right) <= tolerance * max(1.0, abs(right)) for right in rights if right is not None)
-    )
+    share = Fraction(tolerance)
+    return float(any(abs(answered - right) <= max(share, FLOAT_SHARE if f else 0) * abs(right) for right, f in rights))
 
 
 def choice(
@@ -267,49 +362,72 @@ def choice(
     answer: str = "answer",
     after: str | None = None,
     between: Sequence[str] | None = None,
-    letters: str = "ABCDEFGHIJ",
+    letters: str = LETTERS,
 ) -> float:
     """The letter that the reply chooses is the answer, a letter or the number of a choice (from 0)."""
-    right = payload_value(trajectory, answer)
-    if isinstance(right, int) and not isinstance(right, bool) and 0 <= right < len(letters):
-        right = letters[right]
-    right = str(right).strip().strip("().:*").upper()
-    if len(right) != 1 or right not in letters:
-        raise SchemaError(f"expected {answer!r} as one of {letters} or a number from 0, got {right!r:.200}")
+    right = right_letter(trajectory.task, answer, letters)
     return float(chosen_letter(given(trajectory, after, between), letters) == right)
 
 
 def chosen_letter(text: str, letters: str) -> str | None:
-    """The last letter that is stated (``the answer is B``), else marked (``(B)``, a line ``B.``), else alone.
+    """The last letter that is chosen (``the answer is B``), else named (``option B``), else marked (``(B)``, a line
+    ``B.``), else alone. None for one of several (``A or B``); a letter that is denied (``not A``, ``A is wrong``) does
+    not count.
 
-    >>> [chosen_letter(t, "ABCD") for t in ("The answer is (B).", "A. no. C", "b", "A dog")]
+    >>> [chosen_letter(t, "ABCD") for t in ("The answer is (B), as option A is false", "A. no. C", "b", "A or B")]
     ['B', 'C', 'B', None]
     """
     text = text.strip()
     if len(text) == 1:
         text = text.upper()
-    for pattern in (_STATED, _MARKED, _LONE):
-        found = [next(g for g in match.groups() if g) for match in pattern.finditer(text)]
-        found = [letter for letter in found if letter in letters]
-        if found:
-            return found[-1]
+    for pattern in _STATED:
+        chosen: str | None = None
+        behind = 0
+        for match in pattern.finditer(text):
+            begin, end = next(match.span(n) for n in range(1, match.re.groups + 1) if match[n])
+            letter = text[begin:end]
+            if begin < behind or letter not in letters:
+                continue
+            if _DENIED_BEFORE.search(text[max(0, begin - 40) : begin]) or _DENIED_AFTER.match(text, end):
+                continue
+            another = _ANOTHER.match(text, end)
+            several = another is not None and letter != (another[1] or another[2])
+            chosen = "" if several else letter
+            behind = another.end() if another is not None and several else 0
+        if chosen is not None:
+            return chosen or None
     return None
 
 
-def last_number(text: str) -> float | None:
-    """None where there is none (or none of a sensible length).
-
-    >>> last_number("It is 1,234.5 km (not 7-3)"), last_number("-2"), last_number("none")
-    (3.0, -2.0, None)
-    """
-    found = [m.group() for m in _NUMBER.finditer(text) if len(m.group()) <= _DIGITS_MAX]
-    return float(found[-1].replace(",", "").replace("−", "-")) if found else None
+_APOSTROPHES = str.maketrans("‘’“”", "''\"\"")
+_BETWEEN_WORDS = re.compile(r"(?<!\d)[,;]|[,;](?!\d)")
+_ENDS = ".,;:!?…。，、！？：；"
+_QUOTES = "\"'«»„‚¿¡"
+LAYERS_MAX = 8
+_PAIRS = (("(", ")"), ("[", "]"), ("{", "}"), ("*", "*"), ("_", "_"), ("`", "`"))
 
 
 def normal(text: str, case: bool, punctuation: bool) -> str:
-    """White space joined; unless asked for, case folded and punctuation taken away."""
-    text = unicodedata.normalize("NFKC", text)
+    """White space joined; unless asked for, case folded and punctuation around words taken away, as long as something
+    remains: ``C#`` is not ``C``, and ``*`` is not ``?``."""
+    text = unicodedata.normalize("NFKC", text).translate(_APOSTROPHES)
     text = text if case else text.casefold()
-    if not punctuation:
-        text = "".join(" " if unicodedata.category(c)[0] == "P" and c not in "-%" else c for c in text)
-    return " ".join(text.split())
+    if punctuation:
+        return " ".join(text.split())
+    words = [bare for word in _BETWEEN_WORDS.sub(" ", text).split() if (bare := _bare(word))]
+    return " ".join(words or text.split())
+
+
+def _bare(word: str) -> str:
+    """A word without the punctuation of a sentence and without quotes, brackets and marks of Markdown around it."""
+    for _ in range(LAYERS_MAX):
+        shorter = word.rstrip(_ENDS + _QUOTES).lstrip(_QUOTES)
+        for opening, closing in _PAIRS:
+            if len(shorter) > 2 and shorter[0] == opening and shorter[-1] == closing:
+                shorter = shorter[1:-1]
+            elif opening != closing and shorter.count(opening) != shorter.count(closing):
+                shorter = shorter.removeprefix(opening) if opening in shorter else shorter.removesuffix(closing)
+        if shorter == word:
+            break
+        word = shorter
+    return word

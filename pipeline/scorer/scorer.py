@@ -107,14 +107,13 @@ class Scorer:
         observe: Observe | None = None,
         retried: Callable[[str], None] | None = None,
     ) -> None:
-        threads = anyio.CapacityLimiter(config.concurrency)
         workers = Workers(config.workers)
         self._environment_weight = config.environment_weight
         self._parts: list[_Scored] = []
         self._together: list[_ScoredTogether] = []
         self._services: list[Any] = []
         for function in config.functions:
-            call, name = Call(function, threads, workers), function.known_as
+            call, name = Call(function, config.concurrency, workers), function.known_as
             if function.per == "group":
                 self._together.append(_ScoredTogether(function, name, call.many))
             elif function.per == "batch":

@@ -14,9 +14,9 @@ from itertools import islice
 
 import anyio
 import anyio.abc
-import anyio.to_thread
 
 from pipeline.errors import LimitExceeded, PeerGone
+from pipeline.runtime.disk_wait import when_room
 from pipeline.store.journal import Send
 from pipeline.store.payload_refs import PayloadCache
 from pipeline.store.store import ReplayStore
@@ -104,6 +104,6 @@ class PeerSender:
                 for e in islice(queue, READ_AHEAD)
                 if e.payload is not None and self._cache.get(e.payload) is None
             ]
-            ahead.update(await anyio.to_thread.run_sync(partial(self._store.payloads, wanted)))
+            ahead.update(await when_room(partial(self._store.payloads, wanted), self._store.path, "a delivery"))
             found = ahead.pop(row_id, None)
         return found

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Generic, TypeVar
 
 import anyio
-import anyio.to_thread
 
+from pipeline.runtime.disk_wait import when_room
 from pipeline.schema import Trajectory
 from pipeline.scorer.scorer import Scorer
 from pipeline.scorer.verdict import Verdict
@@ -109,7 +109,8 @@ class Scoring:
         try:
             trajectory = effect.trajectory
             if trajectory is None:
-                frames = await anyio.to_thread.run_sync(partial(self._store.payloads, [effect.record.row_id]))
+                read = partial(self._store.payloads, [effect.record.row_id])
+                frames = await when_room(read, self._store.path, "the scoring of a rollout")
                 if effect.record.row_id not in frames:
                     return
                 trajectory = decode_trajectory(frames[effect.record.row_id], self._limits)

@@ -30,7 +30,8 @@ LINE_BYTES_MAX = 1 << 28
 
 Rendered = Sequence[tuple[Sequence[int], Sequence[int]]]
 """Context and completion ids of each assistant message."""
-Render = Callable[[Sequence[Message]], Rendered]
+Render = Callable[..., Rendered]
+"""Takes the messages, and the tool schemas where there are any."""
 
 
 def read_demonstrations(path: Path, render: Render, version: int) -> Iterator[Trajectory]:
@@ -72,7 +73,7 @@ def _trajectory(line: bytes, render: Render, version: int) -> Trajectory:
     if "turns" in value:
         turns, recorded = _turns(value["turns"], temperature, version)
     else:
-        turns, recorded = _rendered(value["messages"], render, temperature), False
+        turns, recorded = _rendered(value["messages"], value.get("tools"), render, temperature), False
     identity = import_id(orjson.dumps(value, option=orjson.OPT_SORT_KEYS))
     return Trajectory(
         trajectory_id=identity,
@@ -114,7 +115,7 @@ def _turns(values: Any, temperature: float, version: int) -> tuple[tuple[Turn, .
     return tuple(turns), all(recorded)
 
 
-def _rendered(values: Any, render: Render, temperature: float) -> tuple[Turn, ...]:
+def _rendered(values: Any, tools: Any, render: Render, temperature: float) -> tuple[Turn, ...]:
     messages = []
     for value in values:
         extra = {k: v for k, v in value.items() if k not in ("role", "content")}
@@ -125,7 +126,10 @@ def _rendered(values: Any, render: Render, temperature: float) -> tuple[Turn, ..
         messages.append(Message(value["role"], value["content"], extra))
     turns, start = [], 0
     ends = [i for i, message in enumerate(messages) if message.role == "assistant"]
-    for end, (context, completion) in zip(ends, render(messages), strict=True):
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise SchemaError(f"expected tools as a list of schemas, got {tools!r:.200}")
+    rendered = render(messages, tools) if tools else render(messages)
+    for end, (context, completion) in zip(ends, rendered, strict=True):
         zeros = np.zeros(len(completion), np.float32)
         turns.append(
             _turn(

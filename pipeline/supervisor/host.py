@@ -68,9 +68,8 @@ class LocalHost:
 
     def _begin(self, spec: ProcessSpec, log_file: Path) -> ChildGroup:
         with open_log(log_file) as output:
-            return ChildGroup(
-                spec.command, self._reaper, environment=child_environment(spec.environment), output=output
-            )
+            environment = child_environment(spec.environment, ends_with_us=spec.here)
+            return ChildGroup(spec.command, self._reaper, environment=environment, output=output)
 
     async def check(self, spec: ProcessSpec, child: Child) -> HealthAnswer:
         url = spec.health_url or health_url(self._directory, spec.name, child.pid if spec.here else None)

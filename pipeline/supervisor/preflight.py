@@ -7,23 +7,27 @@ which ends the run if something is wrong.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.tasks import TRAIN
-from pipeline.errors import ConfigurationError
+from pipeline.errors import ConfigurationError, SchemaError
 from pipeline.runtime.disk_wait import free_bytes, size
 from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.findings import Findings
 from pipeline.runtime.process import load_main
 from pipeline.runtime.rundir import PREPARE_SECONDS_MAX, RunDirectory, await_model
 from pipeline.schema import Task
+from pipeline.scorer.graders import BUILT_IN, check_answer
 from pipeline.supervisor.inventory import local_inventory
 from pipeline.supervisor.plan import plan
 from pipeline.tasks.open import open_source
+from pipeline.tasks.source import TaskSource
 from pipeline.trackers.tracker import require_package
 
 log = logging.getLogger("afterplay.preflight")
@@ -32,6 +36,8 @@ NEW_RUN_BYTES_MIN = 16 * 10**6
 """Room for a tiny model, its checkpoints and a small store; every other run needs more."""
 ROWS_MAX = 3
 """Rows of data that are played."""
+ANSWERS_SECONDS_MAX = 10.0
+"""For reading the answers of one data set: some 200,000 rows."""
 LOW_PRIORITY = 19
 """Niceness of a check that may take its time: the processes of the run start meanwhile."""
 
@@ -167,6 +173,25 @@ def _call_functions(config: RunConfig, tasks: Mapping[str, Sequence[Task]], foun
         load_main("learner.preflight:check_own_functions")(config, tasks, found)
 
 
+def _check_answers(config: RunConfig, name: str, source: TaskSource, found: Findings) -> None:
+    """Look for rows whose answer a built-in grader cannot grade with: no rollout of them would have a reward."""
+    functions = [f for f in config.scorer.functions if f.path in BUILT_IN and f.applies_to(name)]
+    ends = time.monotonic() + ANSWERS_SECONDS_MAX
+    for function in functions:
+        wrong: list[str] = []
+        for task in itertools.takewhile(lambda _: time.monotonic() < ends, itertools.chain(*source.splits.values())):
+            try:
+                check_answer(function.path, task, function.options)
+            except SchemaError as error:
+                wrong.append(str(error))
+        if wrong:
+            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+            found.problems.append(
+                f"environments.{name}.tasks_from: {function.known_as} cannot grade every row: {wrong[0]}{more}. Mend "
+                "the data, or leave such rows out with tasks_from.filter"
+            )
+
+
 def _tasks(config: RunConfig, found: Findings, *, whole: bool) -> Mapping[str, Sequence[Task]]:
     """The first rows of the data of each environment that has some. ``whole``: all of it is read, as the replay stage
     does when a run starts."""
@@ -186,6 +211,7 @@ def _tasks(config: RunConfig, found: Findings, *, whole: bool) -> Mapping[str, S
             try:
                 split = source.splits.get(TRAIN) or next(iter(source.splits.values()))
                 tasks[name] = [split[i] for i in range(min(ROWS_MAX, len(split)))]
+                _check_answers(config, name, source, found)
             finally:
                 source.close()
     return tasks

@@ -46,8 +46,8 @@ class Session:
     """
 
     limits: Limits
-    greeting: int = 0
-    """Number of the last HELLO."""
+    greeting: int = field(default_factory=lambda: secrets.randbits(32))
+    """Number of the last HELLO. The first is drawn: an answer to the process before may still come under our name."""
     state: State = State.DOWN
     end_reason: str = ""
     down_reason: str = ""

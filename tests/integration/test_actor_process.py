@@ -10,11 +10,11 @@ import aiohttp
 import anyio
 import pytest
 
-from actors.environments import host
 from actors.role import main
 from learner.models.prepare import prepare_model
 from pipeline.config import RunConfig
 from pipeline.errors import CallsHang
+from pipeline.runtime import plugin_guard
 from pipeline.runtime.process import RoleContext, Status
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Order, Task, Trajectory, TrajectoryStatus
@@ -122,7 +122,7 @@ async def test_an_actor_whose_environment_hangs_goes_on_is_started_again_and_ans
     tmp_path: Path, engine_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of the orders meet a call that never returns: four of them would take all slots for ever."""
-    monkeypatch.setattr(host, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(plugin_guard, "GRACE_SECONDS", 0.2)
     (tmp_path / "hangs.py").write_text(HANGS)
     settings: dict[str, Any] = {
         "run": {"name": "run", "directory": str(tmp_path)},

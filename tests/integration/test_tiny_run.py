@@ -173,6 +173,26 @@ def test_a_run_with_a_wrong_plug_in_ends_with_the_sentence_of_its_preflight(
         assert "\nenvironments.guess: there is no environment 'number_gess'; there are" in said
 
 
+def test_supervisor_and_reaper_killed_in_one_instant_leave_no_process_and_the_run_goes_on(tmp_path: Path) -> None:
+    overrides = ["run.total_steps=1000", "checkpoint.every=1"]
+    with start_run(TINY, tmp_path, "orphan", overrides) as run:
+        run.until_step(2, START_SECONDS_MAX)
+        children = family(run.process.pid)
+        [reaper] = [child for child in children if any("children.py" in word for word in child.cmdline())
+                    and child.ppid() == run.process.pid]  # fmt: skip
+        run.process.send_signal(signal.SIGSTOP)  # it would start another reaper
+        reaper.kill()
+        run.process.kill()
+        run.process.wait()
+        _, alive = psutil.wait_procs(children, timeout=15)
+        assert alive == []
+        step = run.steps()[-1]["step"]
+    with start_run(TINY, tmp_path, "orphan", overrides) as run:
+        run.until_step(step + 1, START_SECONDS_MAX)
+        run.interrupt()
+        assert run.ledger().audit() == []
+
+
 def test_supervisor_killed_leaves_no_process(tmp_path: Path, forked_run: partial) -> None:
     with forked_run(TINY, tmp_path, "orphan", ["run.total_steps=1000"]) as run:
         run.until_step(1, START_SECONDS_MAX)

@@ -119,6 +119,13 @@ def test_all_ranks_end_when_one_or_torchrun_is_killed_and_go_on_from_the_checkpo
             if victim == "rank 1":
                 assert "the learner has lost a rank" in run.output.read_text(), run.tail()
     with gang() as run:
+        begun = len(run.steps())
+        run.until("a step", lambda: len(run.steps()) > begun, SECONDS_MAX)
+        run.process.terminate()
+        run.finish(END_SECONDS_MAX)
+        saved = read_state(find_checkpoints(run.directory.checkpoints)[0]).updates
+        assert saved == run.steps()[-1]["step"], "a stop saves the last update"
+    with gang() as run:
         saved = read_state(find_checkpoints(run.directory.checkpoints)[0]).updates
         assert run.finish(SECONDS_MAX) == 0, run.tail()
     assert f"starting with {saved} updates" in run.output.read_text()

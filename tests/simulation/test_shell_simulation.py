@@ -113,8 +113,8 @@ def _trusts_the_store(agree: Callable[..., Any]) -> Callable[..., Any]:
 
 MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
     "what was under way is not repeated": (ControlLog, "repeat", _never_repeated, 0),
-    "two names on one connection": (Peers, "_hello", _forgotten_without_a_word(Peers._hello), 20),
-    "an engine that did not resume is live": (EngineControl, "_call", _blind_to_pauses(EngineControl._call), 5),
+    "two names on one connection": (Peers, "_hello", _forgotten_without_a_word(Peers._hello), 12),
+    "an engine that did not resume is live": (EngineControl, "_call", _blind_to_pauses(EngineControl._call), 26),
     "one failed request is the death of an engine": (EnginePool, "_failed", _dead_at_once, 3),
     "a store that went back is trusted": (ReplayStore, "_agree", _trusts_the_store(ReplayStore._agree), 0),
     "a duplicate is never acknowledged": (Ingest, "_unexpected", _silent_about_duplicates(Ingest._unexpected), 0),

@@ -47,9 +47,12 @@ def check(sim: Simulation) -> None:
     assert sim.store is not None
     with sqlite3.connect(sim.path) as connection:
         stored = [row[0] for row in connection.execute("SELECT trajectory_id FROM trajectories")]
+        made = connection.execute("SELECT update_number, group_number FROM groups WHERE state = 'trained'").fetchall()
     connection.close()
     assert sim.acknowledged <= set(stored) and len(set(stored)) == len(stored)
     assert set(trajectories) <= set(stored)
+    made_by_learner = [(u, int(g[1:])) for u, (members, _) in enumerate(weights.history) for g in members]
+    assert sorted(made) == sorted(made_by_learner)
     ledger = read_ledger(sim.path, rows=True)
     assert ledger.audit() == []
     assert ledger.groups["trained"] == len(groups)

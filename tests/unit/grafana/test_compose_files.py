@@ -74,6 +74,11 @@ def test_replicas_of_the_actor_take_names_and_keys_of_their_own(composition: dic
     assert "--free-index" in composition["services"]["actor"]["command"]
 
 
+def test_roles_have_longer_to_stop_than_they_take_at_most() -> None:
+    for role in (*ROLES, "engine"):
+        assert int(COMPOSE["services"][role]["stop_grace_period"].rstrip("s")) > CONFIG.checkpoint.drain_seconds_max
+
+
 def test_every_container_is_guarded() -> None:
     for name, service in COMPOSE["services"].items():
         assert service["read_only"] is True and service["cap_drop"] == ["ALL"], name

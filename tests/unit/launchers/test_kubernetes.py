@@ -72,6 +72,11 @@ def test_requests_are_those_of_the_plan() -> None:
     assert (several["learner"]["pods"], several["learner"]["gpus"], several["learner"]["ranksPerPod"]) == (2, 2, 2)
 
 
+def test_the_grace_of_pods_follows_from_the_time_for_the_last_checkpoint() -> None:
+    config = load(ROOT / "configs" / "tiny.yaml", ["checkpoint.drain_seconds_max=299.5"], environment={})
+    assert values_of(Launch(config))[1]["graceSeconds"] == 310
+
+
 def test_the_run_file_of_the_pods_names_their_services_and_no_keys() -> None:
     config = generated("gpu")[0]
     assert config.replay.address == "tcp://gpu-replay:5555"

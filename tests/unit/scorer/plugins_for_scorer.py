@@ -1,6 +1,7 @@
 import asyncio
 import os
 import sys
+import threading
 import time
 
 
@@ -44,6 +45,12 @@ def gives_up_waiting(trajectory):
 
 def blocks(trajectory):
     time.sleep(2)
+
+
+def never_returns_for_odd_seeds(trajectory):
+    if trajectory.task.seed % 2:
+        threading.Event().wait()
+    return 1.0
 
 
 def raises(trajectory):

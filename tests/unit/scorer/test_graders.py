@@ -5,17 +5,19 @@ from __future__ import annotations
 import importlib.util
 import threading
 import time
+from fractions import Fraction
 from typing import Any
 
 import anyio
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.rewards import ScorerConfig
 from pipeline.errors import ConfigurationError, SchemaError
 from pipeline.scorer.conversation import resolve
-from pipeline.scorer.graders import BUILT_IN, chosen_letter, last_boxed, last_number
+from pipeline.scorer.graders import BUILT_IN, chosen_letter, last_boxed, normal
+from pipeline.scorer.numbers import last_number
 from pipeline.scorer.scorer import Scorer
 from tests.unit.scorer.conftest import said
 
@@ -39,7 +41,12 @@ def grade(name: str, reply: str, options: dict[str, Any] | None = None, **payloa
         ("<think>Lyon?</think>Paris", "Paris", {"after": "</think>"}, 1), ("Paris", "Paris", {"after": "</think>"}, 0),
         ("so <a>Lyon</a> no <a>Paris</a>!", "Paris", {"between": ["<a>", "</a>"]}, 1),
         ("Paris", "Paris", {"between": ["<a>", "</a>"]}, 0), ("-3", "3", {}, 0), ("7", 7, {}, 1),
-        ("ﬁne", "fine", {}, 1),
+        ("ﬁne", "fine", {}, 1), ("?", "*", {}, 0), ("*", "*", {}, 1), ("C", "C#", {}, 0), ("C#", "C#", {}, 1),
+        ("C++", "C", {}, 0), ("5", ".5", {}, 0), ("1 5", "1.5", {}, 0), ("50", "50%", {}, 0), ("f", "f()", {}, 0),
+        ("F", "F#", {}, 0), ("a", "@a", {}, 0), ("10 30", "10:30", {}, 0), ("!", "?", {}, 0), ("x", "x*", {}, 0),
+        ("**Paris**", "paris", {}, 1), ('"New York."', "new york", {}, 1), ("(a)", "a", {}, 1), ("Oui !", "oui", {}, 1),
+        ("red,blue", "red, blue", {}, 1), ("it’s", "it's", {}, 1), ("北京。", "北京", {}, 1), ("¿Qué?", "qué", {}, 1),
+        ("(Paris, France).", "Paris, France", {}, 1), ("`ls`", "ls", {}, 1),
     ],
 )  # fmt: skip
 def test_exact_compares_the_whole_reply(reply: str, answer: Any, options: dict[str, Any], score: float) -> None:
@@ -50,12 +57,20 @@ def test_exact_compares_the_whole_reply(reply: str, answer: Any, options: dict[s
     ("reply", "answer", "score"),
     [
         ("It is 1,234.50 km.", "1234.5", 1), ("#### 72", "… so #### 72", 1), ("3 then 4", 3, 0), ("five", 5, 0),
-        ("-2", -2, 1), ("5-3", -3, 0), ("5-3", 3, 1), ("1e3", 1000, 1), ("$18.00", 18, 1), ("12,34", 34, 1),
-        ("9" * 50, 9, 0), ("1000000", 1000000.5, 1), ("x−4", 4, 1), ("= −4", -4, 1), ("50%", 50, 1), ("", 1, 0),
+        ("-2", -2, 1), ("5-3", -3, 0), ("5-3", 3, 1), ("1e3", 1000, 1), ("$18.00", 18, 1), ("12,34", "12.34", 1),
+        ("9" * 50, 9, 0), ("1000000", 1000000.5, 0), ("x−4", 4, 1), ("= −4", -4, 1), ("50%", 50, 1), ("", 1, 0),
+        ("1000001", 1000000, 0), ("12345678901", "12345678902", 0), ("0.3", 0.1 + 0.2, 1), ("1/3", 1 / 3, 1),
+        ("0.3000001", 0.3, 0), ("0", 1e-9, 0), ("123456789012345678901", 123456789012345678901, 1),
     ],
 )  # fmt: skip
 def test_number_compares_the_last_number(reply: str, answer: Any, score: float) -> None:
     assert grade("number", reply, answer=answer) == score
+
+
+def test_a_tolerance_is_a_share_of_the_answer() -> None:
+    assert [grade("number", reply, {"tolerance": 0.01}, answer=200) for reply in ("202", "203")] == [1, 0]
+    assert [grade("number", reply, {"tolerance": 0.01}, answer="0.001") for reply in ("0.00101", "0.002")] == [1, 0]
+    assert [grade("number", reply, {"tolerance": 0.01}, answer=0) for reply in ("0.0", "0.001")] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +79,14 @@ def test_number_compares_the_last_number(reply: str, answer: Any, score: float) 
         ("B", "B"), ("b", "B"), ("(C)", "C"), ("The answer is B.", "B"), ("Answer: (D)", "D"), ("**A**", "A"),
         ("A. because\nB. no", "B"), ("A) first\nThe correct answer is **C** as B is wrong", "C"), ("A dog barks", None),
         ("I think so", None), ("", None), ("Not A, but D", "D"), ("answer Because", None), ("E", None),
+        ("The answer is C, since option A is false", "C"), ("I choose option C because option A is false", "C"),
+        ("Option C, since option A is wrong", "C"), ("option B is correct; option A is incorrect", "B"),
+        ("The correct option is C since answer A is false", "C"), ("The answer is C, not option A", "C"),
+        ("The answer is A. Wait, the answer is B.", "B"), ("(A) is incorrect. (B)", "B"), ("C, not A", "C"),
+        ("Options A and B are wrong, thus the answer is C.", "C"), ("It cannot be A", None), ("It isn't A.", None),
+        ("The answer is not A.", None), ("The answer is A or B", None), ("The answer is A, B, or C", None),
+        ("Answer: A, B", None), ("The answer is A/B", None), ("The answer is C: A and B fail", "C"),
+        (r"The answer is $\boxed{B}$", "B"), ("I rule out A. I go with B.", "B"), ("My answer would be D", "D"),
     ],
 )  # fmt: skip
 def test_choice_finds_the_letter(reply: str, letter: str | None) -> None:
@@ -78,6 +101,9 @@ def test_choice_takes_letters_and_positions() -> None:
 def test_contains_takes_one_or_every_answer() -> None:
     assert grade("contains", "Red and blue.", answer=["blue", "green"]) == 1
     assert grade("contains", "Red and blue.", {"every": True}, answer=["blue", "green"]) == 0
+    assert [grade("contains", text, answer="4") for text in ("It is 4.", "x=4,", "14", "4.5", "2.4", "1,400")] == [
+        *(1, 1, 0, 0, 0, 0)
+    ]
 
 
 def test_regex_searches_or_matches_the_whole() -> None:
@@ -121,7 +147,8 @@ MATHEMATICS = [
     ("42", "42.0", 1),
     (r"\boxed{90^\circ}", "90", 1), (r"\boxed{\text{Monday}}", "Monday", 1), (r"\boxed{0.333}", r"\frac13", 0),
     (r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", 1),
-    (r"$(x+1)^2$", "x^2+2x+1", 1), (r"\boxed{\{1,2\}}", r"\{2,1\}", 1), ("", "1", 0),
+    (r"So \fbox{42}, from 7.", "42", 1), (r"\boxed{3}. No, \fbox{4}", "3", 0), (r"\framebox{\frac12}", "0.5", 1),
+    (r"\boxed {6}", "6", 1), (r"$(x+1)^2$", "x^2+2x+1", 1), (r"\boxed{\{1,2\}}", r"\{2,1\}", 1), ("", "1", 0),
 ]  # fmt: skip
 
 
@@ -191,9 +218,18 @@ async def test_a_pattern_that_takes_for_ever_is_stopped_and_the_stage_goes_on() 
     ("name", "payload", "says"),
     [
         ("exact", {}, "map a column to it in tasks_from.columns"),
-        ("exact", {"answer": []}, "expected 'answer' as text"),
-        ("number", {"answer": "many"}, "expected a number as 'answer'"),
+        ("exact", {"answer": []}, "expected 'answer' of task .* as text"),
+        ("exact", {"answer": " "}, "expected 'answer' of task .* as text that is not empty, got ' '"),
+        ("exact", {"answer": ["Ada", ""]}, "as text that is not empty"),
+        ("contains", {"answer": ""}, "as text that is not empty"),
+        ("contains", {"answer": ["", "Ada"]}, "as text that is not empty"),
+        ("number", {"answer": "many"}, "expected 'answer' of task .* as a number, got 'many'"),
+        ("number", {"answer": "1,2,3"}, "as a number"),
+        ("number", {"answer": True}, "as a number"),
         ("choice", {"answer": "maybe"}, "as one of ABCD"),
+        ("choice", {"answer": ""}, "as one of ABCD"),
+        ("regex", {"pattern": ""}, "that is not empty"),
+        ("regex", {"pattern": "("}, "as a regular expression"),
         pytest.param("math", {"answer": ""}, "that math-verify understands", marks=needs_math),
     ],
 )
@@ -214,15 +250,127 @@ def test_no_reply_makes_a_quick_grader_raise(name: str, reply: str, answer: int,
     assert grade(name, reply, options, answer=answer) in (0.0, 1.0)
 
 
-@given(st.integers(-(10**12), 10**12), st.sampled_from(["{}", "{:,}", "is {}.", "({})", "x = {} km"]))
-def test_a_number_is_read_as_it_was_written(value: int, form: str) -> None:
-    assert last_number(form.format(value)) == value
+SIGNS = {-1: ["-", "−", "–", "－", "﹣"], 1: ["", "", "", "+"]}
+GROUPS = [",", ".", " ", "\u00a0", "\u2009", "\u202f", "'", "’", "{,}", r"\,", r",\!", "_", ""]
+BEFORE = ["", "It is ", "x = ", "**", "(", "3 of 7 is ", "Answer:", "是", r"\boxed{", "$", "= $", "In 2024 ", "[", "≈"]
+AFTER = [
+    *("", ".", ",", ", so", " km", "%", r"\%", "!", ")", "**", "}", "$", " in all.", "\nDone", " m^2", " cm²"),
+    *("个", ";", "€", " €"),
+]
+MONEY = ["", "", "", "$", "€", "£", "US$", r"\$", "₹", "USD ", "R$ "]
+
+
+def grouped(digits: str, mark: str, indian: bool) -> str:
+    size = 2 if indian else 3
+    head, last = digits[:-3], digits[-3:]
+    parts = [head[max(0, end - size) : end] for end in range(len(head), 0, -size)]
+    return mark.join([*reversed(parts), last])
+
+
+@st.composite
+def written_numbers(draw: st.DrawFn) -> tuple[str, str, str, Fraction]:
+    """A number as people write it, with what stands before and behind it, and its value."""
+    sign = draw(st.sampled_from([-1, 1]))
+    whole = draw(st.integers(0, 10 ** draw(st.integers(1, 12))))
+    decimals = draw(st.sampled_from(["", "", "5", "05", "25", "500", "1234"]))
+    kind = draw(st.sampled_from(["plain", "grouped", "grouped", "fraction", "mixed", "latex", "power", "words"]))
+    value = Fraction(whole)
+    text = str(whole)
+    if kind == "grouped" and whole >= 1000:
+        mark = draw(st.sampled_from(GROUPS))
+        text = grouped(text, mark, indian=mark == "," and draw(st.booleans()))
+        point = "," if mark == "." else draw(st.sampled_from([".", "."] if "," in mark or mark == "" else [".", ","]))
+        if mark == "." and whole < 10**6 and not decimals:
+            decimals = "5"  # 1.234 alone is a decimal
+        text += f"{point}{decimals}" if decimals else ""
+        value += Fraction(int(decimals or 0), 10 ** len(decimals))
+    elif kind in ("plain", "grouped") and decimals:
+        comma = len(decimals) != 3 and draw(st.booleans())
+        text = f"{'' if whole == 0 and not comma else whole}{',' if comma else '.'}{decimals}"
+        value += Fraction(int(decimals), 10 ** len(decimals))
+    elif kind in ("fraction", "mixed", "latex"):
+        over, under = draw(st.integers(1, 98)), draw(st.integers(2, 99))
+        whole %= 1000
+        if kind == "fraction":
+            text, value = f"{over}/{under}", Fraction(over, under)
+        elif kind == "latex":
+            text, value = rf"\{draw(st.sampled_from(['frac', 'dfrac']))}{{{over}}}{{{under}}}", Fraction(over, under)
+        else:
+            over, under = min(over, under - 1), under
+            text, value = f"{whole} {over}/{under}", whole + Fraction(over, under)
+    elif kind == "power":
+        exponent = draw(st.integers(-12, -1) | st.integers(1, 12))
+        form = draw(st.sampled_from(["{}e{}", r"{} \times 10^{{{}}}", "{} × 10^{}", "{}*10^{}"]))
+        text, value = form.format(whole, exponent), value * Fraction(10) ** exponent
+    elif kind == "words":
+        word = draw(st.sampled_from(["thousand", "million", "billion"]))
+        text += f" {word}"
+        value *= {"thousand": 10**3, "million": 10**6, "billion": 10**9}[word]
+    money = draw(st.sampled_from(MONEY)) if kind in ("plain", "grouped", "words") else ""
+    mark = draw(st.sampled_from(SIGNS[sign]))
+    text = f"{money}{mark}{text}" if money and mark and draw(st.booleans()) else f"{mark}{money}{text}"
+    before = draw(st.sampled_from(BEFORE))
+    after = draw(st.sampled_from(AFTER))
+    if (before.endswith("$") and text.startswith("$")) or (before.endswith("2024 ") and kind in ("fraction", "latex")):
+        before = ""
+    if kind == "words" and after[:1].isalpha() and after != "个":
+        after = ""
+    return before, text, after, sign * value
+
+
+@given(written_numbers())
+@settings(max_examples=300)
+def test_a_number_is_read_as_people_write_it(case: tuple[str, str, str, Fraction]) -> None:
+    *parts, value = case
+    assert last_number("".join(parts)) == value, "".join(parts)
+
+
+@given(written_numbers(), st.integers(0, 40), st.integers(1, 9), st.integers(-3, 3))
+@settings(max_examples=300)
+def test_another_number_is_never_right(case: tuple[str, str, str, Fraction], place: int, step: int, power: int) -> None:
+    before, text, after, value = case
+    right = fraction_text(value)
+    assert grade("number", before + text + after, answer=right) == 1
+    for other in (value + step * Fraction(10) ** power, value * 10, -value):
+        assert grade("number", before + text + after, answer=fraction_text(other)) == float(other == value)
+    digits = [i for i, c in enumerate(text) if c.isdigit()]
+    at = digits[place % len(digits)]
+    mutant = text[:at] + str((int(text[at]) + step) % 10) + text[at + 1 :]
+    assert value == 0 or grade("number", before + mutant + after, answer=right) == 0, mutant
+
+
+def fraction_text(value: Fraction) -> str:
+    return str(value.numerator) if value.denominator == 1 else f"{value.numerator}/{value.denominator}"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1,234, so", 1234), ("$1,500, in all", 1500), ("-$5", -5), (".5", "1/2"), ("–5", -5), ("－5", -5),
+        ("-.5", "-1/2"), ("1{,}234", 1234), ("1.234", "617/500"), ("1,234", 1234), ("0,123", "123/1000"),
+        ("1.234.567", 1234567), ("12,34,567", 1234567), ("½", "1/2"), ("1½", "3/2"), ("10⁵", 100000),
+        ("1.5×10³", 1500), ("2^10", 1024), ("12 cm^2", 12), ("12 m²", 12), ("60 km/h", 60), ("$5/hour", 5),
+        ("１２", 12), ("٣", 3), ("x_1 = 7", 7), ("minus 5", -5), ("negative 5", -5), ("7 minus 5", 5), ("$3-$5", 5),
+        ("- 5", 5), ("Answer: - 5", -5), ("x-4", 4), ("1e3.", 1000), ("In 2024 100 people", 100), ("1/2x", "1/2"),
+        (r"3\frac{1}{2}", "7/2"), (r"\frac12", "1/2"),
+        # none that stands alone
+        ("1,2,3", None), ("1.2.3", None), ("2024/05/06", None), ("3:2", None), ("2π", None), ("π/4", None),
+        ("√5", None), (r"\sqrt{5}", None), (r"2\sqrt{3}", None), (r"\frac{\pi}{4}", None), (r"\frac{x}{2}", None),
+        ("±5", None),
+        ("2^0.5", None), ("1/0", None), ("x1", None), ("H2O", None), ("5'10", None), ("1,23,4", None),
+        ("9" * 300, None),
+    ],
+)  # fmt: skip
+def test_forms_of_numbers(text: str, value: Any) -> None:
+    assert last_number(text) == (None if value is None else Fraction(value))
 
 
 @pytest.mark.slow
 def test_long_replies_are_graded_in_time() -> None:
     n = 200_000
-    for text in ("1," * n, "A " * n, "(" * n, "answer " * n, "9" * n, "\n" * n, "answer" + " " * n, "A" + "\n" * n):
+    hostile = ("1 000 " * n, r"\frac" * n, "$" * n, "A, " * n, "A " * n, "(" * n, "answer " * n, "9" * n, "\n" * n)
+    for text in (*hostile, "1," * n, "1 " * n, "1/" * n, "answer" + " " * n, "A" + "\n" * n, "(" * n + "a" + ")" * n):
+        normal(text, case=False, punctuation=False)
         last_number(text)
         chosen_letter(text, "ABCD")
 

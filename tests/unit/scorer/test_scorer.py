@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import pytest
 
 from pipeline.config.rewards import ScorerConfig
 from pipeline.errors import ConfigurationError
+from pipeline.runtime import plugin_guard
 from pipeline.runtime.plugin_guard import interrupting_blocks
 from pipeline.schema import Order, Task, Trajectory
 from pipeline.scorer.conversation import resolve
+from pipeline.scorer.functions import HUNG_MAX
 from pipeline.scorer.scorer import Scorer
+from pipeline.scorer.verdict import Verdict
 from tests.support.simulated_roles import rollout
 
 PLUGINS = Path(__file__).with_name("plugins_for_scorer.py")
@@ -99,6 +103,35 @@ async def test_tasks_that_a_function_left_running_are_ended() -> None:
     with anyio.fail_after(5):
         await asyncio.wait([left])
     assert verdict.reward == 2.0 and left.cancelled()
+
+
+async def test_a_function_whose_calls_never_return_runs_in_a_worker_after_some_and_leaves_no_more_threads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plugin_guard, "GRACE_SECONDS", 0.01)
+    name, verdicts = "never_returns_for_odd_seeds", dict[int, Verdict]()
+    stage = scorer({"path": name, "timeout_seconds": 0.3}, concurrency=2)
+
+    async def score(seed: int) -> None:
+        order = Order(f"g{seed}.0.0", f"g{seed}", Task(f"a/{seed}", "a", seed), 1, 0, 0, 10.0)
+        verdicts[seed] = await stage.score(rollout(order, 0))
+
+    def hanging() -> int:
+        return sum(thread.name == "plug-in" for thread in threading.enumerate())
+
+    async with anyio.create_task_group() as group:
+        for seed in range(20):
+            group.start_soon(score, seed)
+    assert hanging() <= HUNG_MAX + 2
+    assert [verdicts[seed].failures[0].reason for seed in range(1, 20, 2)] == ["timeout"] * 10
+    assert "plugins_for_scorer.py, line" in caplog.text and "From now on it runs in a worker process" in caplog.text
+    threads = hanging()
+    for seed in range(20, 24):
+        await score(seed)
+    assert hanging() == threads, "a call that hangs in a process is ended with it"
+    stage = scorer({"path": name, "worker": True}, concurrency=2)
+    await score(24)
+    assert verdicts[24].rewards[name] == 1.0
 
 
 async def test_a_function_that_holds_the_event_loop_is_interrupted() -> None:

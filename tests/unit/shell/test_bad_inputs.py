@@ -368,6 +368,18 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     "bad line": (lambda p: p.asks('{"prompt": "a", "answer": 1}\n{"prompt"\n'), "rows.jsonl, line 2: expected a JSON"),
     "data is empty": (lambda p: p.asks(""), "expected at least one row for split train of rows.jsonl"),
     "prompt is null": (lambda p: p.asks('{"prompt": null}\n'), "rows.jsonl, line 1: expected prompt as text"),
+    "answer is empty": (
+        lambda p: p.asks('{"prompt": "a", "answer": 1}\n' * 40 + '{"prompt": "a", "answer": " "}\n'),
+        "environments.asked.tasks_from: exact cannot grade every row: expected 'answer' of task asked/40-",
+    ),
+    "answers are no numbers": (
+        lambda p: [
+            *p.asks('{"prompt": "a", "answer": 1}\n' + '{"prompt": "a", "answer": "?"}\n' * 2),
+            "--set",
+            "scorer.functions=[{path: number}]",
+        ],
+        "as a number, got '?' (and 1 more). Mend the data",
+    ),
     "column is missing": (
         lambda p: p.asks('{"q": 1}\n', columns={"prompt": "question"}),
         "expected the column 'question'",

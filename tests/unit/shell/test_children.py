@@ -1,6 +1,7 @@
 """Child groups: bounded output, the grace before SIGKILL, and the reaper's."""
 
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -9,7 +10,7 @@ from queue import Queue
 import psutil
 import pytest
 
-from pipeline.runtime.children import ChildGroup, OrphanReaper, signal_group
+from pipeline.runtime.children import SUPERVISOR, ChildGroup, OrphanReaper, signal_group
 
 
 @pytest.fixture
@@ -59,6 +60,29 @@ def test_a_reaper_that_is_killed_runs_again_with_every_group():
             os.kill(reaper.pid, signal.SIGKILL)
             assert again.get(timeout=10) == -signal.SIGKILL
     assert child.end.result(10) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+def test_a_role_ends_with_its_supervisor_though_nobody_ends_it_and_one_started_by_hand_does_not(start, supervised):
+    own = (
+        "import pipeline.runtime.children as c, signal, os, threading; c.end_with_supervisor(); "
+        "signal.signal(15, signal.SIG_IGN); print(os.getpid(), threading.active_count()); signal.pause()"
+    )
+    given = "str(os.getpid())" if supervised else "'0'"
+    parent = (
+        f"import os, subprocess; os.environ[{SUPERVISOR!r}] = {given}; "
+        f"subprocess.run([{sys.executable!r}, '-uc', {own!r}], start_new_session=True)"
+    )
+    child = start(f"exec {sys.executable} -c {shlex.quote(parent)}")
+    assert soon(lambda: child.stdout.endswith("\n"))
+    pid, threads = map(int, child.stdout.split())
+    grandchild = psutil.Process(pid)
+    child.kill()
+    if supervised:
+        assert grandchild.wait(10) is None
+    else:
+        assert threads == 1, "nothing watches"
+        grandchild.kill()
 
 
 def test_a_process_in_a_session_of_its_own_ends_with_its_parent(start):

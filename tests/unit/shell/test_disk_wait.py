@@ -77,7 +77,7 @@ def test_whatever_the_file_system_refuses_is_waited_for_and_named(tmp_path: Path
 
     anyio.run(when_room, operation, tmp_path, "the checkpoint of step 7")
     assert shortage() is None
-    expected = "needs room on" if number in FULL else f"cannot be written to {tmp_path} now: {os.strerror(number)} ("
+    expected = "needs room on" if number in FULL else f"waits for {tmp_path}: {os.strerror(number)} ("
     assert len(set(said)) == 1 and said[0].startswith(f"the checkpoint of step 7 {expected}")
     why = left_out(failing(1, error), tmp_path)
     assert (os.strerror(number) in why) is (number not in FULL) and str(tmp_path) in why

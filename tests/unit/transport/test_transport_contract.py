@@ -21,7 +21,8 @@ async def test_hello_and_welcome_become_peer_up_and_connected(face):
         link.describe({"role": "actor", "slots": 4})
         up = await hub.receive()
         assert (up.kind, up.peer) == (EventKind.PEER_UP, "a")
-        told = {"role": "actor", "slots": 4, "name": "a", "schema_version": SCHEMA_VERSION, "greeting": 1}
+        told = {"role": "actor", "slots": 4, "name": "a", "schema_version": SCHEMA_VERSION}
+        assert up.message.header.pop("greeting") > 0
         assert len(up.message.header.pop("link")) == 16 and up.message.header == told
         assert hub.peers == ("a",) and not link.connected
         await hub.send("a", WireMessage(Kind.WELCOME, {"credit_bytes": 7}))
@@ -341,12 +342,29 @@ async def test_only_the_answer_to_its_last_hello_connects_a_link(face):
 
 async def test_a_link_that_reconnects_greets_again(face):
     async with face.hub() as hub, face.link("a", hub) as link:
-        await face.greet(hub, link)
+        link.describe({"role": "actor"})
+        first = (await hub.receive()).message.header["greeting"]
+        await hub.send("a", WireMessage(Kind.WELCOME, {"greeting": first}))
+        assert (await link.receive()).kind is EventKind.CONNECTED
         link.reconnect("the two disagree")
         assert (await link.receive()).kind is EventKind.DISCONNECTED
         while (event := await hub.receive()).kind is not EventKind.PEER_UP:
             assert event.kind is EventKind.PEER_DOWN
-        assert event.message.header["greeting"] == 2
+        assert event.message.header["greeting"] == first + 1
+
+
+async def test_the_answer_to_the_first_hello_of_a_process_does_not_connect_the_one_that_follows_it(face):
+    async with face.hub() as hub:
+        async with face.link("a", hub) as before:
+            before.describe({"role": "actor"})
+            late = (await hub.receive()).message.header["greeting"]
+        async with face.link("a", hub) as link:
+            link.describe({"role": "actor"})
+            while (up := await hub.receive()).kind is not EventKind.PEER_UP:
+                pass
+            await hub.send("a", WireMessage(Kind.WELCOME, {"n": 1, "greeting": late}))
+            await hub.send("a", WireMessage(Kind.WELCOME, {"n": 2, "greeting": up.message.header["greeting"]}))
+            assert (await link.receive()).message.header["n"] == 2
 
 
 async def test_a_payload_that_arrived_may_be_sent_on_under_a_longer_header(face):
