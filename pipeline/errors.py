@@ -284,6 +284,11 @@ _SHIPPED = f"{_ROOT / 'actors' / 'adapters'}/"
 _STANDARD_LIBRARY, _INSTALLED = f"{sysconfig.get_path('stdlib')}/", re.compile("/(site|dist)-packages/")
 
 
+def is_ours(file: str) -> bool:
+    """True for a file of Afterplay, other than the environments that it ships."""
+    return file.startswith(_OURS) and not file.startswith(_SHIPPED)
+
+
 def line_of(error: BaseException) -> str:
     """The line of the user's code that raised ``error`` (:func:`line_among`)."""
     return line_among(traceback.extract_tb(error.__traceback__))
@@ -296,7 +301,7 @@ def line_among(frames: Iterable[traceback.FrameSummary]) -> str:
     installed, own = None, None
     for frame in frames:
         file = frame.filename
-        if file.startswith("<") or (file.startswith(_OURS) and not file.startswith(_SHIPPED)):
+        if file.startswith("<") or is_ours(file):
             continue
         if _INSTALLED.search(file):
             installed = frame

@@ -37,7 +37,7 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TextIO, TypeVar
 
-from pipeline.errors import failure_of, is_failure, line_among
+from pipeline.errors import failure_of, is_failure, is_ours, line_among
 
 T = TypeVar("T")
 _OWNER: ContextVar[TaskOwner | None] = ContextVar("afterplay_owner_of_tasks", default=None)
@@ -98,8 +98,10 @@ def watch_tasks() -> None:
         loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any] | Generator[Any, None, Any], **options: Any
     ) -> asyncio.Task[Any]:
         owner = _OWNER.get()
-        if owner is not None and asyncio.iscoroutine(coroutine):
-            coroutine = _WithoutExit(coroutine)
+        if owner is not None and isinstance(coroutine, Coroutine):
+            code = getattr(coroutine, "cr_code", None)
+            if code is None or not is_ours(code.co_filename):  # ours guard what they call
+                coroutine = _WithoutExit(coroutine)
         if before is None:
             task: Any = asyncio.Task(coroutine, loop=loop, **options)
         else:
