@@ -45,7 +45,6 @@ RUNTIME = frozenset({"up", "ALERTS", "process_start_time_seconds", *RECORDS})
 """Series that Prometheus, its client library and our recording rules make."""
 
 NOT_SHOWN = {
-    "afterplay_actor_hung_calls": "0 unless an environment is broken, and the console then says so",
     "afterplay_actor_leaked_tasks_total": "0 unless an environment is broken, and the actor's log then says so",
     "afterplay_build_info": "identifies a build: to be joined in ad-hoc queries",
     "afterplay_run_info": "identifies a run: to be joined in ad-hoc queries",

@@ -90,7 +90,7 @@ async def test_at_most_one_write_is_under_way(trainer, train, initial, tmp_path,
     assert reported == [(0, [0]), (1, [1, 0])]
 
 
-@pytest.mark.parametrize("fault", [OSError(5, "Input/output error"), MemoryError("no memory")])
+@pytest.mark.parametrize("fault", [OSError(22, "Invalid argument"), MemoryError("no memory")])
 async def test_a_write_that_fails_is_never_told_and_leaves_the_one_before(
     trainer, train, initial, tmp_path, monkeypatch, fault
 ):
