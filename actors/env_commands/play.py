@@ -66,11 +66,12 @@ Speak = Callable[[NewMessages], Awaitable[Reply | None]]
 
 
 class Typed:
-    """Replaces :class:`Renderer` when a user types. There is no chat template, so tool calls are read in the hermes
-    format."""
+    """Replaces :class:`Renderer` when a user types. There is no chat template, so tool calls are read in the forms of
+    Hermes and Qwen."""
 
     template = ""
     tokenizer = None
+    name = ""
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """A token is a character."""
