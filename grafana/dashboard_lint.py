@@ -41,6 +41,9 @@ ENGINE = VLLM_ONLY | {
 TOOLS_ONLY = frozenset({"afterplay_actor_tool_duration_seconds_bucket", "afterplay_actor_tool_duration_seconds_sum"})
 """Series that an actor exports only once a tool was called."""
 
+EVALUATED_ONLY = frozenset({"afterplay_replay_evaluation_score", "afterplay_replay_evaluation_pass_ratio"})
+"""Series without a number before the first evaluation."""
+
 RUNTIME = frozenset({"up", "ALERTS", "process_start_time_seconds", *RECORDS})
 """Series that Prometheus, its client library and our recording rules make."""
 

@@ -113,11 +113,11 @@ def query_of(signal: Mapping[str, Any]) -> str:
     process that lives has moved.
 
     >>> query_of({"query": "rate(a_total[5m]) > 0", "latest": "a_total"})
-    'last_over_time((rate(a_total[5m]) > 0)[2h:1m]) and on (run) a_total > 0'
+    '(rate(a_total[5m]) > 0 or last_over_time((rate(a_total[5m]) > 0)[2h:1m])) and on (run) a_total > 0'
     """
     query = str(signal["query"])
     if "latest" in signal:
-        query = f"last_over_time(({query})[{LATEST}]) and on (run) {signal['latest']} > 0"
+        query = f"({query} or last_over_time(({query})[{LATEST}])) and on (run) {signal['latest']} > 0"
     return f"{query} or {signal['otherwise']}" if "otherwise" in signal else query
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from grafana.dashboard_lint import (
+    EVALUATED_ONLY,
     TOOLS_ONLY,
     TRANSFER_ONLY,
     VLLM_ONLY,
@@ -123,7 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tools", action="store_true", help="the run calls tools: their metrics must be there")
     options = parser.parse_args(arguments)
-    exempt = MAY_LACK[options.engine] | set(options.without_data) | (frozenset() if options.tools else TOOLS_ONLY)
+    exempt = MAY_LACK[options.engine] | set(options.without_data) | EVALUATED_ONLY
+    exempt |= frozenset() if options.tools else TOOLS_ONLY
     if options.url:
         return _report(options, Api(options.url), exempt)
     with PrometheusProcess(options.target) as prometheus:

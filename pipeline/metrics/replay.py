@@ -17,6 +17,7 @@ from pipeline.metrics.base import (
     counter,
     gauge,
     histogram,
+    latest,
 )
 
 FAULTS = ("handshake", "bytes", "limit", "hello", "identity")
@@ -189,12 +190,12 @@ class ReplayMetrics(MetricSet):
         "Versions since its oldest token was sampled" + _POPULATIONS, LAG, population=POPULATIONS
     )
 
-    evaluation_score = gauge(
+    evaluation_score = latest(
         "Score of the last evaluation: mean over tasks of the mean reward of their rollouts.",
         env="environments",
         split="split",
     )
-    evaluation_pass_ratio = gauge(
+    evaluation_pass_ratio = latest(
         "pass@k of the last evaluation: probability that one of k rollouts succeeds.",
         env="environments",
         split="split",
