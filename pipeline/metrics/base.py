@@ -303,7 +303,7 @@ class ProcessMetrics(ProgressMetrics):
     )  # fmt: skip
     event_loop_lag_seconds = histogram("Delay of an event-loop wake-up after its scheduled time.", LAT)
     run_finished_timestamp_seconds = gauge("Unix time at which the run had made all its updates; 0 before.")
-    disk_wait_seconds = gauge("Seconds that a write has waited for room on a full disk; 0: none waits.")
+    disk_wait_seconds = gauge("Seconds that a write has waited for a full or failing disk; 0: none waits.")
     disk_free_bytes = gauge("Free bytes on the file system of the run directory.")
 
     def __init__(self, registry: CollectorRegistry, run_id: str, algorithm: str, model: str) -> None:

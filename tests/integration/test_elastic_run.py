@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import socket
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+
+import pytest
 
 from pipeline.runtime.engine_addresses import EngineRegistry
 from pipeline.store.traces import scan_traces, trace_files
@@ -55,6 +58,20 @@ def test_engines_and_actors_come_and_go_and_nothing_is_lost(
         )
         joined = EngineRegistry(run.directory.engines).read()
         assert len(joined) == 2
+        with socket.create_server(("127.0.0.1", 0)) as stranger:
+            stranger.setblocking(False)
+            url = f"http://127.0.0.1:{stranger.getsockname()[1]}"
+            for _ in range(3):
+                EngineRegistry(run.directory.engines).announce("engine-9", url)
+                run.until_step(run.steps()[-1]["step"] + 2, SECONDS_MAX)
+            for role in ("learner", "actor-0"):
+                said = run.directory.log_file(role)
+                run.until(
+                    f"word of the {role}", lambda said=said: "is not signed with a key" in said.read_text(), SECONDS_MAX
+                )
+            with pytest.raises(BlockingIOError):
+                stranger.accept()  # nobody has asked, so nobody has shown a key
+        EngineRegistry(run.directory.engines).withdraw("engine-9")
         version = run.steps()[-1]["policy_version"]
         run.until("tokens of the new weights from both", lambda: set(joined) <= served(run, version), SECONDS_MAX)
         for process in (*engines, *actors):

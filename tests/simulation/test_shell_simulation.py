@@ -112,10 +112,10 @@ def _trusts_the_store(agree: Callable[..., Any]) -> Callable[..., Any]:
 
 
 MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
-    "what was under way is not repeated": (ControlLog, "repeat", _never_repeated, 0),
+    "what was under way is not repeated": (ControlLog, "repeat", _never_repeated, 5),
     "two names on one connection": (Peers, "_hello", _forgotten_without_a_word(Peers._hello), 12),
     "an engine that did not resume is live": (EngineControl, "_call", _blind_to_pauses(EngineControl._call), 26),
-    "one failed request is the death of an engine": (EnginePool, "_failed", _dead_at_once, 3),
+    "one failed request is the death of an engine": (EnginePool, "_failed", _dead_at_once, 0),
     "a store that went back is trusted": (ReplayStore, "_agree", _trusts_the_store(ReplayStore._agree), 0),
     "a duplicate is never acknowledged": (Ingest, "_unexpected", _silent_about_duplicates(Ingest._unexpected), 0),
     "a payload is forgotten one update early": (Dispatch, "checkpointed", _one_update_early(Dispatch.checkpointed), 3),
