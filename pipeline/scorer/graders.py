@@ -420,6 +420,8 @@ def normal(text: str, case: bool, punctuation: bool) -> str:
 
 def _bare(word: str) -> str:
     """A word without the punctuation of a sentence and without quotes, brackets and marks of Markdown around it."""
+    if word.isalnum():
+        return word
     for _ in range(LAYERS_MAX):
         shorter = word.rstrip(_ENDS + _QUOTES).lstrip(_QUOTES)
         for opening, closing in _PAIRS:

@@ -14,8 +14,10 @@ from fractions import Fraction
 CHARACTERS_MAX = 200
 """Longest number that is read."""
 EXPONENT_MAX = 400
-TAIL = 4 * CHARACTERS_MAX
-"""Characters at the end of a text that are looked at first."""
+TAILS = (300, 3000)
+"""Characters at the end of a text that are read first."""
+TAIL_BEGIN = 200
+"""Those of them in which a number may be cut."""
 _DIGITS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
 _RAISED = re.compile(f"[⁺⁻]?[{_DIGITS}]+")
 _LOWERED = str.maketrans(f"{_DIGITS}⁺⁻", "0123456789+-")
@@ -65,16 +67,17 @@ def last_number(text: str) -> Fraction | None:
     >>> [str(last_number(t)) for t in ("It is 1,234.5 km.", "-$5", ".5", "1 1/2", "2π", "none")]
     ['2469/2', '-5', '1/2', '3/2', 'None', 'None']
     """
-    text = _plain(text)
-    cut = len(text) - TAIL
-    value, begin = _scan(text, max(0, cut))
-    return value if begin > cut + CHARACTERS_MAX else _scan(text, 0)[0]
+    for tail in TAILS:
+        value, begin = _scan(_plain(text[-tail:]))
+        if begin > TAIL_BEGIN or len(text) <= tail:
+            return value
+    return _scan(_plain(text))[0]
 
 
-def _scan(text: str, at: int) -> tuple[Fraction | None, int]:
-    """The last number at ``at`` or later, and where it begins (-1 without one)."""
+def _scan(text: str) -> tuple[Fraction | None, int]:
+    """The last number, and where it begins (-1 without one)."""
     value: Fraction | None = None
-    last = -1
+    at, last = 0, -1
     while (found := _TOKEN.search(text, at)) is not None:
         at = found.end()
         begin = found.start()
@@ -92,15 +95,19 @@ def _scan(text: str, at: int) -> tuple[Fraction | None, int]:
 
 def _plain(text: str) -> str:
     """The text with one character for each sign, and without LaTeX around numbers."""
-    text = _RAISED.sub(lambda raised: f"^{{{raised[0].translate(_LOWERED)}}}", _VULGAR.sub(" ", text))
-    text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS)).translate(_CHARACTERS)
     if not text.isascii():
-        text = "".join(str(unicodedata.decimal(c)) if c.isdecimal() and not c.isascii() else c for c in text)
+        text = _with_ascii(text)
     if "\\" in text or "{" in text:
         text = _FRACTION.sub(_divided, text)
         for pattern, plain in _LATEX:
             text = pattern.sub(plain, text)
     return text
+
+
+def _with_ascii(text: str) -> str:
+    text = _RAISED.sub(lambda raised: f"^{{{raised[0].translate(_LOWERED)}}}", _VULGAR.sub(" ", text))
+    text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS)).translate(_CHARACTERS)
+    return "".join(str(unicodedata.decimal(c)) if c.isdecimal() and not c.isascii() else c for c in text)
 
 
 def _divided(found: re.Match[str]) -> str:

@@ -18,6 +18,7 @@ from jsonschema import validators
 from actors.tools.parsing.base import Unreadable, json_of
 from actors.tools.parsing.pythonic import CHARACTERS_MAX, plain_value
 
+_NO_TEXT = ("integer", "number", "boolean", "null", "array", "object")
 _WORDS = {"True": True, "False": False, "None": None}
 
 
@@ -44,8 +45,10 @@ def typed(text: str, parameters: Any, name: str) -> Any:
     if isinstance(schema, Mapping) and schema.get("type") == "string" and not schema.get("nullable"):
         return text
     value = untyped(text)
-    if isinstance(value, str) or schema is None or schema is True or schema == {}:
-        return text if isinstance(value, str) else value
+    if isinstance(value, str):
+        return text
+    if not schema or schema is True or schema.get("type") in _NO_TEXT:
+        return value  # any value will do, or text will not
     try:
         validator = validator_of(parameters).evolve(schema=schema)
         other = text if validator.is_valid(text) else value

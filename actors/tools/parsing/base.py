@@ -60,10 +60,12 @@ class Thinking:
 
     def next_thought(self, text: str, at: int) -> tuple[int, int]:
         """Begin and end of the first thought that opens at ``at`` or later; both the length of the text for none."""
-        begin, opening, closing = min(
-            ((found, o, c) for o, c in self.marks if (found := text.find(o, at)) >= 0), default=(len(text), "", "")
-        )
-        return begin, _behind(text, closing, begin + len(opening)) if opening else begin
+        begin, mark = len(text), ("", "")
+        for pair in self.marks:
+            found = text.find(pair[0], at, begin)
+            if found >= 0:
+                begin, mark = found, pair
+        return begin, _behind(text, mark[1], begin + len(mark[0])) if mark[0] else begin
 
 
 Read = Callable[[str, int, Sequence[ToolSchema]], tuple[list[ToolCall | CallError], int]]
@@ -86,6 +88,8 @@ class ToolFormat:
 
     def parse(self, text: str, tools: Sequence[ToolSchema] = (), thinking: Thinking = Thinking()) -> Parsed:
         """The reply taken apart."""
+        if self.start is None and self.mark.search(text) is None:
+            return Parsed(text)
         calls: list[ToolCall | CallError] = []
         content = text
         at = thinking.first_end(text)
