@@ -130,7 +130,9 @@ MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
 }
 """Class or module, name, replacement, and the first history whose audit fails with it."""
 DRAWN: dict[str, tuple[str, ...]] = {
+    "what was under way is not repeated": ("cut", "cut_again_and_again"),
     "an engine that did not resume is live": ("control_fails",),
+    "one failed request is the death of an engine": ("engine_refuses",),
     "a duplicate is never acknowledged": ("cut", "cut_again_and_again"),
     "a payload is forgotten one update early": ("kill",),
     "a learner that was replaced is let in": ("replace",),
