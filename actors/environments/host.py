@@ -160,10 +160,15 @@ class EnvironmentHost:
                 if not inspect.isawaitable(result):
                     return result
                 function, args, is_async = _identity, (result,), True
-            with anyio.move_on_after(seconds_max) as scope:
+            with anyio.CancelScope() as scope:
+
+                def begun() -> None:
+                    scope.deadline = anyio.current_time() + seconds_max
+
                 if is_async:
+                    begun()
                     return await function(*args)
-                result = await self._threads.run(function, *args, late=late)
+                result = await self._threads.run(function, *args, begun=begun, late=late)
                 return await result if inspect.isawaitable(result) else result
             assert scope.cancelled_caught
         raise PlugInTimeout(

@@ -266,11 +266,19 @@ class BlockingCalls:
         found = (frames[thread.ident] for thread in self._hung if thread.ident in frames)
         return next((line for frame in found if (line := line_among(traceback.extract_stack(frame)))), "")
 
-    async def run(self, function: Callable[..., T], *args: Any, late: Callable[[T], object] | None = None) -> T:
-        """Call ``function`` in a thread of its own. Cancelling this leaves the call behind; ``late`` then gets what it
-        returns in the end, in the thread."""
+    async def run(
+        self,
+        function: Callable[..., T],
+        *args: Any,
+        begun: Callable[[], object] | None = None,
+        late: Callable[[T], object] | None = None,
+    ) -> T:
+        """Call ``function`` in a thread of its own; ``begun`` is called when it has one. Cancelling leaves the call
+        behind; ``late`` then gets what it returns in the end, in the thread."""
         await self._slots.acquire()
         try:
+            if begun is not None:
+                begun()
             thread = _CallThread(function, args, late, self._ended)
             thread.start()
         except BaseException:

@@ -155,7 +155,7 @@ async def test_an_actor_whose_environment_hangs_goes_on_is_started_again_and_ans
             assert trajectory.failure is not None and trajectory.failure.kind == "TimeoutError"
             assert trajectory.failure.boundary == ("environment step" if i % 4 == 1 else "environment start")
     well = [found[order.order_id].status is TrajectoryStatus.COMPLETE for order in orders[::2]]
-    assert sum(well) >= 6, "a call may wait for a slot until its own limit while four hang, before they count as hung"
+    assert all(well), "the time of a call begins when it has a slot"
     assert told and starts == len(told) + 1
     assert all("environments.hangs: 4 blocking calls hang" in text and "hangs.py, line" in text for text in told)
 
