@@ -112,6 +112,9 @@ def _print_turns(transcript: Mapping[str, Any], colour: Colour, console: Console
             console.print(
                 Rule(Text(f"branch {branch}: begins with the whole prompt again", "magenta"), style="magenta")
             )
+        if turn["template"]:
+            console.print(Text("\nchat template", "bold blue"))
+            console.print(Text(safe(_truncate(turn["template"])), "dim"), soft_wrap=True)
         for message in turn["messages"]:
             console.print(Text(f"\n{safe(str(message['role']))}", "bold blue"))
             console.print(Text(safe(_truncate(str(message["content"])))), soft_wrap=True)

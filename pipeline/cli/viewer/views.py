@@ -98,6 +98,7 @@ def dumps(value: Any) -> str:
 def _turn(turn: Turn, seen: SeenTokens | None, recorded: bool, vocabulary: Vocabulary) -> Json:
     return {
         "branch": turn.branch,
+        "template": _beside_messages(turn, vocabulary),
         "messages": [_message(m) for m in turn.context_messages],
         "message": _message(turn.completion_message),
         "finish": turn.finish_reason.value,
@@ -107,6 +108,24 @@ def _turn(turn: Turn, seen: SeenTokens | None, recorded: bool, vocabulary: Vocab
         "context": _texts(turn.context, vocabulary),
         "completion": {**_texts(turn.completion, vocabulary), **_columns(turn.completion, seen, recorded)},
     }
+
+
+TEMPLATE_CHARACTERS_MIN = 120
+"""Less than that beside the messages of a prompt are names of roles and the like."""
+
+
+def _beside_messages(turn: Turn, vocabulary: Vocabulary) -> str:
+    """Text of the prompt that is in no message: tool schemas and what else the chat template writes; empty where that
+    is little."""
+    pieces = vocabulary.pieces(turn.context.token_ids.tolist()) if vocabulary.known else []
+    rest, kept = "".join(piece.text for piece in pieces if not piece.special), []
+    for message in turn.context_messages:
+        before, found, after = rest.partition(message.content.strip())
+        if found and message.content.strip():
+            kept.append(before.strip())
+            rest = after
+    text = "\n".join(filter(None, [*kept, rest.strip()]))
+    return text if len(text) >= TEMPLATE_CHARACTERS_MIN else ""
 
 
 def _texts(span: TokenSpan, vocabulary: Vocabulary) -> Json:

@@ -6,6 +6,7 @@ import hashlib
 import html.parser
 import re
 
+import numpy as np
 import orjson
 import pytest
 
@@ -13,10 +14,12 @@ from pipeline.cli.experience import open_run
 from pipeline.cli.viewer import page
 from pipeline.cli.viewer.page import PAGE_FULL, render, write_page
 from pipeline.cli.viewer.reader import RunReader
+from pipeline.cli.viewer.views import _turn
 from pipeline.cli.viewer.vocabulary import Vocabulary
 from pipeline.errors import ConfigurationError
+from pipeline.schema import FinishReason, Message, TokenSpan, Turn, VersionSpan
 from pipeline.store.queries import Filters
-from tests.unit.show.making import Rollout, make_run
+from tests.unit.show.making import Rollout, ids_of, make_run, write_tokenizer
 from tests.unit.show.test_reading import ROLLOUTS
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>]]>\u2028%%DATA%%&lt;\"'`${1}"
@@ -153,3 +156,17 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
     reader = RunReader(*open_run(make_run(tmp_path / "run", ROLLOUTS)))
     with pytest.raises(ConfigurationError, match="--html"):
         write_page(tmp_path / "file" / "x.html", reader, reader.listing(Filters()), None, Vocabulary({}))
+
+
+def test_a_prompt_shows_what_the_template_wrote_beside_the_messages(tmp_path):
+    write_tokenizer(tmp_path)
+    vocabulary = Vocabulary.read(tmp_path)
+    schema = '{"name": "look_up", "description": "' + "looks " * 30 + '"}'
+    said = (Message("system", "You help."), Message("user", "Who?"))
+    for tools, shown in ((schema, f"# Tools\n{schema}\nuser"), ("", "")):
+        prompt = f"You help.\n# Tools\n{tools}\nuser\nWho?"
+        turn = Turn(
+            TokenSpan.context([3, *ids_of(prompt), 5]), TokenSpan.sampled([2], np.zeros(1), (VersionSpan(0, 1, 0),)),
+            said, Message("assistant", ""), FinishReason.STOP, 1.0,
+        )  # fmt: skip
+        assert _turn(turn, None, True, vocabulary)["template"] == shown

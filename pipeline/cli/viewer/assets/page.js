@@ -298,6 +298,7 @@
       const n = turn.context.ids.length;
       cards.push(card("context", "context", [count(n, "token")], folded(body, n * 4)));
     } else {
+      if (turn.template) cards.push(card("context", "chat template", [], folded(h("div", {class: "text"}, turn.template), turn.template.length)));
       for (const m of turn.messages) cards.push(card("context", m.role, [], folded(h("div", {class: "text"}, m.content), m.content.length), extra(m)));
     }
     const notes = [`turn ${number + 1}`, `${count(turn.tokens ?? turn.completion.ids.length, "token")}, ${turn.finish === "length" ? "cut off" : turn.finish}`];
