@@ -65,6 +65,10 @@ BENCHMARKS: dict[str, Benchmark] = {
          "--sides", "learner", "--directory", "{scratch}"),
         {"wall, step": rf"learner +{COST}", "CPU, step": rf"learner +\S+ +{COST}"},
     ),
+    "actor_turns": Benchmark(
+        ("-m", "benchmarks.actor_turns"),
+        {f"CPU, turn, {n:,} episodes": rf"\s{n} +{COST}" for n in (1, 100, 2000)},
+    ),
     "actor_scale": Benchmark(
         ("-m", "benchmarks.actor_scale", "--loops", "multi_turn", "--episodes", "1000"),
         {"CPU, turn": rf"multi_turn +\S+ +\S+ +{COST}"},
