@@ -17,7 +17,7 @@ EXPONENT_MAX = 400
 TAILS = (300, 3000)
 """Characters at the end of a text that are read first."""
 TAIL_BEGIN = 200
-"""Those of them in which a number may be cut."""
+"""Number of these characters, from their start, in which a number may be cut."""
 _DIGITS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
 _RAISED = re.compile(f"[⁺⁻]?[{_DIGITS}]+")
 _LOWERED = str.maketrans(f"{_DIGITS}⁺⁻", "0123456789+-")
