@@ -19,8 +19,8 @@ FOLDER = HERE / "boards"
 NAMES = ("overview", "actors", "replay", "learner", "experience")
 SELECTOR = 'run=~"$run",job=~"$job",instance=~"$instance"'
 LATEST = "2h:1m"
-"""How long the newest value of a signal with ``latest`` holds: a learner whose updates take longer has none between two
-of them."""
+"""Age up to which the newest value of a signal with ``latest`` holds: a learner whose updates take longer has none
+between two of them."""
 _SERIES = re.compile(r"(?<![\w:])(afterplay_\w+|vllm:\w+|process_\w+|up)\b(?:\{([^}]*)\})?")
 _BY = re.compile(r"(?:sum|max) by \(run, (\w+)\) \(")
 

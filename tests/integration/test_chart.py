@@ -110,7 +110,7 @@ GIVEN: dict[str, Any] = {
     "resources": {"requests": {"memory": "64Gi"}, "limits": {"rdma/hca": 1}},
     "capabilities": ["IPC_LOCK"],
 }
-"""What a user may add to the pods of each role."""
+"""Values that a user may add to the pods of each role."""
 
 
 @pytest.mark.parametrize("scene", ["gpu", "ranks on two nodes", "external engine"])

@@ -75,7 +75,7 @@ OPTIONAL = (
     "traces",
     *(f"{folder}/{name}.{end}" for name in ("replay", "learner", "actor-0") for folder, end in FILES_OF_A_PROCESS),
 )
-"""What a run can do without."""
+"""Files that a run can do without."""
 
 
 def test_a_run_does_without_its_status_log_and_process_files(tmp_path: Path, forked_run: partial) -> None:

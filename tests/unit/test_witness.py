@@ -146,7 +146,7 @@ class Run:
         return weights
 
     def settle(self, weights: list[TrainedUpdate]) -> None:
-        """What the store has at the end; it may lack the last update."""
+        """The store at the end; it may lack the last update."""
         self.stored.updates = max(0, len(weights) - self.rng.randint(0, 1))
         for update, groups in enumerate(self.placed):
             for number in groups:
