@@ -144,7 +144,7 @@ async def test_a_session_of_openais_clients_is_token_exact(engine: RunningEngine
     trajectory, renderer = await play(engine, client, program)
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert trajectory.rewards == {"environment": 1.0} and trajectory.version_range() == (VERSION, VERSION)
-    talk = [turn for turn in trajectory.turns if turn.branch == 0]
+    talk = [turn for turn in trajectory.turns if turn.branch == trajectory.graded_turn.branch]
     assert len(talk) == 3 and len(trajectory.turns) == 3 + len(program.stopped)
 
     seen = {(tuple(prompt), tuple(generation.token_ids.tolist())) for prompt, generation in client.seen}
