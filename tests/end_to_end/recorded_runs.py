@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sqlite3
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from pipeline.config.load import load
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Trajectory
 from pipeline.store import tables
+from pipeline.store.store import marks_path
 from pipeline.transport.codec import decode_trajectory
 from tests.support.run_handle import RunHandle, start_run
 
@@ -103,6 +105,8 @@ class StoppedRun:
 
     run: RunHandle
     stop: Stop
+    store_before: Path | None = None
+    """Copy of the store before the stop, which writes a checkpoint: without one, all groups are delivered again."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,14 @@ def float32_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoppedRun
     """Until the store has replays, trajectories under several versions, and enough groups."""
     with played(tmp_path_factory, "float32", overrides=FLOAT32) as run:
         run.until("play while weights were published, and replays", lambda: shows_the_truth(run.directory), 1500)
-        yield StoppedRun(run, stopped(run, 1))
+        store = tmp_path_factory.mktemp("before") / run.directory.store_file.name
+        shutil.copy(marks_path(run.directory.store_file), store.parent)  # first: the store may know more than its marks
+        with (
+            closing(sqlite3.connect(f"file:{run.directory.store_file}?mode=ro", uri=True)) as alive,
+            closing(sqlite3.connect(store)) as copy,
+        ):
+            alive.backup(copy)
+        yield StoppedRun(run, stopped(run, 1), store)
 
 
 def shows_the_truth(directory: RunDirectory) -> bool:

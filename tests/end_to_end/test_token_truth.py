@@ -30,9 +30,8 @@ from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import FlatTokens, Trajectory
 from pipeline.stage.role import serve
 from pipeline.transport.zeromq import limits_of
-from tests.end_to_end.recorded_runs import COMPARED_MAX, FLOAT32_UPDATES, TWO_ENGINES_STEPS, stored
+from tests.end_to_end.recorded_runs import COMPARED_MAX, FLOAT32_UPDATES, TWO_ENGINES_STEPS, StoppedRun, stored
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
-from tests.support.run_handle import RunHandle
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1900)]
 MEAN_MAX = {"float32": 1e-3, "bfloat16": 0.1}
@@ -79,16 +78,17 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     this processor computes in it."""
     dtype = "float32" if request.param == "float32" else fast_dtype()
     if request.param == "float32":
-        run: RunHandle = request.getfixturevalue("float32_run").run
-        updates = FLOAT32_UPDATES
+        recorded: StoppedRun = request.getfixturevalue("float32_run")
+        run, store, updates = recorded.run, recorded.store_before, FLOAT32_UPDATES
+        assert store is not None
     else:
         run = request.getfixturevalue("two_engines_run").run
-        updates = TWO_ENGINES_STEPS
+        store, updates = run.directory.store_file, TWO_ENGINES_STEPS
     config = load(run.directory.config_file, environment={})
     assert config.engine.dtype == (dtype if request.param == "float32" else "auto")
-    found = Played(dtype, MEAN_MAX[dtype], run.directory, config, run.steps(), stored(run.directory), [])
+    found = Played(dtype, MEAN_MAX[dtype], run.directory, config, run.steps(), stored(RunDirectory(store.parent)), [])
     copy = RunDirectory(tmp_path_factory.mktemp("again")).create()  # the stage writes into the store
-    for file in run.directory.path.glob(f"{run.directory.store_file.name}*"):
+    for file in store.parent.glob(f"{store.name}*"):
         shutil.copy(file, copy.path)
     found.replays.extend(replayed_rows(found, anyio.run(delivered_again, config, copy, updates)))
     return found
