@@ -58,7 +58,7 @@ class Breaker:
     @property
     def closed(self) -> bool:
         """True if requests are sent without a limit."""
-        return self.trusted and not self.doubted
+        return self._until is None and not (self.down or self.doubted)
 
     @property
     def trusted(self) -> bool:

@@ -17,9 +17,10 @@ import math
 import random
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Set
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from types import TracebackType
 
 import anyio
 import anyio.abc
@@ -164,32 +165,13 @@ class EnginePool:
         member.watching = anyio.CancelScope()
         group.start_soon(self._watch_one, member, member.watching)
 
-    @asynccontextmanager
-    async def lease(
+    def lease(
         self, session: str, version_min: int, avoid: Set[str] = frozenset(), tokens: int = 0
-    ) -> AsyncIterator[Engine]:
+    ) -> AbstractAsyncContextManager[Engine]:
         """An engine for one request of ``session``, with a prompt of so many ``tokens``, released however the block
         ends. An :class:`EngineError` of the block counts against the engine. Raises :class:`NoEngineFit`, and
         :class:`EngineGone` where the engine hangs: the block is cancelled."""
-        lease = await self._acquire(session, version_min, avoid, tokens)
-        member = self._members[lease.engine]
-        self._metrics.inflight_requests.inc()
-        with anyio.CancelScope() as scope:
-            member.requests.add(scope)
-            try:
-                yield member.engine
-            except EngineError as error:
-                self._failed(lease, error)
-                raise
-            else:
-                self._answered(lease)
-            finally:
-                member.requests.discard(scope)
-                self._metrics.inflight_requests.dec()
-                self.router.release(lease)
-                self._count_evictions()
-        if scope.cancelled_caught:
-            raise EngineGone(f"engine {lease.engine} hangs, or cannot be reached: the request was given up")
+        return _Request(self, (session, version_min, avoid, tokens))
 
     def other_fit(self, version_min: int, avoid: Set[str]) -> bool:
         """True if an engine that is not in ``avoid`` is fit."""
@@ -260,6 +242,24 @@ class EnginePool:
     def reports(self) -> list[EngineReport]:
         """The reports of engines that take requests and have reported lately."""
         return self.router.reports(_now())
+
+    async def begin(self, session: str, version_min: int, avoid: Set[str], tokens: int) -> tuple[Lease, _Member]:
+        """For :class:`_Request`."""
+        lease = await self._acquire(session, version_min, avoid, tokens)
+        self._metrics.inflight_requests.inc()
+        return lease, self._members[lease.engine]
+
+    def end(self, lease: Lease, error: BaseException | None) -> None:
+        """For :class:`_Request`."""
+        try:
+            if error is None:
+                self._answered(lease)
+            elif isinstance(error, EngineError):
+                self._failed(lease, error)
+        finally:
+            self._metrics.inflight_requests.dec()
+            self.router.release(lease)
+            self._count_evictions()
 
     async def _acquire(self, session: str, version_min: int, avoid: Set[str], tokens: int) -> Lease:
         lease = self.router.acquire(session, version_min, _now(), avoid, tokens)
@@ -430,6 +430,34 @@ class EnginePool:
     def _announce(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+
+
+class _Request(AbstractAsyncContextManager[Engine]):
+    """One lease. A class, because a generator would cost 1 % of a turn."""
+
+    __slots__ = ("_asked", "_lease", "_member", "_pool", "_scope")
+
+    def __init__(self, pool: EnginePool, asked: tuple[str, int, Set[str], int]) -> None:
+        self._pool, self._asked = pool, asked
+
+    async def __aenter__(self) -> Engine:
+        self._lease, self._member = await self._pool.begin(*self._asked)
+        self._scope = anyio.CancelScope()
+        self._scope.__enter__()
+        self._member.requests.add(self._scope)
+        return self._member.engine
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._member.requests.discard(self._scope)
+        try:
+            self._pool.end(self._lease, error)
+        finally:
+            swallowed = self._scope.__exit__(kind, error, trace)
+        if self._scope.cancelled_caught:
+            raise EngineGone(f"engine {self._lease.engine} hangs, or cannot be reached: the request was given up")
+        return bool(swallowed)
 
 
 def _now() -> float:

@@ -279,8 +279,11 @@ class Router:
     def answered(self, lease: Lease, now: float) -> bool:
         """The engine answered. True if requests may be sent there again."""
         state = self.engines[lease.engine]
+        if not lease.trial:
+            state.breaker.answered()
+            return False
         before = _standing(state)
-        state.breaker.answered(trial=lease.trial)
+        state.breaker.answered(trial=True)
         return self._noticed(state, before, now)
 
     def failed(self, lease: Lease, now: float, problem: str, *, down: bool = False) -> bool:

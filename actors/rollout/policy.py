@@ -80,7 +80,9 @@ class Policy:
         order and of all tokens so far. Tokens of a try that did not count are counted as discarded. Raises
         :class:`EngineRefused` at once, and the last :class:`EngineError` when all tries failed."""
         self.asking = True
-        sampling = replace(self.sampling, max_tokens=tokens_max, stop=(*self.sampling.stop, *stop))
+        sampling = self.sampling
+        if stop or tokens_max != sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=tokens_max, stop=(*sampling.stop, *stop))
         with kept_running():
             completion = await self._in_parts(prompt_ids, sampling)
         self.asking = False

@@ -124,7 +124,8 @@ class Recorder:
             added_ids, added, tip = conversation.prompt_ids, conversation.messages, None
         else:
             added_ids, added = conversation.added_ids, tuple(new)
-        return self._begun(conversation.prompt_ids, added_ids, added, tip, replace(conversation, branch=0), main)
+        begun = replace(conversation, branch=0) if conversation.branch else conversation
+        return self._begun(conversation.prompt_ids, added_ids, added, tip, begun, main)
 
     def replay(self, reward: float) -> None:
         """A stored turn was played again: its reward is part of the score, and the turn is context of those that

@@ -43,15 +43,17 @@ T = TypeVar("T")
 _OWNER: ContextVar[TaskOwner | None] = ContextVar("afterplay_owner_of_tasks", default=None)
 
 
-@contextmanager
-def kept_running() -> Iterator[None]:
+class kept_running:
     """Tasks started inside have no owner and survive the episode or call: for a connection or a browser that a plug-in
     opens once, when it is first needed."""
-    token = _OWNER.set(None)
-    try:
-        yield
-    finally:
-        _OWNER.reset(token)
+
+    __slots__ = ("_token",)
+
+    def __enter__(self) -> None:
+        self._token = _OWNER.set(None)
+
+    def __exit__(self, *error: object) -> None:
+        _OWNER.reset(self._token)
 
 
 def plug_in_runs() -> bool:
