@@ -6,6 +6,7 @@ import random
 import secrets
 import socket
 import textwrap
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,9 +26,10 @@ ACTOR_KEY_FILE = "engine_actor.secret"
 """In the run directory: the key with which actors of the run may generate."""
 
 
-def resolve(config: RunConfig) -> RunConfig:
+def resolve(config: RunConfig, taken: Collection[int] | None = None) -> RunConfig:
     """A copy in which everything is fixed that several processes must know: the run's identity, the ports of the
-    engines and of a replay stage on TCP, and where the engines' keys are.
+    engines and of a replay stage on TCP, and where the engines' keys are. ``taken``: the ports in use on the nodes of
+    the engines; None: they run on this machine.
 
     Metrics ports stay 0: each process takes a free one and writes it to the run directory. Paths become absolute, so
     that the resolved file is valid in any folder. Raises :class:`ConfigurationError` that names a port in use.
@@ -36,10 +38,10 @@ def resolve(config: RunConfig) -> RunConfig:
     if engine.kind != "external":
         _require_own_urls(engine)
     if engine.kind != "external" and not engine.urls:
-        port = free_ports(engine.host, engine.replicas) if engine.port == 0 else engine.port
+        port = free_ports(engine.host, engine.replicas, taken or ()) if engine.port == 0 else engine.port
         if engine.port:
             for i in range(engine.replicas):
-                _require_free(engine.host, port + i, f"engine.port (replica {i})")
+                _require_free(engine.host, port + i, f"engine.port (replica {i})", taken)
         engine = engine.model_copy(update={"port": port})
     if engine.kind != "external" and engine.actor_key is None:
         place = f"file:{config.run.path.absolute() / ACTOR_KEY_FILE}"
@@ -122,14 +124,15 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def free_ports(host: str, count: int) -> int:
-    """First of ``count`` ports in a row that are free now, drawn at random. They are none of those that the system
-    gives to outgoing connections: one of these would be taken before a server that starts slowly listens there. Raises
-    :class:`ConfigurationError` after 50 tries."""
+def free_ports(host: str, count: int, taken: Collection[int] = ()) -> int:
+    """First of ``count`` ports in a row that are free now and not in ``taken``, drawn at random. They are none of those
+    that the system gives to outgoing connections: one of these would be taken before a server that starts slowly
+    listens there. Raises :class:`ConfigurationError` after 50 tries."""
     first, end = SERVER_PORTS[0], min(SERVER_PORTS[1], _outgoing_ports()) - count
     for _ in range(50):
         port = random.SystemRandom().randrange(first, end) if first < end else _any_port(host)
-        if port + count <= 65536 and all(is_free(host, port + i) for i in range(count)):
+        ports = range(port, port + count)
+        if ports.stop <= 65536 and not any(p in taken for p in ports) and all(is_free(host, p) for p in ports):
             return port
     raise ConfigurationError(
         f"expected {count} consecutive free ports on {host}, found none: set engine.port and replay.address"
@@ -161,10 +164,16 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
-def _require_free(host: str, port: int, key: str) -> None:
-    if not is_free(host, port):
+def taken_ports(host: str = "0.0.0.0") -> tuple[int, ...]:
+    """The ports of this machine where no server could listen now, but for those that only root may bind."""
+    return tuple(port for port in range(1024, 65_536) if not is_free(host, port))
+
+
+def _require_free(host: str, port: int, key: str, taken: Collection[int] | None = None) -> None:
+    if not is_free(host, port) if taken is None else port in taken:
+        place = f"{host}:{port}" if taken is None else f"port {port} on each node of an engine"
         raise ConfigurationError(
-            f"{key}: expected {host}:{port} to be free, but it is in use or may not be bound. "
+            f"{key}: expected {place} to be free, but it is in use or may not be bound. "
             "Stop the process that listens there, choose another port, or set 0 for any free one"
         )
 

@@ -160,6 +160,7 @@ def job_inventory() -> Inventory:
                 found[name]["cpus"],
                 found[name]["memory_bytes"],
                 match[1] if (match := addresses[name]) else name,
+                tuple(found[name]["taken_ports"]),
             )
             for name in names
         ),

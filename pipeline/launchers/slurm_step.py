@@ -14,6 +14,7 @@ from dataclasses import asdict
 
 import orjson
 
+from pipeline.config.explain import taken_ports
 from pipeline.runtime.process import ADDRESS, ExitCode
 from pipeline.supervisor.inventory import local_inventory
 
@@ -22,9 +23,10 @@ PASSED_ON = (signal.SIGTERM, signal.SIGCHLD)
 
 
 def describe() -> None:
-    """Print cores, memory and GPUs of this node as one line of JSON."""
+    """Print cores, memory, GPUs and ports in use of this node as one line of JSON."""
     inventory = local_inventory()
-    facts = asdict(inventory.nodes[0]) | {"name": os.environ["SLURMD_NODENAME"], "lack": inventory.lack}
+    known = {"name": os.environ["SLURMD_NODENAME"], "taken_ports": taken_ports(), "lack": inventory.lack}
+    facts = asdict(inventory.nodes[0]) | known
     print(orjson.dumps(facts).decode(), flush=True)
 
 

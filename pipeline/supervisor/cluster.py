@@ -60,6 +60,12 @@ class Cluster:
             }
         return config.model_copy(update=changed)
 
+    def taken_ports(self, places: Iterable[Place]) -> frozenset[int] | None:
+        """Ports in use on the nodes of the engines in ``places``; None where a node does not know its own."""
+        names = {place.node for place in places if place.role == "engine"}
+        taken = [node.taken_ports for node in self.inventory.nodes if node.name in names]
+        return None if None in taken else frozenset().union(*(ports for ports in taken if ports is not None))
+
     def located(self, config: RunConfig, places: Iterable[Place]) -> RunConfig:
         """A copy with the address of each engine that the run starts. ``config`` has its ports."""
         engine = config.engine

@@ -30,6 +30,8 @@ class Node:
     memory_bytes: int | None = None
     address: str = "127.0.0.1"
     """Address at which the other nodes reach it."""
+    taken_ports: tuple[int, ...] | None = None
+    """Ports there where no server could listen; None: unknown."""
 
     @property
     def has_mig(self) -> bool:

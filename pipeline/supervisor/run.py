@@ -170,7 +170,10 @@ def run(
                 if cluster is None and (changes := compare(directory, resolve(chosen.config)).changes):
                     console.print(f"Changed since, without effect on a run that is finished: {', '.join(changes)}")
                 return ExitCode(finished["exit_code"])
-            config = resolve(chosen.config if cluster is None else cluster.addressed(chosen.config))
+            if cluster is None:
+                config = resolve(chosen.config)
+            else:
+                config = resolve(cluster.addressed(chosen.config), cluster.taken_ports(chosen.places))
             resumed = None if fresh else compare(directory, config)
             # else other machines prepare the model and reach the engines
             notes = check_before_run(config) if cluster is None else []

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from pipeline.cli.app import app
+from pipeline.config.explain import resolve, taken_ports
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
 from pipeline.launchers.slurm import JOB, goes_back, step_command
 from pipeline.launchers.slurm_step import choose_node
 from pipeline.runtime.children import module_command
+from pipeline.supervisor.cluster import Cluster
 from pipeline.supervisor.inventory import Inventory, Node
 from pipeline.supervisor.plan import plan
 
@@ -146,6 +150,38 @@ def test_an_engine_stays_where_others_look_for_it() -> None:
         inventory = Inventory((Node("n0", address="127.0.0.1"), Node("n1", address=second)))
         place = next(p for p in plan(config, inventory).places if p.name == "engine-1")
         assert step_command(inventory, place, ["x"])[7] == kind
+
+
+def test_a_port_of_an_engine_is_free_on_its_own_node() -> None:
+    """Whatever is in use on this machine, on which the head node's process decides."""
+    ports = range(1024, 65_536)
+    free = range(22_000, 30_000)
+    nodes = (Node("n0", taken_ports=tuple(ports)), Node("n1", taken_ports=tuple(p for p in ports if p not in free)))
+    cluster = Cluster(Inventory(nodes), lambda place, command: command)
+    config = load(TINY, ["engine.replicas=2"], environment={})
+    places = [replace(p, node="n1") for p in plan(config, Inventory(nodes)).places]
+    taken = cluster.taken_ports(places)
+    assert taken is not None
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        in_use_here = listener.getsockname()[1]
+        set_by_hand = config.model_copy(update={"engine": config.engine.model_copy(update={"port": in_use_here})})
+        with pytest.raises(ConfigurationError, match=f"port {in_use_here} on each node of an engine"):
+            resolve(set_by_hand, {in_use_here})
+        assert resolve(set_by_hand, frozenset()).engine.port == in_use_here
+    assert all(resolve(config, taken).engine.port in free[:-1] for _ in range(20))
+    assert Cluster(Inventory((Node("n0"),)), lambda place, command: command).taken_ports(places) == frozenset()
+    assert Cluster(Inventory((Node("n1"),)), lambda place, command: command).taken_ports(places) is None
+
+
+def test_a_node_knows_the_ports_where_something_listens() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert port in taken_ports()
+    assert min(taken_ports(), default=1024) >= 1024
 
 
 STAND_INS = {
