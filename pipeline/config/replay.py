@@ -104,24 +104,6 @@ class StoredGroupsConfig(Section):
     """With ``priority``: age in versions at which a group's priority has fallen to 1/e."""
 
 
-class RestartConfig(Section):
-    """Options of ``mode: restart``: groups whose rollouts all begin with the first turns of a stored success of their
-    task. Only what the policy samples after them is trained. Needs environments that can be replayed from seed and
-    actions, and a loop that answers turn by turn (``multi_turn``, ``tool_agent``)."""
-
-    rate_min: float = Field(0.2, ge=0, lt=1)
-    """A task is restarted while its success rate from the start is at most this. A restarted group with at most this
-    rate lets the next one begin later."""
-    rate_max: float = Field(0.8, gt=0, le=1)
-    """A restarted group with at least this success rate lets the next one begin earlier."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> RestartConfig:
-        if self.rate_min >= self.rate_max:
-            raise ValueError(f"replay.restart.rate_min ({self.rate_min:g}) must be below rate_max ({self.rate_max:g})")
-        return self
-
-
 class ReplayConfig(Section):
     """The replay stage: its address and store, and experience replay (docs/REPLAY.md)."""
 
@@ -145,13 +127,11 @@ class ReplayConfig(Section):
 
     enabled: bool = False
     """Train replayed trajectories beside fresh ones. False: only trajectories in flight are stored."""
-    mode: Literal["groups", "mix", "both", "restart"] = "groups"
+    mode: Literal["groups", "mix", "both"] = "groups"
     """Form in which experience comes back. ``groups``: recent groups come back whole, failures included, beside fresh
     groups. ``mix``: stored successes replace some rollouts of new groups of their task (ExGRPO). ``both``: in turn.
-    ``restart``: the first turns of a stored success are played again, and the policy continues from there. The keys of
-    the pool of successes, and of the choice of tasks and successes, are for the last three."""
+    The keys of the pool of successes, and of the choice of tasks and successes, are for the last two."""
     groups: StoredGroupsConfig = StoredGroupsConfig()
-    restart: RestartConfig = RestartConfig()
     start_ratio: float = Field(0.0, ge=0, le=1)
     """Replay begins after this share of ``run.total_steps`` (ExGRPO: 0.35). Trajectories are collected from the
     start."""
@@ -264,14 +244,13 @@ class ReplayConfig(Section):
                 "replay.mode: mix, or replay.inject: ratio"
             )
         if self.unit == "turn":
-            how = "rollouts are restarted" if self.mode == "restart" else "groups come back whole"
             raise ValueError(
-                f"replay.unit: turn is for replay.mode: mix, got {self.mode}, where {how}: set replay.mode: mix, or "
-                "replay.unit: trajectory"
+                f"replay.unit: turn is for replay.mode: mix, got {self.mode}, where groups come back whole: set "
+                "replay.mode: mix, or replay.unit: trajectory"
             )
         if self.task_ratio >= 1:
             raise ValueError(
-                f"replay.mode: {self.mode} needs groups from the start in each update, but replay.task_ratio is "
+                f"replay.mode: {self.mode} needs fresh groups in each update, but replay.task_ratio is "
                 f"{self.task_ratio:g}: set it below 1, or replay.mode: mix"
             )
 

@@ -55,7 +55,7 @@ class Importer:
             )
         if config.replay.mode == "groups":
             raise ConfigurationError(
-                "expected a run with replay.mode: mix, both or restart, which replay single trajectories, got groups: "
+                "expected a run with replay.mode: mix or both, which replay single trajectories, got groups: "
                 "set replay.mode: mix in the run file"
             )
         self._config, self._directory, self._render = config, directory, render

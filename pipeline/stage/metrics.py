@@ -62,9 +62,6 @@ _COUNTERS: Final[tuple[tuple[Any, ...], ...]] = (
     *((f"stored_groups.left.{reason}", M.stored_groups_left_total, reason) for reason in GROUPS_LEFT),
     *((f"guard.{way}", M.guard_actions_total, way) for way in GUARD),
     ("replays.trained", M.replays_trained_total),
-    ("restarts.planned", M.restarted_groups_total),
-    ("restarts.successes", M.restarted_rollouts_total, "success"),
-    ("restarts.failures", M.restarted_rollouts_total, "failure"),
     ("replays.choice_failed", M.choice_failures_total),
     *((f"evaluations.{how}", M.evaluations_total, how) for how in EVALUATIONS),
 )

@@ -111,29 +111,17 @@ class ReplayGroups:
             self._journal.replays(group)
             self._journal.count(Count.REPLAYS_PLANNED, k)
 
-    def begin_with(self, group: GroupRecord, restart: Candidate) -> None:
-        """All rollouts of ``group`` begin with turns of a stored success, whose payload stays meanwhile."""
-        group.restart = PinnedCandidate(restart)
-        self._payloads.hold(group.restart.row_id)
-        self._journal.replays(group)
-        self._journal.count(Count.RESTARTS_PLANNED)
-
     def unpin(self, group: GroupRecord) -> None:
         """``group`` will never be trained (again)."""
         if group.dropped:
             return
-        for replay in group.pinned:
+        for replay in group.replays:
             self._payloads.release(replay.row_id, replay.candidate.entry.n_bytes)
 
     def finished(self, group: GroupRecord) -> None:
         """All fresh rollouts of ``group`` are scored: difficulty, retirement, pool; perhaps a rescue."""
         records = [slot.trajectory for slot in group.slots if slot.trajectory is not None]
         fresh = [_fresh(record) for record in records]
-        if group.restart is not None:
-            successes = self.experience.restarted(group.task, group.restart.candidate, [f.reward for f in fresh])
-            self._journal.count(Count.RESTARTS_SUCCESSES, successes)
-            self._journal.count(Count.RESTARTS_FAILURES, len(fresh) - successes)
-            return
         outcome = self.experience.finished(
             group.task, fresh, planned=bool(group.replays), version=self._batches.policy_version
         )
@@ -156,12 +144,8 @@ class ReplayGroups:
     def cancelled(self, group: GroupRecord, *, finished: bool) -> None:
         """``group`` was given up; ``finished``: after all its fresh rollouts were scored."""
         self.unpin(group)
-        if not finished and group.restart is None and group.task.environment in self._config.environments:
+        if not finished and group.task.environment in self._config.environments:
             self.experience.cancelled(group.task)
-
-    def unreproducible(self, group: GroupRecord) -> None:
-        """A rollout of ``group`` could not begin with the stored turns."""
-        self.experience.unreproducible(group.task)
 
     def trained(self, update: int, groups: Sequence[GroupRecord], report: UpdateReport, version: int) -> None:
         """``update`` was made from ``groups``, which are marked as trained already, and from weights of ``version``."""
@@ -309,10 +293,7 @@ class ReplayGroups:
         return sum(successes for successes, _ in counts) / n if n else None
 
     def _successes(self, group: GroupRecord) -> tuple[int, int]:
-        """Successes among its fresh rollouts, and how many these are, a replaced one included. Rollouts that did not
-        begin at the start do not count."""
-        if group.restart is not None:
-            return 0, 0
+        """Successes among its fresh rollouts, and how many these are, a replaced one included."""
         threshold = self._config.replay.success_threshold
         rewards = [slot.trajectory.reward for slot in group.slots if slot.trajectory is not None]
         return sum(r is not None and r >= threshold for r in rewards), len(rewards) + group.rescued

@@ -116,8 +116,6 @@ class CancelReason(StrEnum):
     """The learner made its update without it."""
     UNINFORMATIVE = "uninformative"
     """Its rewards were all equal, and a new group replaces it (``groups.zero_variance: refill``)."""
-    UNREPRODUCIBLE = "unreproducible"
-    """The environment did not answer the stored turns that it begins with as it did before."""
     RESTORED = "restored"
     """The store is an older copy, and an update that it does not know may have been made from the group."""
     LOST = "lost"
@@ -270,9 +268,6 @@ class GroupRecord:
     """Candidates for these, the stage's own choice first."""
     rescued: bool = False
     """All its fresh rollouts failed and a replay replaced one of them."""
-    restart: PinnedCandidate | None = None
-    """Stored success whose first ``turn`` turns every rollout of the group begins with; None: they begin at the
-    start."""
     greedy: Slot | None = None
     """Slot of the greedy rollout, whose reward is the baseline of the group; None: none is ordered."""
 
@@ -297,11 +292,6 @@ class GroupRecord:
     @property
     def n_rollout(self) -> int:
         return len(self.slots) + self.k
-
-    @property
-    def pinned(self) -> list[PinnedCandidate]:
-        """Stored trajectories whose payloads are kept while the group may be trained."""
-        return self.replays if self.restart is None else [*self.replays, self.restart]
 
     @property
     def attempt(self) -> int:

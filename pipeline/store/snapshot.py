@@ -10,7 +10,7 @@ import orjson
 
 from pipeline.errors import DamagedFiles
 from pipeline.schema import Task
-from pipeline.store.experience_records import Candidate, PoolEntry, RestartSearch, StoredGroup, TaskRecord
+from pipeline.store.experience_records import Candidate, PoolEntry, StoredGroup, TaskRecord
 from pipeline.store.records import (
     CoveredGroup,
     Facts,
@@ -64,7 +64,7 @@ POOL_COLUMNS = (
 STORED_GROUP_COLUMNS = f"s.group_number, s.task, s.saved, s.uses, s.success_rate, t.row_id, t.entropy, {_FACTS}"
 """Columns of one member. The members of a group follow one another."""
 REPLAY_COLUMNS = (
-    "r.group_number, r.restart, r.weight, r.turn, r.chosen, r.age, r.row_id, r.saved, r.entropy, r.entropy_version, "
+    "r.group_number, r.weight, r.turn, r.chosen, r.age, r.row_id, r.saved, r.entropy, r.entropy_version, "
     f"r.success_rate, r.recorded, {_FACTS}"
 )
 
@@ -108,11 +108,8 @@ def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int],
             if record.state is not TrajectoryState.DROPPED:
                 found[record.key.group].slot(record.key.slot).trajectory = record
         for row in rows.replays:
-            group, pinned = found[row[0]], _replay(row, found[row[0]].task, pooled)
-            if row[1]:
-                group.restart = pinned
-            else:
-                group.replays.append(pinned)
+            group = found[row[0]]
+            group.replays.append(_replay(row, group.task, pooled))
     except (KeyError, IndexError, ValueError, TypeError) as error:
         raise DamagedFiles(
             f"the replay store has inconsistent rows ({type(error).__name__}: {error}): it was changed "
@@ -146,9 +143,8 @@ def _task(json: bytes) -> Task:
 
 
 def _task_record(row: Sequence[Any]) -> TaskRecord:
-    _, task, bucket, successes, failures, solved, retired, visits, restart, _ = row
-    search = RestartSearch(**orjson.loads(restart)) if restart is not None else None
-    return TaskRecord(_task(task), bucket, successes, failures, solved, bool(retired), visits, search)
+    _, task, bucket, successes, failures, solved, retired, visits, _ = row
+    return TaskRecord(_task(task), bucket, successes, failures, solved, bool(retired), visits)
 
 
 def _entry(row: Sequence[Any], tasks: Mapping[str, TaskRecord]) -> PoolEntry:
@@ -177,9 +173,7 @@ def _stored_groups(rows: Iterable[Sequence[Any]]) -> list[StoredGroup]:
 
 def _replay(row: Sequence[Any], task: Task, pooled: Mapping[int, PoolEntry]) -> PinnedCandidate:
     """A replay of a group; the pool may have let go of it since."""
-    _, _, weight, turn, chosen, age, row_id, saved, entropy, version, success_rate, recorded, trajectory_id, *facts = (
-        row
-    )
+    _, weight, turn, chosen, age, row_id, saved, entropy, version, success_rate, recorded, trajectory_id, *facts = row
     entry = pooled.get(row_id)
     if entry is None:
         marks = _marks(entropy, version, success_rate, recorded)

@@ -28,7 +28,7 @@ CREATE INDEX groups_kept ON groups (group_number) WHERE kept = 1;
 CREATE TABLE group_replays (
     group_number INTEGER NOT NULL, position INTEGER NOT NULL, row_id INTEGER NOT NULL, weight REAL NOT NULL,
     turn INTEGER, chosen INTEGER NOT NULL, age INTEGER NOT NULL, saved INTEGER NOT NULL, entropy REAL,
-    entropy_version INTEGER, success_rate REAL, recorded INTEGER NOT NULL, restart INTEGER NOT NULL,
+    entropy_version INTEGER, success_rate REAL, recorded INTEGER NOT NULL,
     crc INTEGER NOT NULL, PRIMARY KEY (group_number, position)
 ) WITHOUT ROWID;
 CREATE TABLE orders (
@@ -61,7 +61,7 @@ CREATE TABLE stored_groups (
 );
 CREATE TABLE tasks (
     task_id TEXT PRIMARY KEY, task BLOB NOT NULL, bucket INTEGER, successes REAL NOT NULL, failures REAL NOT NULL,
-    solved INTEGER NOT NULL, retired INTEGER NOT NULL, visits INTEGER NOT NULL, restart TEXT,
+    solved INTEGER NOT NULL, retired INTEGER NOT NULL, visits INTEGER NOT NULL,
     crc INTEGER NOT NULL
 ) WITHOUT ROWID;
 """

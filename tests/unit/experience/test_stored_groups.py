@@ -196,7 +196,7 @@ def test_both_forms_take_turns_where_a_batch_has_one_replay_group(make):
     assert [plan.k for plan in plans] == [2, 0, 1, 0, 2, 0, 1, 0]
 
 
-@pytest.mark.parametrize(("mode", "kept"), [("mix", 0), ("groups", 1), ("both", 1), ("restart", 0)])
+@pytest.mark.parametrize(("mode", "kept"), [("mix", 0), ("groups", 1), ("both", 1)])
 def test_groups_are_stored_only_where_they_come_back_whole(make, mode, kept):
     experience = Experience(make.config(n=2, batch=2, tasks=8, mode=mode))
     experience.trained(0, make.task(0), [make.fresh(i, float(i)) for i in range(2)])

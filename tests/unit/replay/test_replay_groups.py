@@ -51,7 +51,7 @@ class Stage:
             self.config, self.store.load(), score_now=lambda t: combine(t.rewards, {"environment": 1.0})
         )
         hello = {"schema_version": SCHEMA_VERSION}
-        actor = {"role": "actor", "slots": 99, "holding": [], "replayable": ["a"]}
+        actor = {"role": "actor", "slots": 99, "holding": []}
         self.core.peer_up("actor-0", {**hello, **actor})
         learner = {"session": "s", "updates": self.updates, "policy_version": -1, "credit_groups": 8}
         self.core.peer_up("learner", {**hello, "role": "learner", **learner})
