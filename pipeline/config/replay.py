@@ -86,7 +86,7 @@ class EssGuardConfig(Section):
 
 
 class StoredGroupsConfig(Section):
-    """Options of ``mode: groups`` and ``both``: groups of fresh rollouts that come back whole, failures included.
+    """Options of ``mode: groups``: groups of fresh rollouts that come back whole, failures included.
 
     A group is stored when all its rollouts are fresh and their rewards differ. Its members have the rewards, and so the
     advantages, that they had when it was fresh; their tokens are weighted as those of every replay.
@@ -127,10 +127,10 @@ class ReplayConfig(Section):
 
     enabled: bool = False
     """Train replayed trajectories beside fresh ones. False: only trajectories in flight are stored."""
-    mode: Literal["groups", "mix", "both"] = "groups"
+    mode: Literal["groups", "mix"] = "groups"
     """Form in which experience comes back. ``groups``: recent groups come back whole, failures included, beside fresh
-    groups. ``mix``: stored successes replace some rollouts of new groups of their task (ExGRPO). ``both``: in turn.
-    The keys of the pool of successes, and of the choice of tasks and successes, are for the last two."""
+    groups. ``mix``: stored successes replace some rollouts of new groups of their task (ExGRPO); the
+    keys of the pool of successes, and of the choice of tasks and successes, are for these."""
     groups: StoredGroupsConfig = StoredGroupsConfig()
     start_ratio: float = Field(0.0, ge=0, le=1)
     """Replay begins after this share of ``run.total_steps`` (ExGRPO: 0.35). Trajectories are collected from the
@@ -148,8 +148,8 @@ class ReplayConfig(Section):
     capacity: int = Field(50_000, ge=1)
     """Stored trajectories of all tasks. Above this, the oldest are evicted."""
     capacity_bytes: int = Field(16 * 1024**3, ge=1)
-    """Payload bytes of all stored trajectories, on disk, and as many again of all stored groups (``mode: groups``,
-    ``both``). Above this, the oldest are evicted."""
+    """Payload bytes of all stored trajectories (``mode: mix``) or groups (``mode: groups``), on disk. Above this, the
+    oldest are evicted."""
     success_threshold: float = Field(1.0, allow_inf_nan=False)
     """A reward of at least this is a success. Decides about difficulty, retirement and storing."""
     success_lower: int = Field(0, ge=0)
@@ -227,30 +227,25 @@ class ReplayConfig(Section):
                 f"replay.trajectories_per_task ({self.trajectories_per_task}) is more than "
                 f"max_trajectories_per_task ({self.max_trajectories_per_task}), so there are never enough"
             )
-        if self.enabled and self.mode != "mix":
+        if self.enabled and self.mode == "groups":
             self._groups_can_come_back()
         return self
-
-    @property
-    def whole_groups(self) -> bool:
-        """True if groups come back whole."""
-        return self.mode in ("groups", "both")
 
     def _groups_can_come_back(self) -> None:
         """Raises ValueError for what whole groups cannot do."""
         if self.inject == "rescue":
             raise ValueError(
-                f"replay.inject: rescue plans no replay groups, so replay.mode: {self.mode} does nothing: set "
-                "replay.mode: mix, or replay.inject: ratio"
+                "replay.inject: rescue plans no replay groups, so replay.mode: groups does nothing: set replay.mode: "
+                "mix, or replay.inject: ratio"
             )
         if self.unit == "turn":
             raise ValueError(
-                f"replay.unit: turn is for replay.mode: mix, got {self.mode}, where groups come back whole: set "
-                "replay.mode: mix, or replay.unit: trajectory"
+                "replay.unit: turn is for replay.mode: mix, got groups, which come back whole: set replay.mode: mix, "
+                "or replay.unit: trajectory"
             )
         if self.task_ratio >= 1:
             raise ValueError(
-                f"replay.mode: {self.mode} needs fresh groups in each update, but replay.task_ratio is "
+                "replay.mode: groups needs fresh groups in each update, but replay.task_ratio is "
                 f"{self.task_ratio:g}: set it below 1, or replay.mode: mix"
             )
 

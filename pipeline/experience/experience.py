@@ -205,9 +205,14 @@ class Experience:
         if self._mixing.retest_due and (task := self._planner.retired(batch)) is not None:
             self._mixing.admitted(task.task_id, retest=True)
             return Planned(task)
-        if self._mixing.replay_due and (planned := self._replay_group(batch, progress, version)) is not None:
-            self._mixing.admitted(planned.task.task_id, replay=True)
-            return planned
+        if self._mixing.replay_due:
+            whole = self._replay.mode == "groups"
+            planned = (
+                self._stored_group(batch, version) if whole else self._planner.replay_group(batch, progress, version)
+            )
+            if planned is not None:
+                self._mixing.admitted(planned.task.task_id, replay=True)
+                return planned
         task = self._fresh(sampler)
         self._mixing.admitted(task.task_id)
         return Planned(task)
@@ -241,7 +246,7 @@ class Experience:
 
     def trained(self, group_number: int, task: Task, fresh: Sequence[Fresh]) -> StoredGroup | None:
         """A group without replays was trained. Returns it where it was stored, to come back whole."""
-        if not (self._enabled and self._replay.whole_groups and all(f.replayable for f in fresh)):
+        if not (self._enabled and self._replay.mode == "groups" and all(f.replayable for f in fresh)):
             return None
         if self._difficulty.is_retired(task.task_id):
             return None
@@ -368,21 +373,6 @@ class Experience:
             "next_saved": self._keeper.next_saved,
             "next_saved_group": self._groups.next_saved,
         }
-
-    def _replay_group(self, batch: Collection[str], progress: float, version: int) -> Planned | None:
-        """A replay group of a task that is not in ``batch``, in the form that ``replay.mode`` says."""
-        mode = self._replay.mode
-        whole_first = mode == "groups" or (mode == "both" and self._mixing.replays % 2 == 0)
-        for whole in (True, False) if whole_first else (False, True):
-            if whole and mode != "mix":
-                planned = self._stored_group(batch, version)
-            elif not whole and mode != "groups":
-                planned = self._planner.replay_group(batch, progress, version)
-            else:
-                planned = None
-            if planned is not None:
-                return planned
-        return None
 
     def _stored_group(self, batch: Collection[str], version: int) -> Planned | None:
         group = self._groups.draw(batch, version, self._draws.next("group"))

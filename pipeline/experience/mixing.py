@@ -35,8 +35,6 @@ class Mixing:
         self._position = int(state.get("position", 0))
         self._target = int(state.get("target", 0))
         self._replays = int(state.get("replays", 0))
-        self.replays = int(state.get("replays_of_all", 0))
-        """Replay groups of all batches."""
         self._tasks = dict.fromkeys(str(task_id) for task_id in state.get("tasks", ()))
         self._retest_credit = float(state.get("retest_credit", 0.0))
         self._rescue_credit = float(state.get("rescue_credit", 0.0))
@@ -72,7 +70,6 @@ class Mixing:
         self._tasks[task_id] = None
         self._position += 1
         self._replays += replay
-        self.replays += replay
         if retest:
             self._retest_credit = max(0.0, self._retest_credit - 1)
         if self._position >= self._batch:
@@ -98,7 +95,6 @@ class Mixing:
             "position": self._position,
             "target": self._target,
             "replays": self._replays,
-            "replays_of_all": self.replays,
             "tasks": list(self._tasks),
             "retest_credit": self._retest_credit,
             "rescue_credit": self._rescue_credit,

@@ -159,7 +159,7 @@ class ReplayMetrics(MetricSet):
         "retired or age.",
         reason=LEFT,
     )
-    stored_groups = gauge("Groups that may come back whole (replay.mode groups or both).")
+    stored_groups = gauge("Groups that may come back whole (replay.mode: groups).")
     stored_groups_saved_total = counter("Trained groups that were stored to come back whole.")
     stored_groups_left_total = counter(
         "Stored groups that left; reason = capacity or bytes (too many), uses (replayed as often as it may), age, "

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from pipeline.config.replay import ReplayConfig
 from pipeline.metrics.base import Declaration
 from pipeline.metrics.replay import (
     DIFFICULTIES,
@@ -99,11 +98,6 @@ def _filled(core: StageCore) -> bool:
     return core.config.replay.enabled and core.config.replay.mode != "groups"
 
 
-def _bytes_max(replay: ReplayConfig) -> int:
-    """Payload bytes that pool and stored groups may hold; ``mode: both`` has both."""
-    return replay.enabled * (1 + (replay.mode == "both")) * replay.capacity_bytes
-
-
 _GAUGES: Final[tuple[tuple[Any, ...], ...]] = (
     (M.trajectories, lambda core: core.journal.counters["trajectories.held"]),
     (M.memory_bytes, lambda core: core.journal.counters["payload.bytes"]),
@@ -118,7 +112,7 @@ _GAUGES: Final[tuple[tuple[Any, ...], ...]] = (
     (M.stored_groups, lambda core: len(core.experience.groups)),
     (M.experience_pool_bytes, lambda core: core.experience.bytes),
     (M.experience_pool_capacity, lambda core: _filled(core) and core.config.replay.capacity),
-    (M.experience_pool_capacity_bytes, lambda core: _bytes_max(core.config.replay)),
+    (M.experience_pool_capacity_bytes, lambda core: core.config.replay.enabled * core.config.replay.capacity_bytes),
     (M.retired_tasks, lambda core: core.experience.retired),
     (M.planned_share_ratio, lambda core: core.experience.share),
     (M.guard_factor_ratio, lambda core: core.experience.factor),

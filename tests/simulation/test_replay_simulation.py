@@ -58,7 +58,7 @@ def config_with_groups(rng: random.Random, number: int) -> RunConfig:
     """As :func:`config_of`, with groups that come back whole."""
     config = config_of(rng, number).model_dump()
     config["replay"] |= {
-        "mode": rng.choice(("groups", "both")),
+        "mode": "groups",
         "groups": {
             "capacity": rng.choice((1, 3, 512)),
             "uses_max": rng.randint(1, 3),

@@ -196,7 +196,7 @@ class History:
             assert planned.task.task_id not in [p.task.task_id for p in self.batch]
             whole = planned.k == self.config.groups.n_rollout
             assert whole or planned.k <= replay.trajectories_per_task
-            assert replay.mode == "both" or whole == (replay.mode == "groups")
+            assert whole == (replay.mode == "groups")
             assert sum(p.k > 0 for p in self.batch) < target
             assert len(planned.candidates) >= planned.k
             if whole:

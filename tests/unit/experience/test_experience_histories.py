@@ -17,7 +17,7 @@ SEEDS = st.integers(0, 2**32)
 def config_of(make, rng):
     n = rng.randint(2, 5)
     per_task = rng.randint(1, 4)
-    mode = rng.choice(["mix", "mix", "groups", "both"])
+    mode = rng.choice(["mix", "mix", "groups"])
     unit = rng.choice(["trajectory", "turn"]) if mode == "mix" else "trajectory"
     start = rng.choice([{}, {}, {"start_ratio": 0.5}, {"start_solve_rate": 0.5}])
     return make.config(

@@ -219,10 +219,20 @@ def test_stored_groups_that_another_run_file_has_no_place_for_leave_with_their_p
 
 
 def test_an_import_that_makes_room_in_the_pool_leaves_stored_groups_their_payloads(tmp_path: Any) -> None:
-    stage = Stage(tmp_path / "s.sqlite", half, mode="both", capacity=6, task_ratio=0.0)
+    """A group that the learner trains again after a change of ``replay.mode`` has members in the pool."""
+    stage = Stage(tmp_path / "s.sqlite", half, capacity=12, task_ratio=0.0)
     for _ in range(3):
         stage.train(stage.play())
-        stage.tell(Kind.CHECKPOINTED, updates=stage.updates)
+    stage.store.close()
+    sections = stage.config.model_dump()
+    stage.config = RunConfig.model_validate({**sections, "replay": {**sections["replay"], "mode": "groups"}})
+    stage.start()
+    stage.updates = 0
+    hello = {"schema_version": SCHEMA_VERSION, "role": "learner", "session": "t", "updates": 0}
+    stage.core.peer_down("learner", left=False)
+    stage.core.peer_up("learner", {**hello, "policy_version": -1, "credit_groups": 8})
+    stage.train(stage.play())
+    stage.tell(Kind.CHECKPOINTED, updates=stage.updates)
     stage.play()
     of_groups = {entry.row_id for group in stage.core.experience.groups for entry in group.members}
     entries = stage.core.experience.entries
@@ -460,7 +470,7 @@ def test_entropy_is_known_where_it_was_recorded_and_stripped_prompts_are_not_rep
     assert np.isfinite(facts.n_sampled)
 
 
-@pytest.mark.parametrize("mode", ["mix", "groups", "both"])
+@pytest.mark.parametrize("mode", ["mix", "groups"])
 def test_what_is_over_the_bound_on_bytes_leaves_and_is_counted(mode: str, tmp_path: Any) -> None:
     """The oldest leave, and the stage continues."""
     stage = Stage(tmp_path / "s.sqlite", half, mode=mode, groups={"uses_max": 9}, capacity_bytes=5_000, retain_groups=1)
@@ -470,8 +480,8 @@ def test_what_is_over_the_bound_on_bytes_leaves_and_is_counted(mode: str, tmp_pa
     stage.round()
     counters = stage.counters()
     left = {"mix": counters.get("pool.left.bytes"), "groups": counters.get("stored_groups.left.bytes")}
-    assert all(n for name, n in left.items() if mode in (name, "both")), left
-    assert stage.core.experience.bytes <= (1 + (mode == "both")) * 5_000
+    assert left[mode], left
+    assert stage.core.experience.bytes <= 5_000
     stage.store.close()
 
 
