@@ -204,10 +204,6 @@ class ReplayConfig(Section):
     retest_ratio: float = Field(0.1, ge=0, le=1)
     """Share of groups spent on retired tasks, which detects forgetting. With few tasks less is too little
     (docs/REPLAY.md)."""
-    inject: Literal["ratio", "rescue"] = "ratio"
-    """Use of stored trajectories. ``ratio``: in planned replay groups (``task_ratio``). ``rescue``: only in groups
-    whose fresh rollouts all failed; one of them is replaced by a stored success of the task (ARPO,
-    arXiv:2505.16282)."""
     bias_correction: bool = False
     """Multiply the weight of replayed trajectories by the success rate of the policy that sampled them on their task.
     Corrects the over-weighting by 1/P(success) that comes from replaying only successes. The rate is that of all fresh
@@ -233,11 +229,6 @@ class ReplayConfig(Section):
 
     def _groups_can_come_back(self) -> None:
         """Raises ValueError for what whole groups cannot do."""
-        if self.inject == "rescue":
-            raise ValueError(
-                "replay.inject: rescue plans no replay groups, so replay.mode: groups does nothing: set replay.mode: "
-                "mix, or replay.inject: ratio"
-            )
         if self.unit == "turn":
             raise ValueError(
                 "replay.unit: turn is for replay.mode: mix, got groups, which come back whole: set replay.mode: mix, "

@@ -217,11 +217,8 @@ class Experience:
         self._mixing.admitted(task.task_id)
         return Planned(task)
 
-    def finished(self, task: Task, fresh: Sequence[Fresh], *, planned: bool, version: int) -> Outcome:
-        """All fresh rollouts of a group are scored: retirement, then the bucket, then saving, then eviction.
-
-        ``planned``: the group has candidates already, so it is not rescued.
-        """
+    def finished(self, task: Task, fresh: Sequence[Fresh], *, version: int) -> Outcome:
+        """All fresh rollouts of a group are scored: retirement, then the bucket, then saving, then eviction."""
         successes = [f for f in fresh if f.reward >= self._replay.success_threshold]
         if not self._enabled or not fresh:
             return Outcome(len(successes))
@@ -241,8 +238,7 @@ class Experience:
         self._pool.touched.add(task.task_id)
         self._difficulty.settle(task.task_id, pooled=self._pool.shelf(task.task_id) is not None)
         self._planner.reindex()
-        rescue = () if planned or successes or len(fresh) < 2 else self._rescue(task)
-        return Outcome(len(successes), tuple(saved), tuple(left), retired, returned, rescue)
+        return Outcome(len(successes), tuple(saved), tuple(left), retired, returned)
 
     def trained(self, group_number: int, task: Task, fresh: Sequence[Fresh]) -> StoredGroup | None:
         """A group without replays was trained. Returns it where it was stored, to come back whole."""
@@ -391,14 +387,6 @@ class Experience:
             sampler, self._mixing.tasks, self._difficulty.is_retired, exhausted=self._difficulty.exhausted
         )
         return task or self._deferred.take() or self._planner.retired(self._mixing.tasks) or sampler.draw()
-
-    def _rescue(self, task: Task) -> tuple[Candidate, ...]:
-        if self._replay.inject != "rescue" or not self._mixing.started:
-            return ()
-        shelf = self._pool.shelf(task.task_id)
-        if shelf is None or not shelf.usable or not self._mixing.take_rescue(self._factor):
-            return ()
-        return self._planner.candidates(shelf, 1)
 
 
 def _sizes(config: RunConfig) -> dict[str, int | None]:

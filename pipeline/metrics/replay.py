@@ -173,7 +173,6 @@ class ReplayMetrics(MetricSet):
         "Changes of the factor of the ESS guard; direction = shrink or recover.", direction=GUARD
     )
     replays_trained_total = counter("Stored trajectories trained again.")
-    rescued_groups_total = counter("Failed groups that got a stored success.")
     choice_failures_total = counter("Groups whose candidates the learner could not score.")
 
     audit_tokens = histogram("Sampled tokens of a trajectory" + _POPULATIONS, TOK, population=POPULATIONS)

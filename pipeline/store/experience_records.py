@@ -179,8 +179,6 @@ class Outcome:
     """The task is retired from here on."""
     returned: bool = False
     """The task left retirement."""
-    rescue: tuple[Candidate, ...] = ()
-    """With ``inject: rescue``: what may take the place of one failed rollout, best first; empty: nothing."""
 
 
 @dataclass(slots=True)

@@ -56,7 +56,6 @@ class Count(StrEnum):
     TRAJECTORIES_DROPPED_CORRUPT = "trajectories.dropped.corrupt"
     TRAJECTORIES_DROPPED_SCHEMA = "trajectories.dropped.schema"
     TRAJECTORIES_DROPPED_UNPUBLISHED = "trajectories.dropped.unpublished"
-    TRAJECTORIES_DROPPED_REPLACED = "trajectories.dropped.replaced"
     TRAJECTORIES_DROPPED_UNINFORMATIVE = "trajectories.dropped.uninformative"
     PAYLOAD_BYTES = "payload.bytes"
 
@@ -66,7 +65,6 @@ class Count(StrEnum):
     """Dropped from their update."""
     GROUPS_ROLLED_BACK = "groups.rolled_back"
     GROUPS_LATE = "groups.late"
-    GROUPS_RESCUED = "groups.rescued"
     GROUPS_ZERO_VARIANCE_KEPT = "groups.equal_kept"
     GROUPS_ZERO_VARIANCE_DROPPED = "groups.equal_dropped"
     GROUPS_ZERO_VARIANCE_REFILLED = "groups.equal_refilled"
@@ -270,7 +268,7 @@ class Ledger:
         pairs.append(("orders", "in_flight", self.orders.get("in_flight", 0), self.rows["orders"].get("leased", 0)))
         for k in ("trained", "held", "baseline", "evaluated"):
             pairs.append(("trajectories", k, self.trajectories.get(k, 0), self.rows["trajectories"].get(k, 0)))
-        for k in ("dropped.failed", "dropped.aborted", "dropped.unscored", "dropped.replaced", "dropped.uninformative"):
+        for k in ("dropped.failed", "dropped.aborted", "dropped.unscored", "dropped.uninformative"):
             pairs.append(("trajectories", k, self.trajectories.get(k, 0), self.rows["trajectories"].get(k, 0)))
         pairs.append(("replays", "trained", self.replays.get("trained", 0), self.rows["replays"].get("trained", 0)))
         pairs.append(("pool", "imported", self.pool.get("imported", 0), self.rows["trajectories"].get("imported", 0)))

@@ -95,8 +95,6 @@ class Drop(StrEnum):
     """Its values break the data model, or it has another schema version."""
     UNPUBLISHED = "unpublished"
     """Some of its tokens have a policy version that the learner cannot have published."""
-    REPLACED = "replaced"
-    """A stored success replaced it, because every fresh rollout of its group failed."""
     UNINFORMATIVE = "uninformative"
     """All rewards of its group were equal (``groups.zero_variance``)."""
 
@@ -266,8 +264,6 @@ class GroupRecord:
     """Replayed members that the group is trained with."""
     replays: list[PinnedCandidate] = field(default_factory=list)
     """Candidates for these, the stage's own choice first."""
-    rescued: bool = False
-    """All its fresh rollouts failed and a replay replaced one of them."""
     greedy: Slot | None = None
     """Slot of the greedy rollout, whose reward is the baseline of the group; None: none is ordered."""
 
@@ -309,7 +305,7 @@ class GroupRecord:
 
     @property
     def greedy_index(self) -> int:
-        """Index of the greedy slot: behind all of the group, so that a rescue does not move it."""
+        """Index of the greedy slot: behind all of the group."""
         return self.n_rollout
 
     def slot(self, index: int) -> Slot:

@@ -97,8 +97,6 @@ def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int],
             group.orders[order.key] = order
             if order.key.slot == group.greedy_index and group.greedy is None:
                 group.greedy = Slot()
-            if not group.is_greedy(order.key) and order.key.slot >= len(group.slots) and group.rescued:
-                continue
             slot = group.slot(order.key.slot)
             slot.serial = max(slot.serial, order.key.serial + 1)
             slot.failures += order.failure
@@ -120,7 +118,7 @@ def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int],
 
 
 def _group(row: Sequence[Any]) -> GroupRecord:
-    group_number, task, _, n_fresh, k, rescued, admitted, state, update, late, reason, planned_at, ended_at = row
+    group_number, task, _, n_fresh, k, admitted, state, update, late, reason, planned_at, ended_at = row
     return GroupRecord(
         group_number=group_number,
         task=_task(task),
@@ -133,7 +131,6 @@ def _group(row: Sequence[Any]) -> GroupRecord:
         reason=reason,
         ended_at=ended_at,
         k=k,
-        rescued=bool(rescued),
     )
 
 

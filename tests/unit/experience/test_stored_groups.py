@@ -154,7 +154,7 @@ def test_an_experience_of_groups_plans_whole_groups_and_continues_after_a_restar
     experience = Experience(config)
     for number in range(3):
         fresh = [make.fresh(10 * number + i, float(i)) for i in range(2)]
-        assert experience.finished(make.task(number), fresh, planned=False, version=0).saved == ()
+        assert experience.finished(make.task(number), fresh, version=0).saved == ()
         assert experience.trained(number, make.task(number), fresh) is not None
     changes = experience.take_changes()
     again = Experience(
@@ -182,7 +182,6 @@ def test_groups_are_stored_only_where_they_come_back_whole(make, mode, kept):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"replay": {"inject": "rescue"}}, "plans no replay groups"),
         ({"replay": {"unit": "turn"}}, "which come back whole"),
         ({"replay": {"task_ratio": 1.0}}, "set it below 1"),
         ({"advantage": {"estimator": "remax"}}, "greedy rollout"),

@@ -1,4 +1,4 @@
-"""Groups with replays at the stage: planned, sent, trained, rolled back, rescued, cancelled."""
+"""Groups with replays at the stage: planned, sent, trained, rolled back, cancelled."""
 
 from __future__ import annotations
 
@@ -399,27 +399,6 @@ def test_payloads_of_the_pool_outlive_their_group_and_pinned_ones_the_pool(tmp_p
     for row_id in pinned:
         assert (row_id in stage.store.payloads([row_id])) == stage.core.experience.holds(row_id)
     stage.counters()
-    stage.store.close()
-
-
-def test_a_group_that_failed_altogether_is_rescued_by_a_stored_success(tmp_path: Any) -> None:
-    outcome = {"reward": half}
-    stage = Stage(tmp_path / "s.sqlite", lambda order: outcome["reward"](order), inject="rescue", task_ratio=1.0)
-    for _ in range(4):
-        stage.train(stage.play())
-    outcome["reward"] = lambda order: 0.0
-    plans = stage.play()
-    rescued = [p for p in plans if p["replay_ids"]]
-    assert rescued and all(p["n_fresh"] == 3 and p["n_rollout"] == 4 for p in rescued)
-    counters = stage.counters()
-    assert counters["groups.rescued"] == counters["trajectories.dropped.replaced"] == len(rescued)
-    dropped = [s.header["trajectory_id"] for s in stage.sent if s.kind is Kind.DELIVERY and s.header["index"] == 3]
-    assert f"{rescued[0]['group_id']}.3.0" not in dropped
-    stage.train(plans)
-    stage.round()
-    stage.store.close()
-    stage.start()
-    assert stage.counters()["replays.trained"] == len(rescued)
     stage.store.close()
 
 
