@@ -278,7 +278,7 @@ class Actor:
         elif message is None:
             return
         elif message.kind is Kind.ORDER:
-            order = decode_order(message.header, message.frames, self._limits)
+            order = decode_order(message.header)
             if order.order_id not in self._outbox:
                 self._orders.accept(order)
         elif message.kind is Kind.CANCEL:
@@ -437,7 +437,7 @@ class Actor:
 class _Hello(Mapping[str, Any]):
     """The header of HELLO, computed when it is sent."""
 
-    _KEYS = ("role", "name", "schema_version", "slots", "splits", "replayable", "holding")
+    _KEYS = ("role", "name", "schema_version", "slots", "splits", "holding")
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
@@ -451,7 +451,6 @@ class _Hello(Mapping[str, Any]):
             "schema_version": SCHEMA_VERSION,
             "slots": self._actor.offered,
             "splits": self._actor._services.splits,
-            "replayable": self._actor._services.replayable,
         }[key]
 
     def __iter__(self) -> Iterator[str]:

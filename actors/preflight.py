@@ -26,7 +26,7 @@ from actors.gateway.program_loop import ProgramLoop
 from actors.rendering.renderer import Conversation, Renderer, load_tokenizer
 from actors.rollout.agent_loop import AgentLoop, Opening
 from actors.rollout.multi_turn import MultiTurn, SingleTurn
-from actors.rollout.services import build_loop, can_restart
+from actors.rollout.services import build_loop
 from actors.tools.parsing.registry import parser_of
 from pipeline.config import RunConfig
 from pipeline.config.rewards import JudgeConfig, RewardModelConfig, ScorerConfig
@@ -141,7 +141,6 @@ def check_environments(config: RunConfig, tasks: Mapping[str, Sequence[Task]], f
 
 async def _check_all(config: RunConfig, tasks: Mapping[str, Sequence[Task]], found: Findings) -> dict[str, Opening]:
     openings = {}
-    can: list[str] = []
     own: dict[str, Collection[str]] = {}
     played: dict[str, Script] = {}
     watch_tasks()
@@ -152,7 +151,7 @@ async def _check_all(config: RunConfig, tasks: Mapping[str, Sequence[Task]], fou
                 await close_source(make_source(config.lessons))
         for name, section in config.environments.items():
             with found.collecting():
-                script = await _check(name, section, tasks.get(name), found, can, own)
+                script = await _check(name, section, tasks.get(name), found, own)
                 if script is not None and script.opening is not None:
                     openings[name] = script.opening
                 if script is not None:
@@ -161,12 +160,6 @@ async def _check_all(config: RunConfig, tasks: Mapping[str, Sequence[Task]], fou
         services: list[JudgeConfig | RewardModelConfig] = [*config.scorer.judges, *config.scorer.reward_models]
         for service in services:
             await _ask(service, played, config, found)
-    if config.replay.enabled and config.replay.mode == "restart" and not can:
-        found.problems.append(
-            "replay.mode: restart plays stored turns again, but no environment of the run file can: expected one with "
-            "replayable = True and more than one turn, run by multi_turn, tool_agent or a loop of your own with "
-            "restarts = True; set replay.mode: mix, or declare it in the environment's class"
-        )
     if config.evaluation.every is not None and len(own) == len(config.environments):
         names = split_names(config, own)
         with found.collecting():
@@ -180,16 +173,13 @@ async def _check(
     section: EnvironmentConfig,
     tasks: Sequence[Task] | None,
     found: Findings,
-    can: list[str],
     own: dict[str, Collection[str]],
 ) -> Script | None:
-    """The script of an episode that was played; None where none could be, which is reported elsewhere. An environment
-    that can be restarted is added to ``can``, and the splits that it has itself to ``own``."""
+    """The script of an episode that was played; None where none could be, which is reported elsewhere. The splits
+    that the environment has itself are added to ``own``."""
     with telling(f"environments.{name}: {section.name}"):
         host = TellingHost(name, section)
     try:
-        if can_restart(host) and section.max_turns > 1:
-            can.append(name)
         splits = own[name] = host.splits()
         if tasks is not None and not tasks:
             return None

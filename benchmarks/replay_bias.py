@@ -98,10 +98,9 @@ class Chain:
     """All sequences of a chain of ``length`` tokens under π and μ.
 
     Arrays: N sequences, T their length, P parameters (logits of π). ``jacobian_NTP`` is that of log π.
-    ``restart``: they begin with so many tokens of one success, which are given and not among the T.
     """
 
-    def __init__(self, logits: FloatArray, mu_logits: FloatArray, rewarded: Sequence[int], restart: int = 0) -> None:
+    def __init__(self, logits: FloatArray, mu_logits: FloatArray, rewarded: Sequence[int]) -> None:
         """Logits ``[T, 2]`` of token 1 by position and the token before (0 at the first position). ``rewarded``:
         numbers of the successes, the tokens of a sequence being its binary digits."""
         length = len(logits)
@@ -110,26 +109,25 @@ class Chain:
         rewards = torch.zeros(len(sequences), dtype=torch.float64)
         rewards[list(rewarded)] = 1.0
         before = torch.nn.functional.pad(sequences[:, :-1], (1, 0))
-        kept = (sequences[:, :restart] == sequences[int(rewards.argmax()), :restart]).all(1)
-        self.sequences_NT, self.rewards_N = sequences[kept, restart:], rewards[kept]
-        n, before, at = len(self.sequences_NT), before[kept, restart:], np.arange(restart, length)
+        self.sequences_NT, self.rewards_N = sequences, rewards
+        n, at = len(sequences), np.arange(length)
         self._signs_NT = torch.where(self.sequences_NT == 1, 1.0, -1.0).double()
         self._at = (torch.from_numpy(at).expand_as(before), before)
         self.log_pi_NT = self._logprobs(self.theta)
         self.log_mu_NT = self._logprobs(torch.tensor(mu_logits))
         slopes_NT = (self._signs_NT * (1 - self.log_pi_NT.detach().exp())).numpy()
-        self.jacobian_NTP = np.zeros((n, length - restart, 2 * length))
-        self.jacobian_NTP[np.arange(n)[:, None], np.arange(length - restart), 2 * self._at[0] + before] = slopes_NT
+        self.jacobian_NTP = np.zeros((n, length, 2 * length))
+        self.jacobian_NTP[np.arange(n)[:, None], at, 2 * self._at[0] + before] = slopes_NT
         self.p_pi_N = self.log_pi_NT.detach().sum(1).exp().numpy()
         self.p_mu_N = self.log_mu_NT.sum(1).exp().numpy()
         self.advantages_N = self.rewards_N.numpy() - float(self.p_pi_N @ self.rewards_N.numpy())
 
     @classmethod
-    def random(cls, length: int, spread: float, seed: int, restart: int = 0) -> Chain:
+    def random(cls, length: int, spread: float, seed: int) -> Chain:
         rng = np.random.default_rng([length, seed])
         logits = rng.normal(size=(length, 2))
         rewarded = rng.permutation(2**length)[: 2**length // 4]
-        return cls(logits, logits + spread * rng.normal(size=logits.shape), rewarded.tolist(), restart)
+        return cls(logits, logits + spread * rng.normal(size=logits.shape), rewarded.tolist())
 
     def _logprobs(self, theta: Tensor) -> Tensor:
         return torch.nn.functional.logsigmoid(self._signs_NT * theta[self._at])

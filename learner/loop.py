@@ -411,7 +411,7 @@ class LearnerLoop:
         log.info(
             "step %d: reward %.3f, ratio %.3f, ESS %.2f, staleness %d, loss %.4f, grad norm %.3f, %.0f tokens/s",
             report.update + 1,
-            sum(t.reward or 0.0 for t in batch.from_start) / max(1, len(batch.from_start)),
+            sum(t.reward or 0.0 for t in batch.fresh) / max(1, len(batch.fresh)),
             s.all.ratio.mean or float("nan"),
             s.all.ratio.ess_ratio or float("nan"),
             int(s.staleness.max()) if len(s.staleness) else 0,

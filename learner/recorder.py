@@ -68,10 +68,6 @@ class Update:
     def fresh(self) -> list[Trajectory]:
         return self.batch.fresh
 
-    @cached_property
-    def from_start(self) -> list[Trajectory]:
-        return self.batch.from_start
-
     @property
     def stages(self) -> dict[str, float]:
         """Seconds by stage."""
@@ -144,17 +140,15 @@ NUMBERS: Final = (
     Number("optimizer_steps", lambda u: u.report.optimizer_steps, M.steps_total),
     Number(
         "reward_mean",
-        lambda u: _mean(_rewards(u.from_start)),
-        doc="Mean reward of fresh trajectories, restarted ones left out.",
+        lambda u: _mean(_rewards(u.fresh)),
+        doc="Mean reward of fresh trajectories.",
     ),
-    Number("reward_std", lambda u: _std(_rewards(u.from_start)), doc="Standard deviation of these rewards."),
+    Number("reward_std", lambda u: _std(_rewards(u.fresh)), doc="Standard deviation of these rewards."),
     Number(
         "reward_mean_replayed", lambda u: _mean(_rewards(u.batch.replayed)), doc="Mean reward of replayed trajectories."
     ),
-    Number("rewards", lambda u: rewards_by_environment(u.from_start), M.reward_mean),
-    Number(
-        "signals", lambda u: first_signals(u.from_start), doc="Mean of each environment signal, the same trajectories."
-    ),
+    Number("rewards", lambda u: rewards_by_environment(u.fresh), M.reward_mean),
+    Number("signals", lambda u: first_signals(u.fresh), doc="Mean of each environment signal, the same trajectories."),
     Number("ratio_mean", lambda u: u.all.ratio.mean, M.batch_importance_ratio, ("token", "mean"), keep=True),
     Number("ratio_min", lambda u: _smallest(u.all.ratio), M.batch_importance_ratio, ("token", "min"), keep=True),
     Number("ratio_max", lambda u: _largest(u.all.ratio), M.batch_importance_ratio, ("token", "max"), keep=True),

@@ -24,8 +24,7 @@
     │   ├── EngineRefused       ... it answered that the request is wrong (never retry)
     │   └── EngineProtocolError ... it answered something that is not in the protocol
     ├── PlugInError             user code failed; ``boundary`` names which and keeps the traceback
-    │   ├── PlugInTimeout       ... it took longer than it was allowed
-    │   └── NotReproducible     ... an environment answered stored turns otherwise than it did before
+    │   └── PlugInTimeout       ... it took longer than it was allowed
     ├── EpisodeLimit            an episode reached a limit on turns, tokens or time (data, not a crash)
     ├── TrainingError           the learner cannot make a step from this batch
     ├── TrackerError            an experiment tracker failed; training continues
@@ -160,13 +159,6 @@ class PlugInError(AfterplayError):
 
 class PlugInTimeout(PlugInError):
     """User code took longer than it was allowed."""
-
-
-class NotReproducible(PlugInError):
-    """An episode did not answer the turns of a stored trajectory as it did when they were sampled."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__("environment step", type(self).__name__, message)
 
 
 class EpisodeLimit(AfterplayError):

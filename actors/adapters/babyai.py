@@ -26,7 +26,6 @@ class BabyAI(Environment):
     """Reach the goal of a BabyAI level (minigrid) with words like ``left`` and ``forward``. The goal has reward 1.0."""
 
     splits = held_out(10**9)
-    replayable = True
 
     level: str = "BabyAI-GoToRedBallNoDists-v0"
     """A registered id of minigrid, BabyAI's or another."""

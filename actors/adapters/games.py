@@ -70,8 +70,6 @@ _INTEGER = re.compile(r"\d+")
 class NumberGuess(Environment):
     """Guess a number in ``low`` to ``high`` in at most ``turns`` turns. A solved game has reward 1.0."""
 
-    replayable = True
-
     low: int = Field(default=0, ge=0, le=10**9)
     high: int = Field(default=15, ge=0, le=10**9)
     turns: int = Field(default=4, ge=1, le=1000)
@@ -135,8 +133,6 @@ class Passcode(Environment):
     of ``answers[i % len(answers)]``; guessing blindly opens it with probability ``(answers / numbers) ** length``. Give
     the environment a finite number of ``tasks``: a code is learned by meeting its lock again.
     """
-
-    replayable = True
 
     lengths: tuple[int, ...] = Field(default=(1, 2, 3), min_length=1)
     """Code length of lock i, cyclically. Each at least 1."""

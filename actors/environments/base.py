@@ -153,7 +153,6 @@ class Environment(ABC):
 
     * ``loop``: the agent loop, ``"tool_agent"`` for an environment with tools. None by default.
     * ``splits``: seeds of each split, ``{"train": range(900), "eval": range(900, 1000)}``. Empty by default.
-    * ``replayable``: the same task and replies always give the same messages and rewards. False by default.
     * ``blocking``: its plain methods run in threads. False by default.
     """
 
@@ -163,9 +162,6 @@ class Environment(ABC):
     splits: Mapping[str, Sequence[int]] = MappingProxyType({})
     """Seeds of each split, for environments whose tasks are fixed or partly held out: ``{"train": range(900), "eval":
     range(900, 1000)}``. A class or an instance may set it. Empty: every seed is for training."""
-    replayable: bool = False
-    """The same task and the same replies always give the same messages and rewards: nothing depends on time, another
-    process or another episode. ``replay.mode: restart`` plays stored turns of such environments again."""
     blocking: bool = False
     """Its plain methods take longer than a millisecond and run in threads, as with ``blocking: true`` in the run
     file."""

@@ -70,11 +70,6 @@ class EnvironmentHost:
         """Threads of the section's blocking calls."""
         return self._threads
 
-    @property
-    def replayable(self) -> bool:
-        """True if the environment declares that its episodes can be played again from seed and replies."""
-        return bool(getattr(self._environment, "replayable", False))
-
     def tools(self) -> tuple[Any, ...]:
         """Tools that the environment gives to all its episodes. Raises :class:`ConfigurationError`."""
         tools = getattr(self._environment, "tools", None)

@@ -181,8 +181,6 @@ SAID_CHARACTERS_MAX = 500
 class ProgramLoop(AgentLoop):
     """Options of ``environments.<name>.loop.options`` for ``program``."""
 
-    restarts = False
-
     command: tuple[str, ...] | None = None
     """The program and its arguments, started once an episode; no shell reads them."""
     function: str | None = None

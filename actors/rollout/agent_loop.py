@@ -201,10 +201,6 @@ class AgentEpisode:
 class AgentLoop(ABC):
     """Makes the agent episodes of one environment section."""
 
-    restarts: bool = True
-    """Its episodes can begin with stored turns (``replay.mode: restart``): they have more than one, and ask for them
-    through :class:`Dialogue`, so that :meth:`AgentEpisode.answer` gives the same answers to the same replies."""
-
     @abstractmethod
     def begin(self, game: Game) -> AgentEpisode:
         """The agent's side of one rollout."""

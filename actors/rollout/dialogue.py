@@ -15,72 +15,9 @@ from actors.rollout.memory_prompt import MemoryPrompt, MemorySource
 from actors.rollout.policy import Policy
 from actors.rollout.recorder import BranchTip, PendingCall, Recorder
 from actors.rollout.services import Services
-from pipeline.errors import EpisodeLimit, NotReproducible
+from pipeline.errors import EpisodeLimit
 from pipeline.runtime.plugin_guard import kept_running
-from pipeline.schema import Guidance, Message, Order, Turn
-
-
-class StoredTurns:
-    """The stored turns that a rollout begins with (``Order.restart``): what the policy said then, and a check that it
-    is asked the same, token for token. Pure."""
-
-    def __init__(self, turns: Sequence[Turn]) -> None:
-        self._turns = tuple(turns)
-        self._played = 0
-        self._branch: list[int] = []
-
-    @property
-    def over(self) -> bool:
-        """True once the policy continues, from the first prompt on where there are no stored turns."""
-        return self._played == len(self._turns)
-
-    @property
-    def playing(self) -> bool:
-        """True while a stored reply is being answered."""
-        return 0 < self._played < len(self._turns)
-
-    def next(self, prompt_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Turn | None:
-        """The stored turn of this prompt; None where the policy continues. Raises :class:`NotReproducible` for another
-        prompt than the stored one."""
-        if self.over:
-            return None
-        turn, number = self._turns[self._played], self._played + 1
-        if self._played and turn.branch != self._turns[self._played - 1].branch:
-            self._branch = []
-        self._branch += turn.context.token_ids.tolist()
-        if list(prompt_ids) != self._branch:
-            raise NotReproducible(_difference(number, self._branch, prompt_ids, decode))
-        self._branch += turn.completion.token_ids.tolist()
-        self._played += 1
-        return None if self.over else turn
-
-    def answered(self, answer: Answer) -> None:
-        """Raises :class:`NotReproducible` where the episode ends before the stored turns do."""
-        if answer.done or answer.limit is not None:
-            raise NotReproducible(
-                f"expected the episode to go on after turn {self._played} as it did when it was stored, but it ended: "
-                f"{REMEDY}"
-            )
-
-
-REMEDY = "replayable is for environments that depend on the seed and the replies alone"
-
-
-def _difference(
-    number: int, expected: Sequence[int], came: Sequence[int], decode: Callable[[Sequence[int]], str]
-) -> str:
-    at = next(
-        (i for i, (a, b) in enumerate(zip(expected, came, strict=False)) if a != b), min(len(expected), len(came))
-    )
-    texts = [decode(ids[at : at + SHOWN]) for ids in (expected, came)]
-    return (
-        f"expected the prompt of turn {number} as it was stored, with {texts[0]!r} at token {at} of {len(expected)}, "
-        f"got {texts[1]!r}: {REMEDY}"
-    )
-
-
-SHOWN = 24
-"""Tokens of a difference that its message shows."""
+from pipeline.schema import Guidance, Message, Order
 
 
 class RecordedDialogue:
@@ -107,7 +44,6 @@ class RecordedDialogue:
         self._budget = Budget(
             host.config.max_turns, host.config.max_tokens, policy.context_max, policy.sampling.max_tokens
         )
-        self._stored = StoredTurns(order.restart)
         self._memory: MemoryPrompt | None = None
         self._hinted: CounterfactualPrompt | None = None
         self._tip: BranchTip | None = None
@@ -120,10 +56,6 @@ class RecordedDialogue:
     def judge(self, answer: Answer) -> None:
         """Reward the last reply."""
         self.seconds += time.perf_counter() - self._replied_at
-        if self._stored.playing:
-            self._stored.answered(answer)
-            self.recorder.replay(answer.reward)
-            return
         self.recorder.judge(answer.reward, answer.signals)
 
     async def go_on(self, answer: Answer, rewrite: Callable[[Sequence[Message], int], Sequence[Message]]) -> Reply:
@@ -131,11 +63,6 @@ class RecordedDialogue:
         if answer.limit is not None or self._budget.turns >= self._budget.turns_max:
             raise EpisodeLimit(answer.limit or Limit.TURNS)
         return await self._reply(self._next_call(answer, rewrite))
-
-    @property
-    def restarted(self) -> bool:
-        """True once the policy continues after all stored turns of the order, or where there are none."""
-        return self._stored.over
 
     def guidance(self) -> Guidance | None:
         """The lessons that were in the prompt; None without any."""
@@ -165,8 +92,6 @@ class RecordedDialogue:
         return services.renderer.start(opening.messages, opening.tools)
 
     async def _reply(self, call: PendingCall) -> Reply:
-        if (stored := self._stored.next(call.prompt_ids, self.recorder.renderer.decode_ids)) is not None:
-            return self._stored_reply(call, stored)
         room = self._budget.room(len(call.prompt_ids), len(call.added_ids))
         if isinstance(room, Limit):
             raise EpisodeLimit(room)
@@ -179,15 +104,6 @@ class RecordedDialogue:
             prompt.sampled(len(generation.token_ids))
         self._replied_at = time.perf_counter()
         return Reply(completed.text, generation.finish_reason)
-
-    def _stored_reply(self, call: PendingCall, stored: Turn) -> Reply:
-        """Answer with a stored turn. It is not recorded: the first turn of the policy has it as context."""
-        ids = tuple(stored.completion.token_ids.tolist())
-        self._budget.spend(0, 0)  # its tokens are spent with the first prompt of the policy
-        completed = self.recorder.renderer.completed(ids)
-        self._tip = BranchTip(call, ids, completed)
-        self._replied_at = time.perf_counter()
-        return Reply(completed.text, stored.finish_reason)
 
     def _next_call(self, answer: Answer, rewrite: Callable[[Sequence[Message], int], Sequence[Message]]) -> PendingCall:
         """Begin the next call, in a new branch where the template or the loop changed what came before."""
@@ -208,7 +124,7 @@ class RecordedDialogue:
             advance, after = rewritten, rewritten(before)
         for prompt in self._counterfactuals:
             prompt.follow(advance, after, recorder.n_turns, tip.completion_ids, after.branch != before.branch)
-        return recorder.begin(after, tip if recorder.n_turns else None, new)
+        return recorder.begin(after, tip, new)
 
     @property
     def _counterfactuals(self) -> list[CounterfactualPrompt]:

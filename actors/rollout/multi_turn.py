@@ -23,8 +23,6 @@ class MultiTurn(AgentLoop):
 class SingleTurn(AgentLoop):
     """The episode is complete after one reply, whatever the environment would answer next."""
 
-    restarts = False
-
     def begin(self, game: Game) -> AgentEpisode:
         return _Single(game)
 

@@ -127,11 +127,6 @@ class Recorder:
         begun = replace(conversation, branch=0) if conversation.branch else conversation
         return self._begun(conversation.prompt_ids, added_ids, added, tip, begun, main)
 
-    def replay(self, reward: float) -> None:
-        """A stored turn was played again: its reward is part of the score, and the turn is context of those that
-        follow."""
-        self.score = (self.score or 0.0) + reward
-
     def begin_tokens(self, token_ids: tuple[int, ...], tip: BranchTip | None = None) -> PendingCall:
         """Begin a call whose prompt is given as tokens alone. With ``tip`` they begin with those of its branch."""
         added_ids = token_ids if tip is None else token_ids[len(tip.ids) :]

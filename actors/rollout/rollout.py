@@ -45,7 +45,6 @@ from pipeline.errors import (
     EngineError,
     EngineUnavailable,
     EpisodeLimit,
-    NotReproducible,
     PlugInError,
     boundary,
     bounded,
@@ -149,11 +148,6 @@ class Rollout:
                     order, services, host, self._policy, self._recorder, hint, self._stage
                 )
                 status = await agent.run(self._dialogue)
-                if not self._dialogue.restarted:
-                    raise NotReproducible(
-                        "expected an agent loop that begins with the stored turns, got one that requests completions "
-                        "itself: set restarts = False in its class"
-                    )
         except EpisodeLimit as limit:
             return self._truncated(limit)
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,11 +53,6 @@ def build_loop(host: EnvironmentHost, renderer: Renderer, metrics: ActorMetrics)
     return loop
 
 
-def can_restart(host: EnvironmentHost) -> bool:
-    """True if rollouts of a section can begin with stored turns (``replay.mode: restart``)."""
-    return host.replayable and bool(_loop_class(host).restarts)
-
-
 def _loop_class(host: EnvironmentHost) -> type[AgentLoop]:
     where = f"environments.{host.section}.loop"
     name = host.config.loop.name or host.loop or "multi_turn"
@@ -102,8 +97,6 @@ class Services:
     """Agent loops by environment section."""
     splits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Seeds of the splits that environments have of their own, by section, as HELLO tells them."""
-    replayable: Sequence[str] = ()
-    """Sections whose rollouts can begin with stored turns, as HELLO tells them."""
     now: Callable[[], float] = time.time
     """Unix seconds."""
 
@@ -148,7 +141,6 @@ class Services:
             hint_template=config.advantage.hint_template,
             loops=build_loops(environments, renderer, metrics),
             splits={name: splits for name, host in environments.items() if (splits := host.splits())},
-            replayable=[name for name, host in environments.items() if can_restart(host)],
         )
 
     def policy(self, order: Order) -> Policy:

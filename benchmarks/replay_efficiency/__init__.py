@@ -11,7 +11,7 @@ the order of the tasks and what is drawn from the pool; the engine's sampling is
 is measured outside the run: a fixed number of rollouts of every task with the weights of every 5th version. It has
 reached the goal at the first of two such measurements in a row that are at or above it; then the run is stopped. Its
 cost is every token that its engine sampled and its replay stage received up to the end of that update: also those of
-dropped, rescued and not yet trained trajectories and of retests. Prompt tokens are not counted.
+dropped and not yet trained trajectories and of retests. Prompt tokens are not counted.
 
 A finished run is one JSON file in ``DIRECTORY/results`` and is not made again; ``results.json``, ``results.md`` and
 ``replay_efficiency.png`` are rebuilt from all of them each time.

@@ -120,11 +120,6 @@ class Batch:
         return [t for group in self.groups for t in group.fresh]
 
     @property
-    def from_start(self) -> list[Trajectory]:
-        """Fresh ones that began at the start of their task, not with stored turns."""
-        return [t for group in self.groups if not group.plan.restarted for t in group.fresh]
-
-    @property
     def replayed(self) -> list[Trajectory]:
         return [t for group in self.groups for t in group.candidates]
 

@@ -110,14 +110,11 @@ def _accounts(ledger: Ledger, console: Console) -> ExitCode:
         "pool": ledger.pool,
         "stored groups": ledger.stored_groups,
         "replays": ledger.replays,
-        "restarts": ledger.restarts,
         "tasks": ledger.tasks,
         "evaluations": ledger.evaluations,
     }
     for account, counts in accounts.items():
-        if account in ("pool", "stored groups", "replays", "restarts", "tasks", "evaluations") and not any(
-            counts.values()
-        ):
+        if account in ("pool", "stored groups", "replays", "tasks", "evaluations") and not any(counts.values()):
             continue
         for position, (state, count) in enumerate(counts.items()):
             table.add_row(account if position == 0 else "", state, str(count))

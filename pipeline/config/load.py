@@ -2,14 +2,12 @@
 
 Precedence, lowest first: the file, ``AFTERPLAY__SECTION__KEY=value``, ``--set section.key=value``. Values are YAML 1.2
 without duplicate keys, not PyYAML's 1.1: ``1e-6`` is a number, only ``true`` and ``false`` are booleans, and dates are
-strings. :func:`loads` reads the output of :func:`dump` as an equal configuration. ``MOVED`` and ``REMOVED`` list keys
-of older versions.
+strings. :func:`loads` reads the output of :func:`dump` as an equal configuration.
 """
 
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 import re
 import typing
@@ -27,46 +25,6 @@ from pipeline.config.estimators import COMPARING
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigurationError
 
-log = logging.getLogger(__name__)
-
-MOVED: dict[str, tuple[str, ...]] = {
-    "groups.equal_rewards": ("groups.zero_variance",),
-    "loss.options": ("loss.policy.options",),
-    "loss.clip_low": ("loss.policy.clip_low",),
-    "loss.clip_high": ("loss.policy.clip_high",),
-    "loss.dual_clip": ("loss.policy.dual_clip", "loss.off_policy.dual_clip"),
-    "loss.ratio_max": ("loss.policy.ratio_max",),
-    "loss.sapo_positive": ("loss.policy.positive",),
-    "loss.sapo_negative": ("loss.policy.negative",),
-    "loss.off_shape_beta": ("loss.off_policy.beta",),
-    "loss.second_moment_max": ("loss.off_policy.max",),
-    "advantage.normalize_std": ("advantage.estimator.normalize_std",),
-    "advantage.gamma": ("advantage.estimator.gamma",),
-    "advantage.gae_lambda": ("advantage.estimator.gae_lambda",),
-    "advantage.whiten": ("advantage.estimator.whiten",),
-    "advantage.pass_k": ("advantage.estimator.k",),
-    "advantage.cpo_failed_mean": ("advantage.estimator.failed_mean",),
-    "advantage.cpo_solved_mean": ("advantage.estimator.solved_mean",),
-    "advantage.cpo_failed_weight": ("advantage.estimator.failed_weight",),
-    "advantage.cpo_solved_weight": ("advantage.estimator.solved_weight",),
-    "advantage.hint_template": ("advantage.estimator.hint_template",),
-}
-"""Keys of the previous version and the keys that replace them. They are read with a warning, for one version."""
-
-REMOVED = {
-    "replay.shards": "there is one replay stage: omit the key",
-    "replay.memory_only": "the store is always on disk: omit the key, and put replay.store on a fast disk",
-    "replay.checkpoint_seconds": "the store is always on disk and needs no copies: omit the key",
-    "learner.warm_start": "fine-tune with any tool and give its model folder as model.source (docs/LEARNER.md, "
-    '"Starting from supervised fine-tuning")',
-    "lessons.source: embedded": "the replay stage's own memory is called stage: write lessons.source: stage",
-    "lessons.source: reme": "a service needs a class: write lessons.source: actors.rollout.reme:RemeSource and "
-    "lessons.source_options: {url: ..., workspace: ...}",
-    "lessons.url": "it is an option of the class in lessons.source: write lessons.source_options: {url: ...}",
-    "lessons.workspace": "it is an option of the class in lessons.source: write lessons.source_options: "
-    "{workspace: ...}",
-}
-"""Keys, or values of a key, that were removed, and the remedy."""
 Lines = dict[tuple[str | int, ...], int]
 """Path of keys and list positions to the line, from 1, where its value begins."""
 
@@ -331,7 +289,7 @@ def _position(at: list[Any], part: str, place: str, path: Path_) -> int:
 
 def _validate(data: dict[str, Any], sources: _Sources) -> RunConfig:
     data = {key: {} if value is None else value for key, value in data.items()}
-    problems = _read_removed(data, sources) + _read_moved(data, sources) + _check_named(data, sources)
+    problems = _check_named(data, sources)
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
@@ -377,69 +335,6 @@ def _check_named(data: dict[str, Any], sources: _Sources) -> list[str]:
             + (_suggestion(key, named, ("environments",)) if named else "")
         )
     return problems
-
-
-def _read_removed(data: dict[str, Any], sources: _Sources) -> list[str]:
-    """Delete the keys of ``REMOVED`` from ``data``; returns an error message for each that was present."""
-    problems = []
-    for entry, remedy in REMOVED.items():
-        dotted, _, value = entry.partition(": ")
-        section, key = dotted.split(".")
-        values = data.get(section)
-        if isinstance(values, dict) and key in values and (not value or values[key] == value):
-            del values[key]
-            problems.append(f"{sources.name((section, key))}: {entry} was removed: {remedy}")
-    return problems
-
-
-def _read_moved(data: dict[str, Any], sources: _Sources) -> list[str]:
-    """Move the values of the keys of ``MOVED`` to their new keys, with a warning; returns an error message for each
-    that cannot be moved."""
-    problems = []
-    for old, places in MOVED.items():
-        section, key = old.split(".")
-        values = data.get(section)
-        if not isinstance(values, dict) or key not in values:
-            continue
-        value, source = values.pop(key), sources.name((section, key))
-        targets = [t for place in places if (t := _place_for(data, tuple(place.split(".")), value)) is not None]
-        for at, path in targets:
-            if path[-1] in at:
-                problems.append(
-                    f"{source}: expected {old} only as {_dotted(path)}, got both ({sources.name(path)}): remove {old}"
-                )
-            else:
-                at[str(path[-1])] = value
-                sources.overrides[path] = source
-        if targets:
-            found = " and ".join(_dotted(path) for _, path in targets)
-            log.warning("%s: %s is now called %s: rename it", source, old, found)
-        else:
-            log.warning("%s: %s is now called %s and has no effect here: omit it", source, old, " or ".join(places))
-    return problems
-
-
-def _place_for(data: dict[str, Any], path: Path_, value: Any) -> tuple[dict[str, Any], Path_] | None:
-    """The mapping that contains the key ``path``, and that path; None if the chosen loss or estimator has no such
-    option. A user's own loss or estimator has it among its ``options``."""
-    section, key = data[str(path[0])], str(path[-1])
-    if len(path) == 2:
-        return section, path
-    choice = choice_at(path[:2])
-    assert choice is not None
-    given = section.get(str(path[1])) or {}
-    kind = choice.kind(given)
-    option = kind.model_fields.get(key) if kind else None
-    own = kind is not None and kind is choice.kinds.get("own")
-    if option is None and not own:
-        return None
-    if option is not None and value is None and type(None) not in typing.get_args(option.annotation):
-        return None
-    chosen = section[str(path[1])] = dict(choice.mapping(given))
-    if option is not None:
-        return chosen, path
-    options = chosen["options"] = dict(chosen.get("options") or {})
-    return options, (*path[:2], "options", key)
 
 
 def choice_at(path: Path_) -> Choice | None:

@@ -86,7 +86,7 @@ class EssGuardConfig(Section):
 
 
 class StoredGroupsConfig(Section):
-    """Options of ``mode: groups`` and ``both``: groups of fresh rollouts that come back whole, failures included.
+    """Options of ``mode: groups``: groups of fresh rollouts that come back whole, failures included.
 
     A group is stored when all its rollouts are fresh and their rewards differ. Its members have the rewards, and so the
     advantages, that they had when it was fresh; their tokens are weighted as those of every replay.
@@ -102,24 +102,6 @@ class StoredGroupsConfig(Section):
     the latest one, which is plain reuse."""
     tau: float = Field(8.0, gt=0)
     """With ``priority``: age in versions at which a group's priority has fallen to 1/e."""
-
-
-class RestartConfig(Section):
-    """Options of ``mode: restart``: groups whose rollouts all begin with the first turns of a stored success of their
-    task. Only what the policy samples after them is trained. Needs environments that can be replayed from seed and
-    actions, and a loop that answers turn by turn (``multi_turn``, ``tool_agent``)."""
-
-    rate_min: float = Field(0.2, ge=0, lt=1)
-    """A task is restarted while its success rate from the start is at most this. A restarted group with at most this
-    rate lets the next one begin later."""
-    rate_max: float = Field(0.8, gt=0, le=1)
-    """A restarted group with at least this success rate lets the next one begin earlier."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> RestartConfig:
-        if self.rate_min >= self.rate_max:
-            raise ValueError(f"replay.restart.rate_min ({self.rate_min:g}) must be below rate_max ({self.rate_max:g})")
-        return self
 
 
 class ReplayConfig(Section):
@@ -145,13 +127,11 @@ class ReplayConfig(Section):
 
     enabled: bool = False
     """Train replayed trajectories beside fresh ones. False: only trajectories in flight are stored."""
-    mode: Literal["groups", "mix", "both", "restart"] = "groups"
+    mode: Literal["groups", "mix"] = "groups"
     """Form in which experience comes back. ``groups``: recent groups come back whole, failures included, beside fresh
-    groups. ``mix``: stored successes replace some rollouts of new groups of their task (ExGRPO). ``both``: in turn.
-    ``restart``: the first turns of a stored success are played again, and the policy continues from there. The keys of
-    the pool of successes, and of the choice of tasks and successes, are for the last three."""
+    groups. ``mix``: stored successes replace some rollouts of new groups of their task (ExGRPO); the
+    keys of the pool of successes, and of the choice of tasks and successes, are for these."""
     groups: StoredGroupsConfig = StoredGroupsConfig()
-    restart: RestartConfig = RestartConfig()
     start_ratio: float = Field(0.0, ge=0, le=1)
     """Replay begins after this share of ``run.total_steps`` (ExGRPO: 0.35). Trajectories are collected from the
     start."""
@@ -168,8 +148,8 @@ class ReplayConfig(Section):
     capacity: int = Field(50_000, ge=1)
     """Stored trajectories of all tasks. Above this, the oldest are evicted."""
     capacity_bytes: int = Field(16 * 1024**3, ge=1)
-    """Payload bytes of all stored trajectories, on disk, and as many again of all stored groups (``mode: groups``,
-    ``both``). Above this, the oldest are evicted."""
+    """Payload bytes of all stored trajectories (``mode: mix``) or groups (``mode: groups``), on disk. Above this, the
+    oldest are evicted."""
     success_threshold: float = Field(1.0, allow_inf_nan=False)
     """A reward of at least this is a success. Decides about difficulty, retirement and storing."""
     success_lower: int = Field(0, ge=0)
@@ -224,10 +204,6 @@ class ReplayConfig(Section):
     retest_ratio: float = Field(0.1, ge=0, le=1)
     """Share of groups spent on retired tasks, which detects forgetting. With few tasks less is too little
     (docs/REPLAY.md)."""
-    inject: Literal["ratio", "rescue"] = "ratio"
-    """Use of stored trajectories. ``ratio``: in planned replay groups (``task_ratio``). ``rescue``: only in groups
-    whose fresh rollouts all failed; one of them is replaced by a stored success of the task (ARPO,
-    arXiv:2505.16282)."""
     bias_correction: bool = False
     """Multiply the weight of replayed trajectories by the success rate of the policy that sampled them on their task.
     Corrects the over-weighting by 1/P(success) that comes from replaying only successes. The rate is that of all fresh
@@ -247,31 +223,20 @@ class ReplayConfig(Section):
                 f"replay.trajectories_per_task ({self.trajectories_per_task}) is more than "
                 f"max_trajectories_per_task ({self.max_trajectories_per_task}), so there are never enough"
             )
-        if self.enabled and self.mode != "mix":
+        if self.enabled and self.mode == "groups":
             self._groups_can_come_back()
         return self
 
-    @property
-    def whole_groups(self) -> bool:
-        """True if groups come back whole."""
-        return self.mode in ("groups", "both")
-
     def _groups_can_come_back(self) -> None:
         """Raises ValueError for what whole groups cannot do."""
-        if self.inject == "rescue":
-            raise ValueError(
-                f"replay.inject: rescue plans no replay groups, so replay.mode: {self.mode} does nothing: set "
-                "replay.mode: mix, or replay.inject: ratio"
-            )
         if self.unit == "turn":
-            how = "rollouts are restarted" if self.mode == "restart" else "groups come back whole"
             raise ValueError(
-                f"replay.unit: turn is for replay.mode: mix, got {self.mode}, where {how}: set replay.mode: mix, or "
-                "replay.unit: trajectory"
+                "replay.unit: turn is for replay.mode: mix, got groups, which come back whole: set replay.mode: mix, "
+                "or replay.unit: trajectory"
             )
         if self.task_ratio >= 1:
             raise ValueError(
-                f"replay.mode: {self.mode} needs groups from the start in each update, but replay.task_ratio is "
+                "replay.mode: groups needs fresh groups in each update, but replay.task_ratio is "
                 f"{self.task_ratio:g}: set it below 1, or replay.mode: mix"
             )
 

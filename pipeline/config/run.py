@@ -327,15 +327,9 @@ class RunConfig(Section):
             value = getattr(replay, key)
             if value is not None and value > n:
                 raise ValueError(f"replay.{key} ({value}) is more than groups.n_rollout ({n})")
-        if replay.mode == "restart" and (self.lessons.enabled or self.advantage.hint_template is not None):
-            key = "lessons.enabled" if self.lessons.enabled else "an advantage.estimator with hints"
+        if replay.mode == "groups" and self.advantage.orders_greedy:
             raise ValueError(
-                f"replay.mode: restart plays stored turns under the prompt that they had, but {key} changes prompts: "
-                "switch one of the two off"
-            )
-        if replay.mode in ("groups", "both") and self.advantage.orders_greedy:
-            raise ValueError(
-                f"replay.mode: {replay.mode} brings groups back without their greedy rollout, which this advantage "
+                "replay.mode: groups brings groups back without their greedy rollout, which this advantage "
                 "compares with: set replay.mode: mix, or another advantage.estimator"
             )
         if replay.success_lower >= n - 1:

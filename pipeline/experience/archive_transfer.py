@@ -55,8 +55,8 @@ class Importer:
             )
         if config.replay.mode == "groups":
             raise ConfigurationError(
-                "expected a run with replay.mode: mix, both or restart, which replay single trajectories, got groups: "
-                "set replay.mode: mix in the run file"
+                "expected a run with replay.mode: mix, which replays single trajectories, got groups: set "
+                "replay.mode: mix in the run file"
             )
         self._config, self._directory, self._render = config, directory, render
         self._path = store_path(config, directory)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pipeline.config import RunConfig
 from pipeline.schema import Task
-from pipeline.store.experience_records import RestartSearch, TaskRecord
+from pipeline.store.experience_records import TaskRecord
 
 ENDLESS_RETIRED_MAX = 4096
 """Retired tasks remembered of all environments without a number of tasks, which never draw them again by themselves;
@@ -118,11 +118,6 @@ class Difficulty:
             record = TaskRecord(task)
             self._enter(record)
             self._change(record)
-
-    def restart(self, record: TaskRecord, search: RestartSearch) -> None:
-        """The turn after which the task is restarted changed."""
-        record.restart = search
-        self._change(record)
 
     def settle(self, task_id: str, *, pooled: bool) -> None:
         """Forget the task unless something needs its record: the pool, retirement, or an environment with an end."""

@@ -20,7 +20,6 @@ from pipeline.experience.difficulty import Difficulty
 from pipeline.experience.mixing import DeferredTasks, Mixing, next_factor
 from pipeline.experience.planning import Planner
 from pipeline.experience.pool import Pool, PoolKeeper
-from pipeline.experience.restarts import Restarts
 from pipeline.experience.selection import Draws
 from pipeline.experience.stored_groups import StoredGroups
 from pipeline.schema import Task
@@ -113,8 +112,7 @@ class Experience:
         finite = sizes if sizes is not None else _sizes(config)
         self._difficulty = Difficulty(config, finite, tasks)
         self._draws = Draws(config.run.seed, state.get("draws"))
-        self._restarts = Restarts(replay, self._pool, self._difficulty, self._draws)
-        self._planner = Planner(config, self._pool, self._difficulty, self._draws, self._restarts)
+        self._planner = Planner(config, self._pool, self._difficulty, self._draws)
         self._mixing = Mixing(replay, config.groups.groups_per_step, state.get("mixing"))
         self._deferred = DeferredTasks(config.environments, state.get("deferred"))
         self._factor = float(state.get("factor", 1.0)) if replay.ess_guard.enabled else 1.0
@@ -190,9 +188,6 @@ class Experience:
         if self._enabled:
             self._keeper.gone(self._keeper.age_to(version))
             self._groups.age_to(version)
-            if self._replay.mode == "restart":  # a resumed stage must find nothing left to do
-                self._state_changed = True
-                self._planner.reindex()
 
     def next_group(self, sampler: TaskSampler, *, progress: float, version: int) -> Planned:
         """Plan the group to admit now.
@@ -210,18 +205,20 @@ class Experience:
         if self._mixing.retest_due and (task := self._planner.retired(batch)) is not None:
             self._mixing.admitted(task.task_id, retest=True)
             return Planned(task)
-        if self._mixing.replay_due and (planned := self._replay_group(batch, progress, version)) is not None:
-            self._mixing.admitted(planned.task.task_id, replay=True)
-            return planned
+        if self._mixing.replay_due:
+            whole = self._replay.mode == "groups"
+            planned = (
+                self._stored_group(batch, version) if whole else self._planner.replay_group(batch, progress, version)
+            )
+            if planned is not None:
+                self._mixing.admitted(planned.task.task_id, replay=True)
+                return planned
         task = self._fresh(sampler)
         self._mixing.admitted(task.task_id)
         return Planned(task)
 
-    def finished(self, task: Task, fresh: Sequence[Fresh], *, planned: bool, version: int) -> Outcome:
-        """All fresh rollouts of a group are scored: retirement, then the bucket, then saving, then eviction.
-
-        ``planned``: the group has candidates already, so it is not rescued.
-        """
+    def finished(self, task: Task, fresh: Sequence[Fresh], *, version: int) -> Outcome:
+        """All fresh rollouts of a group are scored: retirement, then the bucket, then saving, then eviction."""
         successes = [f for f in fresh if f.reward >= self._replay.success_threshold]
         if not self._enabled or not fresh:
             return Outcome(len(successes))
@@ -240,35 +237,12 @@ class Experience:
         self._keeper.gone(left)
         self._pool.touched.add(task.task_id)
         self._difficulty.settle(task.task_id, pooled=self._pool.shelf(task.task_id) is not None)
-        self._restarts.played(task.task_id)
         self._planner.reindex()
-        rescue = () if planned or successes or len(fresh) < 2 else self._rescue(task)
-        return Outcome(len(successes), tuple(saved), tuple(left), retired, returned, rescue)
-
-    def learn(self, replayable: Collection[str]) -> None:
-        """The environments whose episodes can be played again from seed and actions."""
-        self._restarts.learn(replayable)
-
-    def restarted(self, task: Task, restart: Candidate, rewards: Sequence[float]) -> int:
-        """All rollouts of a group that began with turns of a stored success are scored: they move the turn and say
-        nothing about the task itself. Returns how many succeeded."""
-        successes = sum(reward >= self._replay.success_threshold for reward in rewards)
-        if self._enabled and rewards and restart.turn is not None:
-            self._state_changed = True
-            self._restarts.restarted(task.task_id, restart.entry.row_id, restart.turn, successes / len(rewards))
-            self._planner.reindex()
-        return successes
-
-    def unreproducible(self, task: Task) -> None:
-        """The environment did not answer stored turns as it did before: the task is not restarted again."""
-        if self._enabled:
-            self._state_changed = True
-            self._restarts.refuse(task.task_id)
-            self._planner.reindex()
+        return Outcome(len(successes), tuple(saved), tuple(left), retired, returned)
 
     def trained(self, group_number: int, task: Task, fresh: Sequence[Fresh]) -> StoredGroup | None:
         """A group without replays was trained. Returns it where it was stored, to come back whole."""
-        if not (self._enabled and self._replay.whole_groups and all(f.replayable for f in fresh)):
+        if not (self._enabled and self._replay.mode == "groups" and all(f.replayable for f in fresh)):
             return None
         if self._difficulty.is_retired(task.task_id):
             return None
@@ -396,23 +370,6 @@ class Experience:
             "next_saved_group": self._groups.next_saved,
         }
 
-    def _replay_group(self, batch: Collection[str], progress: float, version: int) -> Planned | None:
-        """A replay group of a task that is not in ``batch``, in the form that ``replay.mode`` says."""
-        mode = self._replay.mode
-        if mode == "restart":
-            return self._planner.restarted_group(batch)
-        whole_first = mode == "groups" or (mode == "both" and self._mixing.replays % 2 == 0)
-        for whole in (True, False) if whole_first else (False, True):
-            if whole and mode != "mix":
-                planned = self._stored_group(batch, version)
-            elif not whole and mode != "groups":
-                planned = self._planner.replay_group(batch, progress, version)
-            else:
-                planned = None
-            if planned is not None:
-                return planned
-        return None
-
     def _stored_group(self, batch: Collection[str], version: int) -> Planned | None:
         group = self._groups.draw(batch, version, self._draws.next("group"))
         if group is None:
@@ -430,14 +387,6 @@ class Experience:
             sampler, self._mixing.tasks, self._difficulty.is_retired, exhausted=self._difficulty.exhausted
         )
         return task or self._deferred.take() or self._planner.retired(self._mixing.tasks) or sampler.draw()
-
-    def _rescue(self, task: Task) -> tuple[Candidate, ...]:
-        if self._replay.inject != "rescue" or not self._mixing.started:
-            return ()
-        shelf = self._pool.shelf(task.task_id)
-        if shelf is None or not shelf.usable or not self._mixing.take_rescue(self._factor):
-            return ()
-        return self._planner.candidates(shelf, 1)
 
 
 def _sizes(config: RunConfig) -> dict[str, int | None]:

@@ -1,4 +1,4 @@
-"""Mixing of replayed and fresh groups: replay share of a batch, retests, rescues, deferred tasks, and the ESS guard.
+"""Mixing of replayed and fresh groups: replay share of a batch, retests, deferred tasks, and the ESS guard.
 
 A batch is ``B`` consecutive admissions, ``floor(B * task_ratio * factor)`` of them replay groups, where ``factor`` is
 the guard's; their number is fixed when the batch begins. They come first in it, so that its fresh draws do not take
@@ -21,7 +21,7 @@ SLACK = 1e-9
 
 
 class Mixing:
-    """State of mixing: counters of the batch being admitted, whether replay has begun, credit for retests and rescues.
+    """State of mixing: counters of the batch being admitted, whether replay has begun, credit for retests.
 
     ``batch``: groups of every batch.
     """
@@ -35,11 +35,8 @@ class Mixing:
         self._position = int(state.get("position", 0))
         self._target = int(state.get("target", 0))
         self._replays = int(state.get("replays", 0))
-        self.replays = int(state.get("replays_of_all", 0))
-        """Replay groups of all batches."""
         self._tasks = dict.fromkeys(str(task_id) for task_id in state.get("tasks", ()))
         self._retest_credit = float(state.get("retest_credit", 0.0))
-        self._rescue_credit = float(state.get("rescue_credit", 0.0))
         if self._position >= batch:
             self._end_batch()
 
@@ -72,7 +69,6 @@ class Mixing:
         self._tasks[task_id] = None
         self._position += 1
         self._replays += replay
-        self.replays += replay
         if retest:
             self._retest_credit = max(0.0, self._retest_credit - 1)
         if self._position >= self._batch:
@@ -84,13 +80,6 @@ class Mixing:
         if start is not None and solve_rate > start:
             self.started = True
 
-    def take_rescue(self, factor: float) -> bool:
-        """True if the group that could be rescued now is: all of them, or every ``1/factor``-th under the guard."""
-        credit = min(2.0, self._rescue_credit + factor)
-        taken = credit >= 1 - SLACK
-        self._rescue_credit = max(0.0, credit - 1) if taken else credit
-        return taken
-
     def state(self) -> dict[str, Any]:
         """JSON that :meth:`__init__` takes back."""
         return {
@@ -98,14 +87,12 @@ class Mixing:
             "position": self._position,
             "target": self._target,
             "replays": self._replays,
-            "replays_of_all": self.replays,
             "tasks": list(self._tasks),
             "retest_credit": self._retest_credit,
-            "rescue_credit": self._rescue_credit,
         }
 
     def _targeted(self, factor: float) -> int:
-        if not self.started or self._replay.inject == "rescue":
+        if not self.started:
             return 0
         return math.floor(self._batch * self._replay.task_ratio * factor + SLACK)
 

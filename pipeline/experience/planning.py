@@ -8,7 +8,6 @@ from collections.abc import Collection
 from pipeline.config import RunConfig
 from pipeline.experience.difficulty import Difficulty
 from pipeline.experience.pool import Pool, TaskEntries
-from pipeline.experience.restarts import Restarts
 from pipeline.experience.selection import (
     Draws,
     TaskIndex,
@@ -28,29 +27,25 @@ from pipeline.store.experience_records import Candidate, Planned, PoolEntry
 class Planner:
     """Draws from ``pool`` and ``difficulty``; changes only the counters of ``draws``."""
 
-    def __init__(self, config: RunConfig, pool: Pool, difficulty: Difficulty, draws: Draws, restarts: Restarts) -> None:
+    def __init__(self, config: RunConfig, pool: Pool, difficulty: Difficulty, draws: Draws) -> None:
         self._replay = config.replay
         self._n = config.groups.n_rollout
         self._environments = config.environments
         self._pool = pool
         self._difficulty = difficulty
         self._draws = draws
-        self._restarts = restarts
-        self._restarting = config.replay.mode == "restart"
         self._index = TaskIndex()
         self._priorities = Priorities()
-        self._by_priority = config.replay.task_sampling == "priority" and not self._restarting
+        self._by_priority = config.replay.task_sampling == "priority"
         self._by_turns = config.replay.unit == "turn" and config.replay.task_sampling == "uniform"
 
     def reindex(self) -> None:
         """Bring the index up to date with the shelves that changed."""
         only = self._replay.difficulty
         for task_id in sorted(self._pool.touched):
-            self._restarts.settle(task_id)
             shelf = self._pool.shelf(task_id)
             bucket = self._difficulty.bucket(task_id)
-            restartable = not self._restarting or self._restarts.candidate(task_id) is not None
-            wanted = shelf is not None and shelf.usable and restartable and only in (None, bucket)
+            wanted = shelf is not None and shelf.usable and only in (None, bucket)
             if shelf is None or not wanted:
                 self._index.discard(task_id)
                 self._priorities.discard(task_id)
@@ -81,13 +76,6 @@ class Planner:
         assert shelf is not None and shelf.usable, f"{drawn[0]} is indexed without usable entries"
         k = min(self._replay.trajectories_per_task, len(shelf.usable))
         return Planned(shelf.usable[0].task, k, self.candidates(shelf, k, drawn[1]))
-
-    def restarted_group(self, batch: Collection[str]) -> Planned | None:
-        """A group that begins with turns of a stored success, of a task that is not in this batch; None when nothing
-        is valid."""
-        task_id = draw_uniform(self._index.all(), batch, self._draws.next("task"))
-        candidate = self._restarts.candidate(task_id) if task_id is not None else None
-        return None if candidate is None else Planned(candidate.entry.task, restart=candidate)
 
     def _draw_task(self, batch: Collection[str], progress: float, version: int) -> tuple[str, float] | None:
         """A task and the importance correction of having drawn it."""

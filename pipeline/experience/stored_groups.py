@@ -51,7 +51,7 @@ class StoredGroups:
         """Number of the next save."""
         if replay.enabled:
             for group in list(self):
-                if len(group.members) != n_rollout or not replay.whole_groups:
+                if len(group.members) != n_rollout or replay.mode != "groups":
                     self._remove(group, Leave.RECONFIGURED)
             self._trim()
 

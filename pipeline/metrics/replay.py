@@ -34,7 +34,6 @@ SAVED_FROM = ("rollout", "import")
 LEFT = ("full", "capacity", "bytes", "retired", "age")
 GROUPS_LEFT = ("capacity", "bytes", "uses", "age", "retired", "reconfigured")
 GUARD = ("shrink", "recover")
-RESTARTED = ("success", "failure")
 SCORE_FAILURES = ("raised", "timeout", "crashed", "missing", "type", "nonfinite", "unavailable", "refused", "protocol")
 TASK_ROWS = ("used", "filtered", "bad", "held_out", "unused")
 EVALUATIONS = ("complete", "timed_out", "abandoned", "skipped")
@@ -160,7 +159,7 @@ class ReplayMetrics(MetricSet):
         "retired or age.",
         reason=LEFT,
     )
-    stored_groups = gauge("Groups that may come back whole (replay.mode groups or both).")
+    stored_groups = gauge("Groups that may come back whole (replay.mode: groups).")
     stored_groups_saved_total = counter("Trained groups that were stored to come back whole.")
     stored_groups_left_total = counter(
         "Stored groups that left; reason = capacity or bytes (too many), uses (replayed as often as it may), age, "
@@ -174,13 +173,6 @@ class ReplayMetrics(MetricSet):
         "Changes of the factor of the ESS guard; direction = shrink or recover.", direction=GUARD
     )
     replays_trained_total = counter("Stored trajectories trained again.")
-    restarted_groups_total = counter("Groups planned that begin after the first turns of a stored success.")
-    restarted_rollouts_total = counter(
-        "Scored rollouts of restarted groups; outcome = success or failure. Successes over all should stay between "
-        "replay.restart.rate_min and rate_max.",
-        outcome=RESTARTED,
-    )
-    rescued_groups_total = counter("Failed groups that got a stored success.")
     choice_failures_total = counter("Groups whose candidates the learner could not score.")
 
     audit_tokens = histogram("Sampled tokens of a trajectory" + _POPULATIONS, TOK, population=POPULATIONS)

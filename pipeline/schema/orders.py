@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.schema.tokens import require, require_finite, require_id
-from pipeline.schema.trajectory import Task, Turn
+from pipeline.schema.trajectory import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,6 @@ class Order:
     """Decode greedily (temperature 0): its reward is the baseline of its group, or part of an evaluation."""
     evaluation: bool = False
     """The task is held out: what comes back is measured and never trained. Such a rollout gets no lessons."""
-    restart: tuple[Turn, ...] = ()
-    """Turns of a stored trajectory of the task. The rollout begins with all but the last, which are not sampled again;
-    the policy continues in the last one. Empty: it begins at the start."""
     temperature: float | None = None
     """Sample at this instead of ``sampling.temperature``; only where the rollout is an evaluation."""
 
@@ -42,7 +39,6 @@ class Order:
         require(self.slot >= 0, "slot >= 0", self.slot)
         require(self.attempt >= 0, "attempt >= 0", self.attempt)
         require(self.policy_version >= 0, "policy_version >= 0", self.policy_version)
-        require(len(self.restart) != 1, "no turns to restart from, or at least two", 1)
         require(self.seconds_max > 0, "seconds_max > 0", self.seconds_max)
         if self.temperature is not None:
             require(self.evaluation and self.temperature > 0, "a temperature > 0 of an evaluation", self.temperature)
@@ -68,9 +64,6 @@ class GroupPlan:
     """Number of learner updates that were done when the group was admitted; staleness is counted from here."""
     baseline: float | None = None
     """Reward of the group's greedy rollout; None: none was ordered."""
-    restarted: bool = False
-    """Its rollouts began with turns of a stored success, so their rewards say nothing about the task from its
-    start."""
     left_out: bool = False
     """Its rewards were all equal and it is not trained: nothing of it is delivered, and its update is made without
     it."""

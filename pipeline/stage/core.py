@@ -317,7 +317,6 @@ class StageCore:
         slots = self._slots(hello)
         holding = [str(i) for i in hello["holding"]]
         self._learn(peer, decode_splits(hello.get("splits") or {}))
-        self.experience.learn([str(name) for name in hello.get("replayable") or ()])
         header = {"credit_bytes": self.config.transport.credit_bytes, "policy_version": self.batches.policy_version}
         self.journal.effect(Send(peer, Kind.WELCOME, {**header, "greeting": hello.get("greeting")}))
         self.leases.up(peer, slots, holding)

@@ -311,7 +311,6 @@ class Dispatch:
             attempt=group.attempt,
             admitted_update=group.admitted_update,
             baseline=group.baseline,
-            restarted=group.restart is not None,
             left_out=group.dropped,
         )
         self._journal.effect(Send(self.peer, Kind.PLAN, {**encode_plan(plan), "update": group.update}))

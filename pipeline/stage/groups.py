@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pipeline.config import RunConfig
-from pipeline.errors import NotReproducible
 from pipeline.stage.evaluation_rollouts import EvaluationRollouts
 from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.stage.replay_groups import ReplayGroups
@@ -185,8 +184,6 @@ class Groups:
         slots = [Slot() for _ in range(self._config.groups.n_rollout - planned.k)]
         group = self._records[number] = GroupRecord(number, planned.task, admitted, self._clock.wall, slots)
         self._replays.pin(group, planned.candidates, planned.k)
-        if planned.restart is not None:
-            self._replays.begin_with(group, planned.restart)
         if self._config.advantage.orders_greedy:
             group.greedy = Slot()
         self._journal.group(group)
@@ -258,11 +255,7 @@ class Groups:
         self._records.end_order(
             order, OrderState.ABORTED if aborted else OrderState.FAILED, reason, failure=not aborted
         )
-        if facts is not None and facts.failure is not None and facts.failure["kind"] == NotReproducible.__name__:
-            self._replays.unreproducible(self._records[order.key.group])
-            self.given_up.append((self._records[order.key.group], CancelReason.UNREPRODUCIBLE))
-        else:
-            self._again(order)
+        self._again(order)
 
     def lost(self, order: OrderRecord, reason: str, *, failure: bool) -> None:
         """No answer will come to this order."""

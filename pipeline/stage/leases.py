@@ -127,11 +127,7 @@ class Leases:
                 temperature=section.temperature if group.evaluation else None,
             )
         )
-        if group.restart is None:
-            self._journal.effect(Send(actor.name, Kind.ORDER, header))
-            return
-        header["restart"] = group.restart.candidate.turn
-        self._journal.effect(Send(actor.name, Kind.ORDER, header, payload=group.restart.row_id))
+        self._journal.effect(Send(actor.name, Kind.ORDER, header))
 
     def answered(self, name: str) -> None:
         """The actor has answered an order with a trajectory."""

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from pipeline.config.replay import ReplayConfig
 from pipeline.metrics.base import Declaration
 from pipeline.metrics.replay import (
     DIFFICULTIES,
@@ -38,7 +37,6 @@ _COUNTERS: Final[tuple[tuple[Any, ...], ...]] = (
     (f"trajectories.dropped.{Drop.ABORTED}", M.terminal_trajectories_total, "aborted"),
     (f"trajectories.dropped.{Drop.UNSCORED}", M.terminal_trajectories_total, "unscored"),
     (f"trajectories.dropped.{Drop.CANCELLED}", M.terminal_trajectories_total, "cancelled"),
-    (f"trajectories.dropped.{Drop.REPLACED}", M.terminal_trajectories_total, "dropped"),
     (f"trajectories.dropped.{Drop.UNINFORMATIVE}", M.terminal_trajectories_total, "uninformative"),
     *((f"trajectories.dropped.{drop}", M.terminal_trajectories_total, "refused") for drop in _REFUSED),
     *((f"trajectories.dropped.{drop}", M.dropped_trajectories_total, drop.value) for drop in _UNREADABLE),
@@ -49,7 +47,6 @@ _COUNTERS: Final[tuple[tuple[Any, ...], ...]] = (
     *((f"groups.cancelled.{reason}", M.groups_total, "cancelled") for reason in _CANCELLED),
     ("groups.uninformative", M.groups_total, "uninformative"),
     (f"groups.cancelled.{CancelReason.UNINFORMATIVE}", M.groups_total, "uninformative"),
-    ("groups.rescued", M.rescued_groups_total),
     *((f"groups.equal_{action}", M.equal_groups_total, action) for action in EQUAL_GROUPS),
     ("orders.issued", M.orders_issued_total),
     ("orders.delivered", M.orders_total, "completed"),
@@ -62,9 +59,6 @@ _COUNTERS: Final[tuple[tuple[Any, ...], ...]] = (
     *((f"stored_groups.left.{reason}", M.stored_groups_left_total, reason) for reason in GROUPS_LEFT),
     *((f"guard.{way}", M.guard_actions_total, way) for way in GUARD),
     ("replays.trained", M.replays_trained_total),
-    ("restarts.planned", M.restarted_groups_total),
-    ("restarts.successes", M.restarted_rollouts_total, "success"),
-    ("restarts.failures", M.restarted_rollouts_total, "failure"),
     ("replays.choice_failed", M.choice_failures_total),
     *((f"evaluations.{how}", M.evaluations_total, how) for how in EVALUATIONS),
 )
@@ -102,11 +96,6 @@ def _filled(core: StageCore) -> bool:
     return core.config.replay.enabled and core.config.replay.mode != "groups"
 
 
-def _bytes_max(replay: ReplayConfig) -> int:
-    """Payload bytes that pool and stored groups may hold; ``mode: both`` has both."""
-    return replay.enabled * (1 + (replay.mode == "both")) * replay.capacity_bytes
-
-
 _GAUGES: Final[tuple[tuple[Any, ...], ...]] = (
     (M.trajectories, lambda core: core.journal.counters["trajectories.held"]),
     (M.memory_bytes, lambda core: core.journal.counters["payload.bytes"]),
@@ -121,7 +110,7 @@ _GAUGES: Final[tuple[tuple[Any, ...], ...]] = (
     (M.stored_groups, lambda core: len(core.experience.groups)),
     (M.experience_pool_bytes, lambda core: core.experience.bytes),
     (M.experience_pool_capacity, lambda core: _filled(core) and core.config.replay.capacity),
-    (M.experience_pool_capacity_bytes, lambda core: _bytes_max(core.config.replay)),
+    (M.experience_pool_capacity_bytes, lambda core: core.config.replay.enabled * core.config.replay.capacity_bytes),
     (M.retired_tasks, lambda core: core.experience.retired),
     (M.planned_share_ratio, lambda core: core.experience.share),
     (M.guard_factor_ratio, lambda core: core.experience.factor),

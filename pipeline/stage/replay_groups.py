@@ -20,7 +20,7 @@ from pipeline.store.experience_records import Candidate, Fresh, Leave, Outcome, 
 from pipeline.store.journal import Journal
 from pipeline.store.ledger import Count
 from pipeline.store.payload_refs import PayloadRefCounts
-from pipeline.store.records import Drop, GroupRecord, PinnedCandidate, TrajectoryRecord, TrajectoryState
+from pipeline.store.records import GroupRecord, PinnedCandidate, TrajectoryRecord
 from pipeline.tasks.sampler import TaskSampler
 from pipeline.transport.codec import WHOLE_MAX, whole
 
@@ -111,37 +111,21 @@ class ReplayGroups:
             self._journal.replays(group)
             self._journal.count(Count.REPLAYS_PLANNED, k)
 
-    def begin_with(self, group: GroupRecord, restart: Candidate) -> None:
-        """All rollouts of ``group`` begin with turns of a stored success, whose payload stays meanwhile."""
-        group.restart = PinnedCandidate(restart)
-        self._payloads.hold(group.restart.row_id)
-        self._journal.replays(group)
-        self._journal.count(Count.RESTARTS_PLANNED)
-
     def unpin(self, group: GroupRecord) -> None:
         """``group`` will never be trained (again)."""
         if group.dropped:
             return
-        for replay in group.pinned:
+        for replay in group.replays:
             self._payloads.release(replay.row_id, replay.candidate.entry.n_bytes)
 
     def finished(self, group: GroupRecord) -> None:
-        """All fresh rollouts of ``group`` are scored: difficulty, retirement, pool; perhaps a rescue."""
+        """All fresh rollouts of ``group`` are scored: difficulty, retirement, pool."""
         records = [slot.trajectory for slot in group.slots if slot.trajectory is not None]
         fresh = [_fresh(record) for record in records]
-        if group.restart is not None:
-            successes = self.experience.restarted(group.task, group.restart.candidate, [f.reward for f in fresh])
-            self._journal.count(Count.RESTARTS_SUCCESSES, successes)
-            self._journal.count(Count.RESTARTS_FAILURES, len(fresh) - successes)
-            return
-        outcome = self.experience.finished(
-            group.task, fresh, planned=bool(group.replays), version=self._batches.policy_version
-        )
+        outcome = self.experience.finished(group.task, fresh, version=self._batches.policy_version)
         self._save(outcome, {record.row_id: record for record in records})
         self._journal.count(Count.TASKS_RETIRED, int(outcome.retired))
         self._journal.count(Count.TASKS_RETURNED, int(outcome.returned))
-        if outcome.rescue:
-            self._rescue(group, outcome.rescue)
 
     def dropped(self, group: GroupRecord) -> None:
         """``group`` is finished and will not be trained, but stays assigned to an update."""
@@ -156,12 +140,8 @@ class ReplayGroups:
     def cancelled(self, group: GroupRecord, *, finished: bool) -> None:
         """``group`` was given up; ``finished``: after all its fresh rollouts were scored."""
         self.unpin(group)
-        if not finished and group.restart is None and group.task.environment in self._config.environments:
+        if not finished and group.task.environment in self._config.environments:
             self.experience.cancelled(group.task)
-
-    def unreproducible(self, group: GroupRecord) -> None:
-        """A rollout of ``group`` could not begin with the stored turns."""
-        self.experience.unreproducible(group.task)
 
     def trained(self, update: int, groups: Sequence[GroupRecord], report: UpdateReport, version: int) -> None:
         """``update`` was made from ``groups``, which are marked as trained already, and from weights of ``version``."""
@@ -266,20 +246,6 @@ class ReplayGroups:
             self._payloads.release(entry.row_id, entry.n_bytes)
         self._journal.count(Count.left_stored_groups(reason), int(bool(members)))
 
-    def _rescue(self, group: GroupRecord, candidates: Sequence[Candidate]) -> None:
-        """Replace the last fresh rollout by a stored success."""
-        record = group.slots.pop().trajectory
-        assert record is not None, group
-        record.state, record.reason = TrajectoryState.DROPPED, Drop.REPLACED.value
-        self._journal.trajectory(record)
-        self._journal.count(Count.TRAJECTORIES_HELD, -1)
-        self._journal.count(Count.dropped(Drop.REPLACED))
-        self._payloads.release(record.row_id, record.facts.n_bytes)
-        group.rescued = True
-        self.pin(group, candidates, 1)
-        self._journal.group(group)
-        self._journal.count(Count.GROUPS_RESCUED)
-
     def _choose(self, group: GroupRecord, chosen: Sequence[str], version: int) -> None:
         """Mark what was trained, and put it first in that order: what the learner says, or the stage's own choice."""
         if not group.replays:
@@ -301,21 +267,17 @@ class ReplayGroups:
         self._journal.replays(group)
 
     def _solve_rate(self, groups: Sequence[GroupRecord]) -> float | None:
-        """Share of successes among all fresh rollouts of ``groups`` and of those dropped since the update before,
-        replaced ones (failures all) included."""
+        """Share of successes among all fresh rollouts of ``groups`` and of those dropped since the update before."""
         counts = [self._successes(group) for group in groups] + [(self._dropped_counts[0], self._dropped_counts[1])]
         self._dropped_counts = [0, 0]
         n = sum(count for _, count in counts)
         return sum(successes for successes, _ in counts) / n if n else None
 
     def _successes(self, group: GroupRecord) -> tuple[int, int]:
-        """Successes among its fresh rollouts, and how many these are, a replaced one included. Rollouts that did not
-        begin at the start do not count."""
-        if group.restart is not None:
-            return 0, 0
+        """Successes among its fresh rollouts, and how many these are."""
         threshold = self._config.replay.success_threshold
         rewards = [slot.trajectory.reward for slot in group.slots if slot.trajectory is not None]
-        return sum(r is not None and r >= threshold for r in rewards), len(rewards) + group.rescued
+        return sum(r is not None and r >= threshold for r in rewards), len(rewards)
 
     def _record(self, trajectory_id: str, row_id: int) -> TrajectoryRecord | None:
         """The record of a stored trajectory while its own group is in memory."""

@@ -147,8 +147,6 @@ class Planned:
     task: Task
     k: int = 0
     candidates: tuple[Candidate, ...] = ()
-    restart: Candidate | None = None
-    """Every rollout begins with the first ``turn`` turns of this stored success."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +179,6 @@ class Outcome:
     """The task is retired from here on."""
     returned: bool = False
     """The task left retirement."""
-    rescue: tuple[Candidate, ...] = ()
-    """With ``inject: rescue``: what may take the place of one failed rollout, best first; empty: nothing."""
 
 
 @dataclass(slots=True)
@@ -209,23 +205,6 @@ class ExperienceChanges:
         return bool(rows or self.state is not None or self.updates is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class RestartSearch:
-    """Search for the turn of a stored success after which the rest of its task is neither sure nor hopeless."""
-
-    row_id: int
-    """The stored success."""
-    n_turns: int
-    high: int
-    """Earliest turn after which success is known to be too common; ``n_turns``: none is known."""
-    low: int = 0
-    """Latest turn after which success is known to be too rare; 0: the start."""
-    turn: int = 0
-    """Turns that the next restarted group begins with; 0: the task is not restarted now."""
-    refused: bool = False
-    """The environment did not answer the stored turns as it did before: the task is not restarted again."""
-
-
 @dataclass(slots=True)
 class TaskRecord:
     """State of a task, kept while it is pooled or retired."""
@@ -242,8 +221,6 @@ class TaskRecord:
     retired: bool = False
     visits: int = 0
     """Finished groups."""
-    restart: RestartSearch | None = None
-    """With ``replay.mode: restart``; None: the task was never restarted."""
 
     @property
     def success_rate(self) -> float:

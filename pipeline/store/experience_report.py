@@ -180,7 +180,7 @@ def _examine(connection: sqlite3.Connection, state: Mapping[str, Any]) -> Experi
         counts.update(dict(read(f"SELECT {ended}, count(*) FROM {table} GROUP BY 1")))
     found.orders.update(dict(read("SELECT state, count(*) FROM orders GROUP BY 1")))
     for name, value in read("SELECT name, value FROM counters"):
-        if name.startswith(("pool.", "replays.", "tasks.", "groups.rescued", "groups.equal_")):
+        if name.startswith(("pool.", "replays.", "tasks.", "groups.equal_")):
             found.counters[name] += value
     for name, query in _POPULATION.items():
         sums = read(

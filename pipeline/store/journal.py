@@ -23,18 +23,17 @@ Row = tuple[Any, ...]
 
 def group_row(g: GroupRecord) -> Row:
     return (
-        g.group_number, task_json(g.task), g.n_rollout, g.n_fresh, g.k, g.rescued, g.admitted_update, g.state.value,
+        g.group_number, task_json(g.task), g.n_rollout, g.n_fresh, g.k, g.admitted_update, g.state.value,
         g.update, g.late, g.reason, g.planned_at, g.ended_at, True,
     )  # fmt: skip
 
 
 def replay_rows(g: GroupRecord) -> Iterator[Row]:
-    for position, replay in enumerate(g.pinned):
+    for position, replay in enumerate(g.replays):
         candidate, entry = replay.candidate, replay.candidate.entry
         yield (
             g.group_number, position, entry.row_id, candidate.weight, candidate.turn, replay.chosen, replay.age,
             entry.saved, entry.entropy, entry.entropy_version, entry.success_rate, entry.recorded,
-            replay is g.restart,
         )  # fmt: skip
 
 
@@ -68,7 +67,6 @@ def stored_group_row(g: StoredGroup) -> Row:
 def task_row(t: TaskRecord) -> Row:
     return (
         t.task.task_id, task_json(t.task), t.bucket, t.successes, t.failures, t.solved, t.retired, t.visits,
-        orjson.dumps(t.restart).decode() if t.restart is not None else None,
     )  # fmt: skip
 
 

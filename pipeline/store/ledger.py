@@ -56,7 +56,6 @@ class Count(StrEnum):
     TRAJECTORIES_DROPPED_CORRUPT = "trajectories.dropped.corrupt"
     TRAJECTORIES_DROPPED_SCHEMA = "trajectories.dropped.schema"
     TRAJECTORIES_DROPPED_UNPUBLISHED = "trajectories.dropped.unpublished"
-    TRAJECTORIES_DROPPED_REPLACED = "trajectories.dropped.replaced"
     TRAJECTORIES_DROPPED_UNINFORMATIVE = "trajectories.dropped.uninformative"
     PAYLOAD_BYTES = "payload.bytes"
 
@@ -66,7 +65,6 @@ class Count(StrEnum):
     """Dropped from their update."""
     GROUPS_ROLLED_BACK = "groups.rolled_back"
     GROUPS_LATE = "groups.late"
-    GROUPS_RESCUED = "groups.rescued"
     GROUPS_ZERO_VARIANCE_KEPT = "groups.equal_kept"
     GROUPS_ZERO_VARIANCE_DROPPED = "groups.equal_dropped"
     GROUPS_ZERO_VARIANCE_REFILLED = "groups.equal_refilled"
@@ -77,7 +75,6 @@ class Count(StrEnum):
     GROUPS_CANCELLED_RECONFIGURED = "groups.cancelled.reconfigured"
     GROUPS_CANCELLED_UNTRAINED = "groups.cancelled.untrained"
     GROUPS_CANCELLED_UNINFORMATIVE = "groups.cancelled.uninformative"
-    GROUPS_CANCELLED_UNREPRODUCIBLE = "groups.cancelled.unreproducible"
     GROUPS_CANCELLED_RESTORED = "groups.cancelled.restored"
     GROUPS_CANCELLED_LOST = "groups.cancelled.lost"
 
@@ -99,11 +96,6 @@ class Count(StrEnum):
     REPLAYS_TRAINED = "replays.trained"
     REPLAYS_ROLLED_BACK = "replays.rolled_back"
     REPLAYS_CHOICE_FAILED = "replays.choice_failed"
-    RESTARTS_PLANNED = "restarts.planned"
-    """Groups that begin after the first turns of a stored success."""
-    RESTARTS_SUCCESSES = "restarts.successes"
-    RESTARTS_FAILURES = "restarts.failures"
-    """These two: scored rollouts of such groups, once they are complete."""
     TASKS_RETIRED = "tasks.retired"
     TASKS_RETURNED = "tasks.returned"
     GUARD_SHRINK = "guard.shrink"
@@ -233,7 +225,6 @@ class Ledger:
     pool: Mapping[str, int] = field(default_factory=dict)
     stored_groups: Mapping[str, int] = field(default_factory=dict)
     replays: Mapping[str, int] = field(default_factory=dict)
-    restarts: Mapping[str, int] = field(default_factory=dict)
     tasks: Mapping[str, int] = field(default_factory=dict)
     evaluations: Mapping[str, int] = field(default_factory=dict)
     outcomes: Mapping[str, EnvironmentOutcomes] = field(default_factory=dict)
@@ -277,11 +268,9 @@ class Ledger:
         pairs.append(("orders", "in_flight", self.orders.get("in_flight", 0), self.rows["orders"].get("leased", 0)))
         for k in ("trained", "held", "baseline", "evaluated"):
             pairs.append(("trajectories", k, self.trajectories.get(k, 0), self.rows["trajectories"].get(k, 0)))
-        for k in ("dropped.failed", "dropped.aborted", "dropped.unscored", "dropped.replaced", "dropped.uninformative"):
+        for k in ("dropped.failed", "dropped.aborted", "dropped.unscored", "dropped.uninformative"):
             pairs.append(("trajectories", k, self.trajectories.get(k, 0), self.rows["trajectories"].get(k, 0)))
         pairs.append(("replays", "trained", self.replays.get("trained", 0), self.rows["replays"].get("trained", 0)))
-        restarted = self.rows["replays"].get("restarted", 0)
-        pairs.append(("restarts", "planned", self.restarts.get("planned", 0), restarted))
         pairs.append(("pool", "imported", self.pool.get("imported", 0), self.rows["trajectories"].get("imported", 0)))
         pairs.append(("pool", "without a payload", 0, self.rows["pool"].get("bare", 0)))
         pairs.append(("stored groups", "without a payload", 0, self.rows["stored_groups"].get("bare", 0)))
@@ -335,7 +324,6 @@ def build_ledger(
         pool={**_under(counters, "pool."), "held": pool_held},
         stored_groups={**_under(counters, "stored_groups."), "held": groups_held},
         replays=_under(counters, "replays."),
-        restarts=_under(counters, "restarts."),
         tasks=_under(counters, "tasks."),
         evaluations=_under(counters, "evaluations."),
         outcomes=outcomes_of(counters, meta.get(FAILURES)),
@@ -361,13 +349,7 @@ def _count_rows(connection: sqlite3.Connection) -> dict[str, dict[str, int]]:
         "trajectories": with_rolled(
             "trajectories", dict(connection.execute(f"SELECT {state}, count(*) FROM trajectories GROUP BY 1"))
         ),
-        "replays": with_rolled(
-            "replays",
-            {
-                "trained": one("SELECT count(*) FROM group_replays WHERE chosen = 1"),
-                "restarted": one("SELECT count(*) FROM group_replays WHERE restart = 1"),
-            },
-        ),
+        "replays": with_rolled("replays", {"trained": one("SELECT count(*) FROM group_replays WHERE chosen = 1")}),
         "pool": {"bare": one("SELECT count(*) FROM pool WHERE row_id NOT IN (SELECT row_id FROM payloads)")},
         "stored_groups": {
             "bare": one(

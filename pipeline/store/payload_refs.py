@@ -32,7 +32,7 @@ class PayloadRefCounts:
                 if slot.trajectory is not None and slot.trajectory.state not in _FREED:
                     self._hold(slot.trajectory.row_id)
             if group.state is not GroupState.CANCELLED and not group.dropped:
-                for replay in group.pinned:
+                for replay in group.replays:
                     self._hold(replay.row_id)
         for entry in itertools.chain(entries, *(group.members for group in stored)):
             self._hold(entry.row_id)

@@ -95,8 +95,6 @@ class Drop(StrEnum):
     """Its values break the data model, or it has another schema version."""
     UNPUBLISHED = "unpublished"
     """Some of its tokens have a policy version that the learner cannot have published."""
-    REPLACED = "replaced"
-    """A stored success replaced it, because every fresh rollout of its group failed."""
     UNINFORMATIVE = "uninformative"
     """All rewards of its group were equal (``groups.zero_variance``)."""
 
@@ -116,8 +114,6 @@ class CancelReason(StrEnum):
     """The learner made its update without it."""
     UNINFORMATIVE = "uninformative"
     """Its rewards were all equal, and a new group replaces it (``groups.zero_variance: refill``)."""
-    UNREPRODUCIBLE = "unreproducible"
-    """The environment did not answer the stored turns that it begins with as it did before."""
     RESTORED = "restored"
     """The store is an older copy, and an update that it does not know may have been made from the group."""
     LOST = "lost"
@@ -268,11 +264,6 @@ class GroupRecord:
     """Replayed members that the group is trained with."""
     replays: list[PinnedCandidate] = field(default_factory=list)
     """Candidates for these, the stage's own choice first."""
-    rescued: bool = False
-    """All its fresh rollouts failed and a replay replaced one of them."""
-    restart: PinnedCandidate | None = None
-    """Stored success whose first ``turn`` turns every rollout of the group begins with; None: they begin at the
-    start."""
     greedy: Slot | None = None
     """Slot of the greedy rollout, whose reward is the baseline of the group; None: none is ordered."""
 
@@ -299,11 +290,6 @@ class GroupRecord:
         return len(self.slots) + self.k
 
     @property
-    def pinned(self) -> list[PinnedCandidate]:
-        """Stored trajectories whose payloads are kept while the group may be trained."""
-        return self.replays if self.restart is None else [*self.replays, self.restart]
-
-    @property
     def attempt(self) -> int:
         """Number of rollouts that were ordered again."""
         return sum(max(0, slot.serial - 1) for slot in self.slots)
@@ -319,7 +305,7 @@ class GroupRecord:
 
     @property
     def greedy_index(self) -> int:
-        """Index of the greedy slot: behind all of the group, so that a rescue does not move it."""
+        """Index of the greedy slot: behind all of the group."""
         return self.n_rollout
 
     def slot(self, index: int) -> Slot:

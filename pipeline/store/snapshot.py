@@ -10,7 +10,7 @@ import orjson
 
 from pipeline.errors import DamagedFiles
 from pipeline.schema import Task
-from pipeline.store.experience_records import Candidate, PoolEntry, RestartSearch, StoredGroup, TaskRecord
+from pipeline.store.experience_records import Candidate, PoolEntry, StoredGroup, TaskRecord
 from pipeline.store.records import (
     CoveredGroup,
     Facts,
@@ -64,7 +64,7 @@ POOL_COLUMNS = (
 STORED_GROUP_COLUMNS = f"s.group_number, s.task, s.saved, s.uses, s.success_rate, t.row_id, t.entropy, {_FACTS}"
 """Columns of one member. The members of a group follow one another."""
 REPLAY_COLUMNS = (
-    "r.group_number, r.restart, r.weight, r.turn, r.chosen, r.age, r.row_id, r.saved, r.entropy, r.entropy_version, "
+    "r.group_number, r.weight, r.turn, r.chosen, r.age, r.row_id, r.saved, r.entropy, r.entropy_version, "
     f"r.success_rate, r.recorded, {_FACTS}"
 )
 
@@ -97,8 +97,6 @@ def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int],
             group.orders[order.key] = order
             if order.key.slot == group.greedy_index and group.greedy is None:
                 group.greedy = Slot()
-            if not group.is_greedy(order.key) and order.key.slot >= len(group.slots) and group.rescued:
-                continue
             slot = group.slot(order.key.slot)
             slot.serial = max(slot.serial, order.key.serial + 1)
             slot.failures += order.failure
@@ -108,11 +106,8 @@ def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int],
             if record.state is not TrajectoryState.DROPPED:
                 found[record.key.group].slot(record.key.slot).trajectory = record
         for row in rows.replays:
-            group, pinned = found[row[0]], _replay(row, found[row[0]].task, pooled)
-            if row[1]:
-                group.restart = pinned
-            else:
-                group.replays.append(pinned)
+            group = found[row[0]]
+            group.replays.append(_replay(row, group.task, pooled))
     except (KeyError, IndexError, ValueError, TypeError) as error:
         raise DamagedFiles(
             f"the replay store has inconsistent rows ({type(error).__name__}: {error}): it was changed "
@@ -123,7 +118,7 @@ def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int],
 
 
 def _group(row: Sequence[Any]) -> GroupRecord:
-    group_number, task, _, n_fresh, k, rescued, admitted, state, update, late, reason, planned_at, ended_at = row
+    group_number, task, _, n_fresh, k, admitted, state, update, late, reason, planned_at, ended_at = row
     return GroupRecord(
         group_number=group_number,
         task=_task(task),
@@ -136,7 +131,6 @@ def _group(row: Sequence[Any]) -> GroupRecord:
         reason=reason,
         ended_at=ended_at,
         k=k,
-        rescued=bool(rescued),
     )
 
 
@@ -146,9 +140,8 @@ def _task(json: bytes) -> Task:
 
 
 def _task_record(row: Sequence[Any]) -> TaskRecord:
-    _, task, bucket, successes, failures, solved, retired, visits, restart, _ = row
-    search = RestartSearch(**orjson.loads(restart)) if restart is not None else None
-    return TaskRecord(_task(task), bucket, successes, failures, solved, bool(retired), visits, search)
+    _, task, bucket, successes, failures, solved, retired, visits, _ = row
+    return TaskRecord(_task(task), bucket, successes, failures, solved, bool(retired), visits)
 
 
 def _entry(row: Sequence[Any], tasks: Mapping[str, TaskRecord]) -> PoolEntry:
@@ -177,9 +170,7 @@ def _stored_groups(rows: Iterable[Sequence[Any]]) -> list[StoredGroup]:
 
 def _replay(row: Sequence[Any], task: Task, pooled: Mapping[int, PoolEntry]) -> PinnedCandidate:
     """A replay of a group; the pool may have let go of it since."""
-    _, _, weight, turn, chosen, age, row_id, saved, entropy, version, success_rate, recorded, trajectory_id, *facts = (
-        row
-    )
+    _, weight, turn, chosen, age, row_id, saved, entropy, version, success_rate, recorded, trajectory_id, *facts = row
     entry = pooled.get(row_id)
     if entry is None:
         marks = _marks(entropy, version, success_rate, recorded)

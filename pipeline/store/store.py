@@ -57,11 +57,11 @@ _VACUUM_PAGES = 4096
 LOST, ROLLED_BELOW, DIGEST = "transactions_lost", "rolled_below", "digest"
 """Keys of ``meta``: see :class:`pipeline.store.snapshot.Snapshot`; the last one is the digest of the others, of the
 counters and of what was rolled up."""
-_COUNTED_REPLAYS = "AND (chosen = 1 OR restart = 1)"
+_COUNTED_REPLAYS = "AND chosen = 1"
 _ROLLED = (
     ("orders", "state", ""),
     ("groups", "state", ""),
-    ("group_replays", "iif(restart, 'restarted', 'trained')", _COUNTED_REPLAYS),
+    ("group_replays", "'trained'", _COUNTED_REPLAYS),
     (
         "trajectories",
         "CASE WHEN state = 'dropped' THEN 'dropped.' || reason ELSE state END",
@@ -73,11 +73,11 @@ _ROLLED = (
 _TOTALS = ("counters", "rolled_up")
 """Tables of names and values; ``meta`` has the digest of their rows."""
 _GROUP_COLUMNS = (
-    "group_number, task, n_rollout, n_fresh, k, rescued, admitted_update, state, update_number, late, reason, "
+    "group_number, task, n_rollout, n_fresh, k, admitted_update, state, update_number, late, reason, "
     "planned_at, ended_at"
 )
 _GROUP = f"""
-INSERT INTO groups VALUES ({",".join("?" * 15)}) ON CONFLICT (group_number) DO UPDATE SET
+INSERT INTO groups VALUES ({",".join("?" * 14)}) ON CONFLICT (group_number) DO UPDATE SET
 {", ".join(f"{c} = excluded.{c}" for c in _GROUP_COLUMNS.split(", ")[1:])},
 crc = excluded.crc - excluded.kept + kept"""
 _FORGOTTEN_GROUP = "UPDATE groups SET kept = 0, crc = crc - kept WHERE group_number = ?"
@@ -88,7 +88,7 @@ saved = excluded.saved, crc = excluded.crc"""
 _SAMPLED = "UPDATE trajectories SET samples = samples + 1, crc = crc + 1 WHERE row_id = ?"
 _REPLACED = {
     table: f"INSERT OR REPLACE INTO {table} VALUES ({','.join('?' * width)})"
-    for table, width in (("group_replays", 14), ("orders", 12), ("pool", 10), ("stored_groups", 7), ("tasks", 10))
+    for table, width in (("group_replays", 13), ("orders", 12), ("pool", 10), ("stored_groups", 7), ("tasks", 9))
 }
 _LOST = (
     ("groups", "", {"state": "cancelled", "reason": CancelReason.LOST.value, "update_number": None}),

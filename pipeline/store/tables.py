@@ -20,7 +20,7 @@ CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups (
     group_number INTEGER PRIMARY KEY, task BLOB NOT NULL, n_rollout INTEGER NOT NULL, n_fresh INTEGER NOT NULL,
-    k INTEGER NOT NULL, rescued INTEGER NOT NULL, admitted_update INTEGER NOT NULL, state TEXT NOT NULL,
+    k INTEGER NOT NULL, admitted_update INTEGER NOT NULL, state TEXT NOT NULL,
     update_number INTEGER, late INTEGER NOT NULL, reason TEXT NOT NULL, planned_at REAL NOT NULL, ended_at REAL,
     kept INTEGER NOT NULL, crc INTEGER NOT NULL
 );
@@ -28,7 +28,7 @@ CREATE INDEX groups_kept ON groups (group_number) WHERE kept = 1;
 CREATE TABLE group_replays (
     group_number INTEGER NOT NULL, position INTEGER NOT NULL, row_id INTEGER NOT NULL, weight REAL NOT NULL,
     turn INTEGER, chosen INTEGER NOT NULL, age INTEGER NOT NULL, saved INTEGER NOT NULL, entropy REAL,
-    entropy_version INTEGER, success_rate REAL, recorded INTEGER NOT NULL, restart INTEGER NOT NULL,
+    entropy_version INTEGER, success_rate REAL, recorded INTEGER NOT NULL,
     crc INTEGER NOT NULL, PRIMARY KEY (group_number, position)
 ) WITHOUT ROWID;
 CREATE TABLE orders (
@@ -61,14 +61,14 @@ CREATE TABLE stored_groups (
 );
 CREATE TABLE tasks (
     task_id TEXT PRIMARY KEY, task BLOB NOT NULL, bucket INTEGER, successes REAL NOT NULL, failures REAL NOT NULL,
-    solved INTEGER NOT NULL, retired INTEGER NOT NULL, visits INTEGER NOT NULL, restart TEXT,
+    solved INTEGER NOT NULL, retired INTEGER NOT NULL, visits INTEGER NOT NULL,
     crc INTEGER NOT NULL
 ) WITHOUT ROWID;
 """
 STORE = Database("replay store", "store", "replay.store", application_id=0x41465250, version=6, tables=TABLES)
 """Its application id is ``AFRP``."""
 ROW_TABLES: dict[str, int | None] = {
-    "groups": 13, "group_replays": None, "orders": None, "trajectories": 9, "pool": None, "stored_groups": None,
+    "groups": 12, "group_replays": None, "orders": None, "trajectories": 9, "pool": None, "stored_groups": None,
     "tasks": None,
 }  # fmt: skip
 """Tables with a digest in the last column of each row, and the column that is also written alone: ``kept`` of groups,

@@ -203,7 +203,7 @@ class StoredOutcomes:
                     trained[number].add(name)
         query = (
             "SELECT r.group_number, t.trajectory_id FROM group_replays r JOIN trajectories t USING (row_id) "
-            f"WHERE r.chosen = 1 AND r.restart = 0 AND r.{between}"
+            f"WHERE r.chosen = 1 AND r.{between}"
         )
         for number, name in connection.execute(query, (low, high)):
             replayed[number].add(name)

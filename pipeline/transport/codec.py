@@ -82,17 +82,9 @@ def encode_order(order: Order) -> dict[str, Any]:
     return header
 
 
-def decode_order(header: Mapping[str, Any], frames: Frames = (), limits: Limits | None = None) -> Order:
-    """``frames``: of the stored trajectory, where the header says after how many of its turns the rollout continues
-    (``restart``). Raises :class:`WireError`."""
-
-    def turns(restart: int) -> tuple[Turn, ...]:
-        stored = decode_trajectory(frames, limits or _DEFAULT_LIMITS).turns
-        if not 0 < restart < len(stored):
-            raise WireError(f"expected a restart after 1 to {len(stored) - 1} turns of a trajectory, got {restart!r}")
-        return stored[: restart + 1]
-
-    return _built(Order, header, task=decode_task, restart=turns)
+def decode_order(header: Mapping[str, Any]) -> Order:
+    """Raises :class:`WireError`."""
+    return _built(Order, header, task=decode_task)
 
 
 def encode_plan(plan: GroupPlan) -> dict[str, Any]:
@@ -109,8 +101,6 @@ def encode_plan(plan: GroupPlan) -> dict[str, Any]:
     }
     if plan.baseline is not None:
         header["baseline"] = plan.baseline
-    if plan.restarted:
-        header["restarted"] = True
     if plan.left_out:
         header["left_out"] = True
     return header

@@ -17,7 +17,6 @@ from tests.support.simulation import Simulation
 def config_of(rng: random.Random, seed: int) -> RunConfig:
     replay = {
         "enabled": True, "mode": "mix", "start_ratio": 0.0, "trajectories_per_task": 1,
-        "inject": rng.choice(("ratio", "rescue")),
     }  # fmt: skip
     n = rng.randint(1, 4)
     return RunConfig.model_validate(

@@ -34,7 +34,6 @@ def config_of(rng: random.Random, _: int) -> RunConfig:
         "window": rng.choice((0, 0, 5)),
         "unit": rng.choice(("trajectory", "turn")),
         "retest_ratio": rng.choice((0.0, 0.2)),
-        "inject": rng.choice(("ratio", "rescue")),
         "bias_correction": rng.random() < 0.5,
         "ess_guard": {"enabled": rng.random() < 0.5},
         "capacity_bytes": rng.choice((4_000, 16 * 1024**3, 16 * 1024**3)),
@@ -58,7 +57,7 @@ def config_with_groups(rng: random.Random, number: int) -> RunConfig:
     """As :func:`config_of`, with groups that come back whole."""
     config = config_of(rng, number).model_dump()
     config["replay"] |= {
-        "mode": rng.choice(("groups", "both")),
+        "mode": "groups",
         "groups": {
             "capacity": rng.choice((1, 3, 512)),
             "uses_max": rng.randint(1, 3),
@@ -67,7 +66,6 @@ def config_with_groups(rng: random.Random, number: int) -> RunConfig:
         },
         "task_ratio": rng.choice((0.25, 0.5, 0.75)),
         "unit": "trajectory",
-        "inject": "ratio",
     }
     return RunConfig.model_validate(config)
 

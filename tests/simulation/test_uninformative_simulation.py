@@ -19,7 +19,6 @@ def config_of(rng: random.Random, seed: int) -> RunConfig:
     n = rng.randint(2, 4)
     replay: dict[str, Any] = {
         "enabled": True, "mode": "mix", "start_ratio": 0.0, "trajectories_per_task": 1,
-        "inject": rng.choice(("ratio", "rescue")),
     }  # fmt: skip
     return RunConfig.model_validate(
         {

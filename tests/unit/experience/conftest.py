@@ -57,7 +57,7 @@ def play(experience: Experience, task: int | Task, successes: int, n: int, first
     """Finish a pure fresh group of ``task``; ``values`` go to each rollout."""
     task = task if isinstance(task, Task) else make_task(task)
     fresh = [make_fresh(first_seq + i, float(i < successes), **values) for i in range(n)]
-    return experience.finished(task, fresh, planned=False, version=values.get("version", 0))
+    return experience.finished(task, fresh, version=values.get("version", 0))
 
 
 def own(record: TaskRecord) -> TaskRecord:
@@ -87,7 +87,6 @@ class History:
     groups_left: int = 0
     finished: int = 0
     reasons: Counter = field(default_factory=Counter)
-    rescued: list = field(default_factory=list)
     batch: list = field(default_factory=list)
     outcomes: dict = field(default_factory=dict)
     """Of each task, (successes, fresh rollouts) of its groups."""
@@ -130,16 +129,12 @@ class History:
             entropy = None if (x >> i) % 5 == 0 else ((x >> i) % 7) / 2
             fresh.append(make_fresh(self.row_id, reward, version=max(0, self.version - (x >> i) % 3), entropy=entropy))
             self.row_id += 1
-        outcome = self.experience.finished(planned.task, fresh, planned=planned.k > 0, version=self.version)
+        outcome = self.experience.finished(planned.task, fresh, version=self.version)
         self.outcomes.setdefault(planned.task.task_id, []).append((int(sum(rewards)), n))
         self.saved += len(outcome.saved)
         assert outcome.successes == sum(rewards)
         if not planned.k and x % 3:
             self.groups_saved += self.experience.trained(self.finished, planned.task, fresh) is not None
-        if outcome.rescue:
-            assert planned.k == 0 and not any(rewards) and self.config.replay.inject == "rescue"
-            self.check_candidates(outcome.rescue)
-            self.rescued.append((self.row_id, [(c.entry.row_id, c.turn) for c in outcome.rescue]))
 
     def age(self) -> None:
         self.version += 1
@@ -196,7 +191,7 @@ class History:
             assert planned.task.task_id not in [p.task.task_id for p in self.batch]
             whole = planned.k == self.config.groups.n_rollout
             assert whole or planned.k <= replay.trajectories_per_task
-            assert replay.mode == "both" or whole == (replay.mode == "groups")
+            assert whole == (replay.mode == "groups")
             assert sum(p.k > 0 for p in self.batch) < target
             assert len(planned.candidates) >= planned.k
             if whole:

@@ -17,7 +17,7 @@ SEEDS = st.integers(0, 2**32)
 def config_of(make, rng):
     n = rng.randint(2, 5)
     per_task = rng.randint(1, 4)
-    mode = rng.choice(["mix", "mix", "groups", "both"])
+    mode = rng.choice(["mix", "mix", "groups"])
     unit = rng.choice(["trajectory", "turn"]) if mode == "mix" else "trajectory"
     start = rng.choice([{}, {}, {"start_ratio": 0.5}, {"start_solve_rate": 0.5}])
     return make.config(
@@ -49,7 +49,6 @@ def config_of(make, rng):
         window=rng.choice([0, 1, 4]),
         unit=unit,
         retest_ratio=rng.choice([0.0, 0.3]),
-        inject=rng.choice(["ratio", "rescue"]) if mode == "mix" else "ratio",
         bias_correction=rng.random() < 0.5,
         ess_guard={"enabled": rng.random() < 0.5},
         **start,
@@ -84,7 +83,7 @@ def test_invariants_hold_and_a_restart_at_any_moment_draws_what_would_have_come(
             if i % 20 == 10:
                 history.update(i // 5)
                 history.age()
-    assert shape(one.plans) == shape(other.plans) and one.rescued == other.rescued
+    assert shape(one.plans) == shape(other.plans)
     assert one.experience.entries == other.experience.entries and one.experience.groups == other.experience.groups
     for history in (one, other):
         history.write()
@@ -95,10 +94,10 @@ def test_invariants_hold_and_a_restart_at_any_moment_draws_what_would_have_come(
 @given(seed=SEEDS)
 def test_an_update_that_is_taken_back_leaves_what_there_would_be_had_it_never_been_made(make, seed):
     """The trajectories that were collected and the versions that were published meanwhile are the same in both. So
-    evictions, which go by entropy, and rescues, which go by the guard's factor, are left out."""
+    evictions, which go by entropy, are left out."""
     rng = random.Random(seed)
     config = config_of(make, rng)
-    replay = config.replay.model_copy(update={"max_trajectories_per_task": 1000, "inject": "ratio"})
+    replay = config.replay.model_copy(update={"max_trajectories_per_task": 1000})
     config = config.model_copy(update={"replay": replay})
     one, other = make.history(config), make.history(config)
     for operation, x in operations_of(rng):
@@ -159,8 +158,8 @@ def test_reading_never_changes_the_store(make, seed):
 
 
 def test_the_generated_histories_reach_what_they_are_about(make):
-    """Replays, rescues, evictions, retirement: each in a fair part of histories, or the properties above say little."""
-    reached = dict.fromkeys(("replay", "rescue", "left", "aged", "retired", "factor", "whole", "used"), 0)
+    """Replays, evictions, retirement: each in a fair part of histories, or the properties above say little."""
+    reached = dict.fromkeys(("replay", "left", "aged", "retired", "factor", "whole", "used"), 0)
     for seed in range(80):
         rng = random.Random(seed)
         config = config_of(make, rng)
@@ -171,7 +170,6 @@ def test_the_generated_histories_reach_what_they_are_about(make):
         reached["replay"] += any(0 < plan.k < n for plan in history.plans)
         reached["whole"] += any(plan.k == n for plan in history.plans)
         reached["used"] += history.reasons[Leave.USES] > 0
-        reached["rescue"] += bool(history.rescued)
         reached["left"] += history.left > 0
         reached["aged"] += history.reasons[Leave.AGE] > 0
         reached["retired"] += history.experience.retired > 0

@@ -1,4 +1,4 @@
-"""Choice of replay, retest, rescue and fresh groups over a run."""
+"""Choice of replay, retest and fresh groups over a run."""
 
 from __future__ import annotations
 
@@ -147,32 +147,6 @@ def test_where_one_environment_is_retired_the_others_are_played(make):
     make.play(stage.experience, 1, 0, 4, 110)
     counts = Counter(p.task.environment for p in stage.draw(30))
     assert 8 <= counts["a"] <= 12
-
-
-def test_a_failed_group_is_rescued_by_the_best_stored_success(make):
-    config = make.config(inject="rescue", tasks=9)
-    stage = Stage(config, [make.entry(0, 0, entropy=2.0), make.entry(1, 0, entropy=1.0), make.entry(2, 1)])
-    assert not any(p.k for p in stage.draw(20))
-    failed = [make.fresh(100 + i, 0.0) for i in range(4)]
-    outcome = stage.experience.finished(make.task(0), failed, planned=False, version=0)
-    assert [c.entry.row_id for c in outcome.rescue] == [1]
-    assert not stage.experience.finished(make.task(0), failed, planned=True, version=0).rescue
-    assert not stage.experience.finished(make.task(5), failed, planned=False, version=0).rescue
-    assert not make.play(stage.experience, 1, 1, 4, 200).rescue
-
-
-def test_nothing_is_rescued_before_mixing_begins_or_without_the_mode(make):
-    for values in ({"inject": "rescue", "start_ratio": 0.9}, {"inject": "ratio"}):
-        stage = Stage(make.config(**values), [make.entry(0, 0)])
-        stage.draw(1, progress=0.5)
-        assert not make.play(stage.experience, 0, 0, 4, 10).rescue
-
-
-def test_the_guard_thins_out_rescues():
-    mixing = Mixing(ReplayConfig(enabled=True, mode="mix", inject="rescue"), 4)
-    assert sum(mixing.take_rescue(0.25) for _ in range(40)) == 10
-    assert not any(mixing.take_rescue(0.0) for _ in range(40))
-    assert all(mixing.take_rescue(1.0) for _ in range(40))
 
 
 def test_the_guard_shrinks_fast_recovers_slowly_and_stays_in_its_bounds():

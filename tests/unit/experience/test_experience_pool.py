@@ -50,7 +50,7 @@ def test_a_trajectory_is_stored_once_and_never_without_a_sampled_token_or_agains
         make.fresh(3, 1.0, replayable=False),
         make.fresh(4, 0.0),
     ]
-    outcome = experience.finished(make.task(0), fresh, planned=False, version=0)
+    outcome = experience.finished(make.task(0), fresh, version=0)
     assert outcome.successes == 4 and [e.row_id for e in outcome.saved] == [0]
     assert make.play(experience, 0, 1, 8, 0).saved == ()
 
@@ -64,7 +64,7 @@ def test_over_capacity_the_worst_is_evicted_and_the_oldest_of_equals(make, selec
     experience = Experience(config)
     entropies = {"argmin": [5.0, 5.0, 1.0, 2.0, 3.0], "argmax": [1.0, 5.0, 5.0, 2.0, 6.0], "random": [1, 2, 3, 4, 5]}
     fresh = [make.fresh(i, 1.0, entropy=float(e)) for i, e in enumerate(entropies[select])] + [make.fresh(9, 0.0)]
-    outcome = experience.finished(make.task(0), fresh, planned=False, version=0)
+    outcome = experience.finished(make.task(0), fresh, version=0)
     assert row_ids(experience) == kept
     assert {(e.row_id, why) for e, why in outcome.left} == {(i, Leave.FULL) for i in set(range(5)) - set(kept)}
 
@@ -74,7 +74,7 @@ def test_over_capacity_the_worst_is_evicted_and_the_oldest_of_equals(make, selec
 def test_an_unknown_entropy_is_evicted_first(make, select, unknown):
     experience = Experience(make.config(select=select, max_trajectories_per_task=1))
     fresh = [make.fresh(0, 1.0, entropy=99.0), make.fresh(1, 1.0, entropy=unknown), make.fresh(2, 0.0)]
-    experience.finished(make.task(0), fresh, planned=False, version=0)
+    experience.finished(make.task(0), fresh, version=0)
     assert row_ids(experience) == [0]
 
 
@@ -206,7 +206,7 @@ def test_what_is_too_old_makes_room_at_once_and_is_never_saved(make):
     assert [(e.row_id, why) for e, why in outcome.left] == [(0, Leave.AGE), (1, Leave.AGE)]
     assert row_ids(experience) == [10, 20, 21], "the worse but younger ones found room in the task and in the pool"
     late = [make.fresh(40, 1.0, version=0), *(make.fresh(41 + i, 0.0, version=4) for i in range(7))]
-    outcome = experience.finished(make.task(3), late, planned=False, version=4)
+    outcome = experience.finished(make.task(3), late, version=4)
     assert not outcome.saved and outcome.successes == 1, "it counts for difficulty and is not stored"
 
 

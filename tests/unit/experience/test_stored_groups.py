@@ -154,7 +154,7 @@ def test_an_experience_of_groups_plans_whole_groups_and_continues_after_a_restar
     experience = Experience(config)
     for number in range(3):
         fresh = [make.fresh(10 * number + i, float(i)) for i in range(2)]
-        assert experience.finished(make.task(number), fresh, planned=False, version=0).saved == ()
+        assert experience.finished(make.task(number), fresh, version=0).saved == ()
         assert experience.trained(number, make.task(number), fresh) is not None
     changes = experience.take_changes()
     again = Experience(
@@ -172,31 +172,7 @@ def test_an_experience_of_groups_plans_whole_groups_and_continues_after_a_restar
     assert experience.groups == again.groups
 
 
-def test_both_forms_of_replay_take_turns_and_stand_in_for_each_other(make):
-    config = make.config(n=2, batch=8, tasks=20, mode="both", task_ratio=0.75)
-    sampler = TaskSampler(config.environments, 0)
-    experience = Experience(config)
-    for number in range(6):
-        make.play(experience, number, 1, 2, 10 * number)
-    for number in range(10, 12):
-        experience.trained(number, make.task(number), [make.fresh(10 * number + i, float(i)) for i in range(2)])
-    plans = [experience.next_group(sampler, progress=0.0, version=1) for _ in range(8)]
-    assert [plan.k for plan in plans] == [2, 1, 2, 1, 1, 1, 0, 0], "two stored groups, then the pool alone"
-
-
-def test_both_forms_take_turns_where_a_batch_has_one_replay_group(make):
-    config = make.config(n=2, batch=2, tasks=20, mode="both", task_ratio=0.5)
-    sampler = TaskSampler(config.environments, 0)
-    experience = Experience(config)
-    for number in range(6):
-        make.play(experience, number, 1, 2, 10 * number)
-    for number in range(10, 14):
-        experience.trained(number, make.task(number), [make.fresh(10 * number + i, float(i)) for i in range(2)])
-    plans = [experience.next_group(sampler, progress=0.0, version=1) for _ in range(8)]
-    assert [plan.k for plan in plans] == [2, 0, 1, 0, 2, 0, 1, 0]
-
-
-@pytest.mark.parametrize(("mode", "kept"), [("mix", 0), ("groups", 1), ("both", 1), ("restart", 0)])
+@pytest.mark.parametrize(("mode", "kept"), [("mix", 0), ("groups", 1)])
 def test_groups_are_stored_only_where_they_come_back_whole(make, mode, kept):
     experience = Experience(make.config(n=2, batch=2, tasks=8, mode=mode))
     experience.trained(0, make.task(0), [make.fresh(i, float(i)) for i in range(2)])
@@ -206,8 +182,7 @@ def test_groups_are_stored_only_where_they_come_back_whole(make, mode, kept):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"replay": {"inject": "rescue"}}, "plans no replay groups"),
-        ({"replay": {"unit": "turn"}}, "groups come back whole"),
+        ({"replay": {"unit": "turn"}}, "which come back whole"),
         ({"replay": {"task_ratio": 1.0}}, "set it below 1"),
         ({"advantage": {"estimator": "remax"}}, "greedy rollout"),
     ],

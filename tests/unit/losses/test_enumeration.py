@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from itertools import count, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -85,44 +85,10 @@ def test_the_bias_of_a_mixture_is_that_of_its_replayed_share():
             assert mixed == pytest.approx((1 - share) * measure(chain, NAMED[name]).error)
 
 
-RESTARTS = pytest.mark.parametrize(("length", "restart"), [(2, 1), (5, 2), (5, 4), (8, 3)])
-
-
-def restarted(length: int, restart: int, spread: str, seed: int) -> Chain:
-    """A chain that begins with the first tokens of a success, after which success is neither sure nor hopeless."""
-    chains = (Chain.random(length, SPREADS[spread], number, restart) for number in count(100 * seed))
-    return next(chain for chain in chains if 0 < chain.rewards_N.sum() < len(chain.rewards_N))
-
-
-@RESTARTS
-def test_a_restarted_rollout_has_the_true_gradient_of_success_after_the_stored_tokens_and_none_for_these(
-    length, restart
-):
-    for seed in range(3):
-        chain = restarted(length, restart, "large", seed)
-        assert chain.sequences_NT.shape == (2 ** (length - restart), length - restart)
-        assert chain.p_pi_N.sum() == pytest.approx(1), "probabilities are those after the stored tokens"
-        true = chain.true_gradient()
-        came = chain.p_pi_N @ chain.gradients(NAMED["stale: token, no clip"].rules, replayed=False, of_pi=True)
-        np.testing.assert_allclose(came, true, rtol=1e-9, atol=1e-12)
-        assert np.abs(true[2 * restart :]).max() > 0 and not came[: 2 * restart].any()
-
-
-@RESTARTS
-@pytest.mark.parametrize("spread", SPREADS)
-def test_stale_restarted_rollouts_are_corrected_by_the_weights_of_what_follows_the_stored_tokens(
-    length, restart, spread
-):
-    """The stored tokens are in no ratio: the same policy need not have sampled them."""
-    for seed in range(3):
-        chain = restarted(length, restart, spread, seed)
-        assert measure(chain, NAMED["stale: sequence, no bound"]).error < 1e-9
-
-
 @pytest.mark.parametrize("n", [2, 3])
-def test_advantages_within_a_restarted_group_give_the_true_gradient_in_expectation_over_all_groups(n):
+def test_advantages_within_a_group_give_the_true_gradient_in_expectation_over_all_groups(n):
     config = AdvantageConfig.model_validate({"estimator": "rloo"})
-    chain = restarted(5, 2, "large", 0)
+    chain = Chain.random(3, SPREADS["large"], 0)
     chain.advantages_N = np.ones(len(chain.p_pi_N))
     gradients_NP = chain.gradients(NAMED["stale: token, no clip"].rules, replayed=False, of_pi=True)
     came = np.zeros(gradients_NP.shape[1])

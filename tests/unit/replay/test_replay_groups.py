@@ -1,4 +1,4 @@
-"""Groups with replays at the stage: planned, sent, trained, rolled back, rescued, cancelled."""
+"""Groups with replays at the stage: planned, sent, trained, rolled back, cancelled."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Stage:
             self.config, self.store.load(), score_now=lambda t: combine(t.rewards, {"environment": 1.0})
         )
         hello = {"schema_version": SCHEMA_VERSION}
-        actor = {"role": "actor", "slots": 99, "holding": [], "replayable": ["a"]}
+        actor = {"role": "actor", "slots": 99, "holding": []}
         self.core.peer_up("actor-0", {**hello, **actor})
         learner = {"session": "s", "updates": self.updates, "policy_version": -1, "credit_groups": 8}
         self.core.peer_up("learner", {**hello, "role": "learner", **learner})
@@ -219,10 +219,20 @@ def test_stored_groups_that_another_run_file_has_no_place_for_leave_with_their_p
 
 
 def test_an_import_that_makes_room_in_the_pool_leaves_stored_groups_their_payloads(tmp_path: Any) -> None:
-    stage = Stage(tmp_path / "s.sqlite", half, mode="both", capacity=6, task_ratio=0.0)
+    """A group that the learner trains again after a change of ``replay.mode`` has members in the pool."""
+    stage = Stage(tmp_path / "s.sqlite", half, capacity=12, task_ratio=0.0)
     for _ in range(3):
         stage.train(stage.play())
-        stage.tell(Kind.CHECKPOINTED, updates=stage.updates)
+    stage.store.close()
+    sections = stage.config.model_dump()
+    stage.config = RunConfig.model_validate({**sections, "replay": {**sections["replay"], "mode": "groups"}})
+    stage.start()
+    stage.updates = 0
+    hello = {"schema_version": SCHEMA_VERSION, "role": "learner", "session": "t", "updates": 0}
+    stage.core.peer_down("learner", left=False)
+    stage.core.peer_up("learner", {**hello, "policy_version": -1, "credit_groups": 8})
+    stage.train(stage.play())
+    stage.tell(Kind.CHECKPOINTED, updates=stage.updates)
     stage.play()
     of_groups = {entry.row_id for group in stage.core.experience.groups for entry in group.members}
     entries = stage.core.experience.entries
@@ -392,27 +402,6 @@ def test_payloads_of_the_pool_outlive_their_group_and_pinned_ones_the_pool(tmp_p
     stage.store.close()
 
 
-def test_a_group_that_failed_altogether_is_rescued_by_a_stored_success(tmp_path: Any) -> None:
-    outcome = {"reward": half}
-    stage = Stage(tmp_path / "s.sqlite", lambda order: outcome["reward"](order), inject="rescue", task_ratio=1.0)
-    for _ in range(4):
-        stage.train(stage.play())
-    outcome["reward"] = lambda order: 0.0
-    plans = stage.play()
-    rescued = [p for p in plans if p["replay_ids"]]
-    assert rescued and all(p["n_fresh"] == 3 and p["n_rollout"] == 4 for p in rescued)
-    counters = stage.counters()
-    assert counters["groups.rescued"] == counters["trajectories.dropped.replaced"] == len(rescued)
-    dropped = [s.header["trajectory_id"] for s in stage.sent if s.kind is Kind.DELIVERY and s.header["index"] == 3]
-    assert f"{rescued[0]['group_id']}.3.0" not in dropped
-    stage.train(plans)
-    stage.round()
-    stage.store.close()
-    stage.start()
-    assert stage.counters()["replays.trained"] == len(rescued)
-    stage.store.close()
-
-
 def test_with_replay_off_nothing_is_stored(tmp_path: Any) -> None:
     stage = Stage(tmp_path / "s.sqlite", half, enabled=False)
     for _ in range(4):
@@ -460,7 +449,7 @@ def test_entropy_is_known_where_it_was_recorded_and_stripped_prompts_are_not_rep
     assert np.isfinite(facts.n_sampled)
 
 
-@pytest.mark.parametrize("mode", ["mix", "groups", "both"])
+@pytest.mark.parametrize("mode", ["mix", "groups"])
 def test_what_is_over_the_bound_on_bytes_leaves_and_is_counted(mode: str, tmp_path: Any) -> None:
     """The oldest leave, and the stage continues."""
     stage = Stage(tmp_path / "s.sqlite", half, mode=mode, groups={"uses_max": 9}, capacity_bytes=5_000, retain_groups=1)
@@ -470,8 +459,8 @@ def test_what_is_over_the_bound_on_bytes_leaves_and_is_counted(mode: str, tmp_pa
     stage.round()
     counters = stage.counters()
     left = {"mix": counters.get("pool.left.bytes"), "groups": counters.get("stored_groups.left.bytes")}
-    assert all(n for name, n in left.items() if mode in (name, "both")), left
-    assert stage.core.experience.bytes <= (1 + (mode == "both")) * 5_000
+    assert left[mode], left
+    assert stage.core.experience.bytes <= 5_000
     stage.store.close()
 
 

@@ -202,10 +202,6 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     "wrong type": (lambda p: p.check(groups={"n_rollout": "eight"}), "groups.n_rollout: expected a valid integer"),
     "unknown key": (lambda p: p.check(learner={"learning_rat": 1}), "did you mean learner.learning_rate?"),
     "unknown section": (lambda p: p.check(learnr={}), "unknown key learnr; did you mean learner?"),
-    "another version": (
-        lambda p: p.check(replay={"shards": 2}),
-        "replay.shards was removed: there is one replay stage",
-    ),
     # options
     "no environment": (
         lambda p: [*p.check(), "--set", "environments.gess.weight=2"],

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import RunConfig
-from pipeline.config.estimators import Grpo, OwnEstimator
+from pipeline.config.estimators import Grpo
 from pipeline.config.explain import free_ports, is_free, resolve, show, split_address
-from pipeline.config.load import MOVED, REMOVED, USUAL_NAMES, dump, dump_yaml, load, model_at, parse_yaml
+from pipeline.config.load import USUAL_NAMES, dump, dump_yaml, load, model_at, parse_yaml
 from pipeline.config.load import loads as loads_file
-from pipeline.config.policy_losses import Gspo, OwnLoss, Ppo
+from pipeline.config.policy_losses import Gspo, Ppo
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError
 
@@ -308,85 +308,6 @@ def test_a_name_alone_is_a_choice_whose_options_can_be_set():
     assert config.advantage.estimator == Grpo(normalize_std=False)
     assert loads("loss: {policy: gspo}").loss.policy == Gspo()
     assert loads("loss: {policy: {name: sapo, positive: 2}}", overrides=["loss.policy=ppo"]).loss.policy == Ppo()
-
-
-OLD = {
-    "groups.equal_rewards": ("refill", {}),
-    "loss.options": ({"scale": 2}, {"loss.policy": "mine.py:loss"}),
-    "loss.clip_low": (0.125, {"loss.policy": "gspo"}),
-    "loss.clip_high": (0.125, {}),
-    "loss.dual_clip": (None, {"loss.policy": "gmpo", "loss.off_policy": "second_moment"}),
-    "loss.ratio_max": (7.0, {"loss.policy": "dppo_kl"}),
-    "loss.sapo_positive": (2.0, {"loss.policy": "sapo"}),
-    "loss.sapo_negative": (2.0, {"loss.policy": {"name": "sapo", "positive": 3.0}}),
-    "loss.off_shape_beta": (0.5, {"loss.off_policy": "shaped"}),
-    "loss.second_moment_max": (0.5, {"loss.off_policy": "second_moment"}),
-    "advantage.normalize_std": (False, {}),
-    "advantage.gamma": (0.5, {"advantage.estimator": "remax"}),
-    "advantage.gae_lambda": (0.5, {"advantage.estimator": "gae"}),
-    "advantage.whiten": (False, {"advantage.estimator": "reinforce_pp_baseline"}),
-    "advantage.pass_k": (2, {"advantage.estimator": "pass_at_k"}),
-    "advantage.cpo_failed_mean": (0.25, {"advantage.estimator": "cpo"}),
-    "advantage.cpo_solved_mean": (0.75, {"advantage.estimator": "cpo"}),
-    "advantage.cpo_failed_weight": (0.5, {"advantage.estimator": "cpo"}),
-    "advantage.cpo_solved_weight": (0.5, {"advantage.estimator": "cpo"}),
-    "advantage.hint_template": ("{hint} {prompt}", {"advantage.estimator": "cpo"}),
-}
-
-
-def file_with(values):
-    data = {}
-    for dotted, value in values.items():
-        section, key = dotted.split(".")
-        data.setdefault(section, {})[key] = value
-    return dump_yaml(data)
-
-
-def value_at(config, dotted):
-    for key in dotted.split("."):
-        config = getattr(config, key)
-    return config
-
-
-@pytest.mark.parametrize("old", MOVED)
-def test_an_old_key_is_read_with_a_warning_that_names_its_place(old, caplog):
-    value, beside = OLD[old]
-    config = loads(file_with({**beside, old: value}), "run.yaml")
-    assert [value_at(config, place) for place in MOVED[old]] == [value] * len(MOVED[old])
-    (record,) = caplog.records
-    assert f"{old} is now called {' and '.join(MOVED[old])}" in record.message
-    assert record.message.startswith("run.yaml, line ")
-
-
-@pytest.mark.parametrize("old", MOVED)
-def test_a_value_given_under_its_old_key_and_its_new_one_is_refused(old):
-    value, beside = OLD[old]
-    text, place = file_with({**beside, old: value}), MOVED[old][0]
-    said = refusal(text, [f"{place}={dump_yaml(value).removesuffix('...' + chr(10)).strip()}"])
-    assert f"expected {old} only as {place}, got both (--set {place}=" in said
-
-
-def test_an_old_key_that_the_chosen_loss_has_no_use_for_is_left_out_with_a_warning(caplog):
-    text = "loss: {policy: gspo, sapo_positive: 2, clip_low: null}\nadvantage: {estimator: rloo, gamma: 0.5}"
-    assert loads(text) == loads("loss: {policy: gspo}\nadvantage: {estimator: rloo}")
-    assert ["has no effect here" in record.message for record in caplog.records] == [True] * 3
-
-
-def test_old_keys_of_a_users_own_function_become_its_options():
-    config = loads("loss: {policy: 'a:f', dual_clip: 2, clip_low: 0.1}\nadvantage: {estimator: 'a:g', pass_k: 3}")
-    assert config.loss.policy == OwnLoss(name="a:f", options={"dual_clip": 2}, clip_low=0.1)
-    assert config.advantage.estimator == OwnEstimator(name="a:g", options={"k": 3})
-
-
-def test_a_wrong_value_under_an_old_key_is_told_with_its_line():
-    assert "run.yaml, line 2: loss.policy.clip_low: expected less" in refusal("loss:\n  clip_low: 3")
-
-
-@pytest.mark.parametrize("gone", REMOVED)
-def test_a_removed_key_is_answered_with_what_became_of_it(gone):
-    section, _, rest = gone.partition(".")
-    text = f"{section}:\n  {rest}" if ": " in rest else f"{section}:\n  {rest}: 1"
-    assert refusal(text) == f"run.yaml, line 2: {gone} was removed: {REMOVED[gone]}"
 
 
 def test_sections_are_found_through_mappings_and_lists():
