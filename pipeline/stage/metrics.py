@@ -115,8 +115,8 @@ class Observer:
                     getattr(M, metric).record(self._m, labels, change)
         for name, values in core.journal.take_observations().items():
             if name in _OBSERVATIONS:
-                metric, of = _OBSERVATIONS[name]
-                metric.record(self._m, of, values)
+                observed, of = _OBSERVATIONS[name]
+                observed.record(self._m, of, values)
         self._progress(core, time.monotonic())
         for gauge, read, *values in _GAUGES:
             gauge.record(self._m, values, read(core))
