@@ -37,9 +37,9 @@ from benchmarks.replay_efficiency.arms import Job, Protocol, jobs_of
 from benchmarks.replay_efficiency.measure import Bench
 from benchmarks.replay_efficiency.picture import draw
 from benchmarks.replay_efficiency.records import Point, Result
-from pipeline.cli.study import Study
+from pipeline.cli.compare import Study
 from pipeline.cli.viewer.comparison import QUANTITIES, Cost, ratio_of, t_interval
-from pipeline.cli.viewer.metric import Metric
+from pipeline.cli.viewer.progress import Metric
 from pipeline.config.load import load
 from pipeline.errors import AfterplayError
 from pipeline.runtime.rundir import write_json_atomically

@@ -1,17 +1,32 @@
-"""``afterplay compare A B``: runs of several settings over seeds, and ratios of their costs to reach a target."""
+"""``afterplay compare A B``: runs of several settings over seeds that can be stopped and continued, and ratios of their
+costs to reach a target."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeline.cli.viewer.metric import WINDOWS, Metric
+from pipeline.cli.viewer.progress import TARGETS, WINDOWS, Metric
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit, module_command
+from pipeline.runtime.rundir import RunDirectory, read_json, write_bytes_atomically, write_json_atomically
+
+if TYPE_CHECKING:
+    from pipeline.cli.viewer.comparison import Cost, LearningCurve, Ratio
+    from pipeline.config import RunConfig
+    from pipeline.runtime.process import ExitCode
+
+    Arms = Mapping[str, Sequence[LearningCurve]]
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
 
@@ -61,7 +76,6 @@ def compare(
       afterplay compare off=@replay_tiny on=@replay_tiny --set-arm off:replay.enabled=false --reach 0.8 --seeds 1-12
       afterplay compare runs/compare/off runs/compare/on --reach 0.7 --out seven
     """
-    from pipeline.cli.study import Study
 
     if not math.isfinite(reach):
         raise ConfigurationError(f"--reach: expected a number, got {reach}")
@@ -114,3 +128,282 @@ def seeds_of(text: str) -> list[int]:
             raise ConfigurationError(f"--seeds: expected numbers and ranges such as 1-12 or 1,2,7-9, got {text!r}")
         found += range(int(low), int(high or low) + 1)
     return sorted(set(found))
+
+
+DRAIN_SECONDS_MAX = 90.0
+"""For the runs that are left if this process is killed."""
+LOOK_SECONDS = 1.0
+"""Interval at which signals and, with ``--until-reached``, curves are looked at."""
+GRID = 200
+"""Places of the curves in the picture."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run of a run file with one seed."""
+
+    arm: str
+    seed: int
+    file: Path
+    config: RunConfig
+    """Complete, but for the seed."""
+
+    @property
+    def directory(self) -> RunDirectory:
+        return RunDirectory(self.config.run.directory / f"seed-{self.seed}")
+
+    @property
+    def command(self) -> list[str]:
+        """The command of the run. A tiny model has random weights of its own seed."""
+        sets = [f"run.name={self.directory.path.name}", f"run.seed={self.seed}"]
+        if self.config.model.source == "tiny":
+            sets.append(f"model.tiny.seed={self.seed}")
+        return module_command("pipeline.cli.app", "run", str(self.file), *(f"--set={one}" for one in sets))
+
+    @property
+    def finished(self) -> bool:
+        done = read_json(self.directory.finished_file) or {}
+        return int(done.get("steps", 0)) >= self.config.run.total_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """A comparison: its arms, its target, and the folder of its runs and results."""
+
+    sources: Mapping[str, str]
+    """Run file, or folder of runs, of each arm by name."""
+    out: Path
+    metric: Metric
+    target: float
+    window: int
+    until_reached: bool
+
+    def run(
+        self, seeds: Sequence[int], sets: Sequence[str], own: Mapping[str, Sequence[str]], at_once: int
+    ) -> ExitCode:
+        """Run what is missing, and report. SIGINT and SIGTERM stop the runs cleanly."""
+        from pipeline.runtime.process import ExitCode
+
+        jobs = plan_jobs(self.sources, seeds, sets, own, self.out)
+        stop = threading.Event()
+        previous = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            faults = run_jobs(jobs, at_once, self.is_enough, stop)
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        if stop.is_set():
+            done = sum(job.finished or self.is_enough(job) for job in jobs)
+            typer.echo(f"stopped: {done} of {len(jobs)} runs are done. Run the command again to continue")
+            return ExitCode.FAILED
+        for fault in faults:
+            typer.echo(fault, err=True)
+        arms = {name: read_arm(name, source, jobs, self.metric) for name, source in self.sources.items()}
+        report(arms, self.metric, self.target, self.window, self.out)
+        return ExitCode.FAILED if faults else ExitCode.FINISHED
+
+    def is_enough(self, job: Job) -> bool:
+        """True when the run has reached the target, and that is all that is wanted."""
+        from pipeline.cli.viewer.comparison import cost_to_reach, read_curve
+
+        if not self.until_reached or not job.directory.metrics_file.exists():
+            return False
+        points = read_curve(job.config, job.directory, job.seed, self.metric).points
+        return cost_to_reach(points, self.target, self.window).reached
+
+
+def plan_jobs(
+    sources: Mapping[str, str], seeds: Sequence[int], sets: Sequence[str], own: Mapping[str, Sequence[str]], out: Path
+) -> list[Job]:
+    """Runs of the arms that are run files, all arms of a seed together. Keeps each complete configuration as
+    ``out/NAME.yaml``. Raises :class:`ConfigurationError` if an earlier call kept another one."""
+    from pipeline.config.load import dump, load
+    from pipeline.supervisor.history import difference
+
+    kept: dict[str, tuple[Path, RunConfig]] = {}
+    for name, source in sources.items():
+        if Path(source).is_dir():
+            if own[name]:
+                raise ConfigurationError(f"--set-arm {name}: expected a run file, {source} is a folder of runs")
+            continue
+        folder = (out / name).absolute()
+        config = load(source, [*sets, *own[name], f"run.directory={folder}", "run.resume=auto"])
+        file = folder.with_name(f"{name}.yaml")
+        if not file.exists():
+            write_bytes_atomically(file, dump(config).encode())
+        elif changed := difference(load(file, environment={}), config):
+            raise ConfigurationError(
+                f"{file}: expected the settings of the earlier call, got another {', '.join(changed)}. Give another "
+                "--out, or the same settings"
+            )
+        kept[name] = file, config
+    return [Job(name, seed, file, config) for seed in seeds for name, (file, config) in kept.items()]
+
+
+def run_jobs(jobs: Sequence[Job], at_once: int, is_enough: Callable[[Job], bool], stop: threading.Event) -> list[str]:
+    """Run all jobs that are not finished; sentences about those that failed. ``is_enough`` ends a run early, ``stop``
+    all of them."""
+    waiting, live, faults = deque(jobs), dict[int, tuple[Job, ChildGroup]](), list[str]()
+    ending: set[int] = set()
+    with OrphanReaper(DRAIN_SECONDS_MAX) as reaper:
+        while live or (waiting and not stop.is_set()):
+            while waiting and len(live) < at_once and not stop.is_set():
+                job = waiting.popleft()
+                if job.finished or is_enough(job):
+                    continue
+                typer.echo(f"{job.arm} seed {job.seed}: {'continues' if job.directory.path.exists() else 'starts'}")
+                log = job.file.parent / job.arm / f"seed-{job.seed}.log"
+                log.parent.mkdir(parents=True, exist_ok=True)
+                with log.open("ab") as output:
+                    child = ChildGroup(job.command, reaper, output=output)
+                live[child.pid] = job, child
+            futures.wait([c.end for _, c in live.values()], LOOK_SECONDS, return_when=futures.FIRST_COMPLETED)
+            for pid, (job, child) in list(live.items()):
+                if child.end.done():
+                    del live[pid]
+                    reached = is_enough(job)
+                    typer.echo(f"{job.arm} seed {job.seed}: {'finished' if job.finished or reached else 'ended'}")
+                    if not (job.finished or reached or stop.is_set()):
+                        log = job.file.parent / job.arm / f"seed-{job.seed}.log"
+                        code = describe_exit(child.end.result())
+                        faults.append(f"{job.arm} seed {job.seed} ended before its last update ({code}); see {log}")
+                elif pid not in ending and (stop.is_set() or is_enough(job)):
+                    ending.add(pid)
+                    child.terminate()
+    return faults
+
+
+def read_arm(name: str, source: str, jobs: Sequence[Job], metric: Metric) -> list[LearningCurve]:
+    """Curves of the runs of an arm by seed. A run of a run file that failed before its first update is not among them.
+    Raises :class:`ConfigurationError` when there is none, one has no points, or a seed comes twice."""
+    from pipeline.cli.experience import open_run
+    from pipeline.cli.viewer.comparison import read_curve
+
+    if Path(source).is_dir():
+        folders = [Path(source), *sorted(p for p in Path(source).iterdir() if p.is_dir())]
+        opened = [open_run(folder) for folder in folders if RunDirectory(folder).metrics_file.exists()]
+        curves = [read_curve(config, directory, config.run.seed, metric) for config, directory in opened]
+    else:
+        own = [job for job in jobs if job.arm == name and job.directory.metrics_file.exists()]
+        curves = [read_curve(job.config, job.directory, job.seed, metric) for job in own]
+    curves.sort(key=lambda curve: curve.seed)
+    if not curves:
+        raise ConfigurationError(f"{name}: expected runs with updates in {source}, found none")
+    if empty := [str(curve.seed) for curve in curves if not curve.points]:
+        raise ConfigurationError(
+            f"{name}: expected values of {metric} in every run, got none for seeds {', '.join(empty)}. --metric eval "
+            "needs evaluation.every in the run file"
+        )
+    seeds = [curve.seed for curve in curves]
+    if len({*seeds}) < len(seeds):
+        raise ConfigurationError(f"{name}: expected a run for each seed, {source} has two of the same: {seeds}")
+    return curves
+
+
+def report(arms: Arms, metric: Metric, target: float, window: int, out: Path) -> None:
+    """Print the table and what was found, and write ``compare.json`` and ``compare.png`` into ``out``."""
+    from pipeline.cli.viewer.comparison import LEVEL, QUANTITIES, cost_to_reach, describe_ratio, ratio_of
+    from pipeline.cli.viewer.plots import draw_comparison
+
+    costs = {name: {c.seed: cost_to_reach(c.points, target, window) for c in curves} for name, curves in arms.items()}
+    base = next(iter(arms))
+    ratios = {
+        name: [ratio_of(own, costs[base], quantity) for quantity in QUANTITIES]
+        for name, own in costs.items()
+        if name != base
+    }
+    sentences = [
+        *(describe_ratio(name, base, found[0], f"{TARGETS[metric]} {target:g}") for name, found in ratios.items()),
+        *notes(arms, costs),
+    ]
+    _print(costs, ratios, sentences)
+    write_json_atomically(
+        out / "compare.json",
+        {
+            "metric": metric, "target": target, "window": window, "level": LEVEL, "base": base, "found": sentences,
+            "ratios": {name: [_finite(asdict(ratio)) for ratio in found] for name, found in ratios.items()},
+            "arms": {
+                name: [
+                    {"seed": c.seed, "finished": c.finished, "redone": c.redone, **asdict(costs[name][c.seed]),
+                     "points": [asdict(point) for point in c.points]}
+                    for c in curves
+                ]
+                for name, curves in arms.items()
+            },
+        },
+    )  # fmt: skip
+    forest = [
+        (f"{name}: {QUANTITIES[r.quantity]}", r.ratio, r.low, r.high) for name, found in ratios.items() for r in found
+    ]
+    draw_comparison(
+        {name: _band(curves, window) for name, curves in arms.items()}, forest, (metric.value, base, target),
+        out / "compare.png",
+    )  # fmt: skip
+    typer.echo(f"{out / 'compare.json'}  {out / 'compare.png'}")
+
+
+def notes(arms: Arms, costs: Mapping[str, Mapping[int, Cost]]) -> list[str]:
+    """Sentences about runs whose numbers need care."""
+    found = []
+    for name, curves in arms.items():
+        for text, seeds in (
+            ("unfinished, and count as if they ended here",
+             [c.seed for c in curves if not c.finished and not costs[name][c.seed].reached]),
+            ("resumed from an older checkpoint, and the tokens of the updates made again count",
+             [c.seed for c in curves if c.redone]),
+        ):  # fmt: skip
+            if seeds:
+                found.append(f"{name}: runs of seeds {', '.join(map(str, seeds))} are {text}.")
+    return found
+
+
+def _band(curves: Sequence[LearningCurve], window: int) -> list[tuple[float, float, float, float]]:
+    """(tokens, mean, low, high) of the smoothed curves of an arm."""
+    from pipeline.cli.viewer.comparison import band, smoothed
+
+    lines = [([float(p.tokens) for p in c.points[window - 1 :]], smoothed(c.points, window)) for c in curves]
+    end = max((xs[-1] for xs, _ in lines if xs), default=0.0)
+    grid = [end * i / (GRID - 1) for i in range(GRID)]
+    return [(x, *row) for x, row in zip(grid, band(lines, grid), strict=True)]
+
+
+def _print(
+    costs: Mapping[str, Mapping[int, Cost]], ratios: Mapping[str, Sequence[Ratio]], sentences: Sequence[str]
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from pipeline.cli.plan import COLUMNS
+    from pipeline.cli.viewer.comparison import QUANTITIES, median_of
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = COLUMNS
+    table = Table("arm", "reached", box=None, header_style="dim")
+    for what in QUANTITIES.values():
+        table.add_column(f"{what}: median (range)", justify="right")
+        table.add_column("ratio (95 %)", justify="right")
+    for name, own in costs.items():
+        row = [name, f"{sum(c.reached for c in own.values())} of {len(own)}"]
+        for i, quantity in enumerate(QUANTITIES):
+            values = [getattr(c, quantity) for c in own.values()]
+            row.append(f"{_number(median_of([*own.values()], quantity))} ({min(values):,.0f}–{max(values):,.0f})")
+            row.append("1" if name not in ratios else _interval(ratios[name][i]))
+        table.add_row(*row)
+    console.print(table)
+    for sentence in sentences:
+        console.print(sentence, markup=False, soft_wrap=True)
+
+
+def _interval(ratio: Ratio) -> str:
+    ends = "none" if math.isinf(ratio.high) else f"{ratio.low:.2f}–{ratio.high:.2f}"
+    return f"{ratio.ratio:.2f} ({ends})"
+
+
+def _number(value: float) -> str:
+    return "not reached" if math.isinf(value) else f"{value:,.0f}"
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

@@ -22,11 +22,12 @@ from pipeline.errors import AfterplayError, ConfigurationError, StoreError
 from pipeline.experience.experience import Experience
 from pipeline.runtime.rundir import RunDirectory, read_json
 from pipeline.schema import TokenSpan, Trajectory, Turn, VersionSpan
+from pipeline.schema.counters import Count
 from pipeline.store.archive import ArchivedTrajectory, Header, is_archive, read_archive, write_archive
 from pipeline.store.demonstrations import Render, import_id, read_demonstrations
 from pipeline.store.experience_records import PoolEntry
 from pipeline.store.journal import Journal
-from pipeline.store.ledger import FAILURES, Count
+from pipeline.store.ledger import FAILURES
 from pipeline.store.payload_refs import PayloadRefCounts
 from pipeline.store.queries import meta, origin, pooled, reading
 from pipeline.store.records import OrderKey, TrajectoryRecord, TrajectoryState, facts_of
@@ -187,7 +188,7 @@ class PoolWriter:
         for entry, reason in outcome.left:
             self._holds.release(entry.row_id, self._n_bytes.pop(entry.row_id))
             self._stored_ids.discard(entry.trajectory_id)
-            self._journal.count(Count.left_pool(reason))
+            self._journal.count(Count(f"pool.left.{reason}"))
             counts[f"left.{reason.value}"] += 1
         counts["imported"] = len(outcome.saved)
         counts["retired"] = len(entries) - len(outcome.saved)

@@ -1,4 +1,4 @@
-"""``afterplay run FILE --on NAME``: the registry of launchers, and what each is asked for.
+"""``afterplay run FILE --on NAME``: the registry of launchers, and the one for this machine.
 
 A launcher takes the plan of a run (:mod:`pipeline.supervisor.plan`) and decides only where its processes run and who
 starts them again. Their messages go over ZeroMQ and HTTP as on one machine. Another launcher is a function from
@@ -7,18 +7,24 @@ starts them again. Their messages go over ZeroMQ and HTTP as on one machine. Ano
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from rich.console import Console
+
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.process import load_main
+from pipeline.runtime.process import ExitCode, load_main
+from pipeline.supervisor.inventory import local_inventory
+from pipeline.supervisor.plan import plan
+from pipeline.supervisor.run import run
 
 LAUNCHERS = {
-    "local": "pipeline.launchers.local:launch",
+    "local": "pipeline.launchers.launcher:run_here",
     "ray": "pipeline.launchers.ray:launch",
     "slurm": "pipeline.launchers.slurm:launch",
     "kubernetes": "pipeline.launchers.kubernetes:launch",
@@ -57,3 +63,23 @@ def require_program(name: str, remedy: str) -> str:
     if path is None:
         raise ConfigurationError(f"expected the program {name} on the PATH, found none: {remedy}")
     return path
+
+
+def run_here(request: Launch) -> int:
+    """Run all processes on this machine, to the end. A dry run prints the command of each. Raises
+    :class:`ConfigurationError`."""
+    given = {"--nodes": request.nodes, "--gpus": request.gpus, "--out": request.out, "--": request.arguments}
+    for option, value in given.items():
+        if value not in ("", None, ()):
+            raise ConfigurationError(
+                f"{option} is for runs on several machines, got --on local: omit it. CUDA_VISIBLE_DEVICES limits the "
+                "GPUs of this machine, and afterplay plan FILE shows other machines"
+            )
+    if not request.dry_run:
+        return run(request.config, request.fresh)
+    console = Console(highlight=False)
+    for place in plan(request.config, local_inventory()).fitting().places:
+        variables = [f"{name}={value}" for name, value in place.environment.items()]
+        command = shlex.join([*variables, *place.command(str(request.config.run.path / "config.yaml"))])
+        console.print(f"{place.name}: {command}", markup=False, soft_wrap=True)
+    return ExitCode.FINISHED

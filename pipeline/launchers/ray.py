@@ -2,7 +2,7 @@
 
 This process is the driver: the supervisor decides as on one machine, and shows the same progress. Ray reserves a
 placement group for each role (:mod:`pipeline.launchers.ray_placement`) and starts a keeper for each process
-(:mod:`pipeline.launchers.ray_keeper`). When a node is lost, Ray moves its bundles to nodes with room, and the
+(:mod:`pipeline.launchers.ray_placement`). When a node is lost, Ray moves its bundles to nodes with room, and the
 supervisor starts the processes again there, with the waits and limits of any restart. The replay stage waits for its
 own node. Messages go over ZeroMQ and HTTP, never through Ray.
 """
@@ -27,8 +27,7 @@ from pipeline.config import RunConfig
 from pipeline.config.explain import free_ports, split_address
 from pipeline.errors import ConfigurationError
 from pipeline.launchers.launcher import Launch
-from pipeline.launchers.ray_keeper import Keeper, has_disk
-from pipeline.launchers.ray_placement import PlacementGroup, Seat, describe, lacking, placement_groups
+from pipeline.launchers.ray_placement import Keeper, PlacementGroup, Seat, describe, has_disk, lacking, placement_groups
 from pipeline.runtime.disk_wait import left_out
 from pipeline.runtime.engine_addresses import signed_line
 from pipeline.runtime.engine_keys import find_digests
@@ -36,10 +35,9 @@ from pipeline.runtime.process import ADDRESS, ExitCode
 from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
 from pipeline.store.store import store_path
 from pipeline.supervisor.cluster import Cluster
-from pipeline.supervisor.host import ProcessLost, Waiting
 from pipeline.supervisor.inventory import Inventory, Node
 from pipeline.supervisor.plan import Place, plan
-from pipeline.supervisor.processes import PROBE_SECONDS_MAX, HealthAnswer, ProcessSpec
+from pipeline.supervisor.processes import PROBE_SECONDS_MAX, HealthAnswer, ProcessLost, ProcessSpec, Waiting
 from pipeline.supervisor.run import run
 
 LOOK_SECONDS = 0.5

@@ -1,7 +1,8 @@
 """SLURM: a batch job whose first node runs the supervisor, and a job step for each process.
 
 ``afterplay run FILE --on slurm`` submits the job. Inside a job, also one of ``salloc``, the same command runs it: the
-supervisor starts each process on its node by ``srun --overlap`` (:mod:`pipeline.launchers.slurm_step`).
+supervisor starts each process by this module as a program (:func:`run_step`), which runs it by ``srun --overlap`` on
+its node: SIGTERM is passed on to the process, and its exit code is that of the step.
 
 SIGTERM means drain. SLURM sends it some time before the limit of the job (``--signal=B:TERM@SECONDS``), and before a
 preemption where the cluster has ``PreemptParameters=send_user_signal``. A drained job puts itself back into the queue
@@ -15,23 +16,26 @@ import math
 import os
 import re
 import shlex
+import signal
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import orjson
 
+from pipeline.config.explain import taken_ports
 from pipeline.config.load import dump
 from pipeline.errors import ConfigurationError
 from pipeline.launchers.launcher import Launch, require_program
-from pipeline.launchers.slurm_step import nodes_of
 from pipeline.runtime.children import module_command
-from pipeline.runtime.process import ExitCode
+from pipeline.runtime.process import ADDRESS, ExitCode
 from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
 from pipeline.supervisor.cluster import Cluster
-from pipeline.supervisor.inventory import Inventory, Node, given_inventory
+from pipeline.supervisor.inventory import Inventory, Node, given_inventory, local_inventory
 from pipeline.supervisor.plan import Place, Plan, plan
 from pipeline.supervisor.run import prepare_directory, run, run_lock
 
@@ -141,7 +145,7 @@ def goes_back(shown: str) -> bool:
 
 def job_inventory() -> Inventory:
     """The nodes of this job, this one first: GPUs and cores as a step sees them, addresses as SLURM knows them."""
-    describe = module_command("pipeline.launchers.slurm_step", "describe")
+    describe = module_command("pipeline.launchers.slurm", "describe")
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     lines = command_output(
         "srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none",
@@ -176,7 +180,7 @@ def step_command(inventory: Inventory, place: Place, command: Sequence[str]) -> 
     others = nodes[1:]
     turn = place.index % len(others) if others else 0
     return [
-        *module_command("pipeline.launchers.slurm_step", "run"),
+        *module_command("pipeline.launchers.slurm", "run"),
         place.name,
         ",".join(f"{node.name}={node.address}" for node in (nodes[0], *others[turn:], *others[:turn])),
         "pinned" if place.gpus or fixed else "free",
@@ -202,3 +206,85 @@ def command_output(name: str, *arguments: str) -> str:
     if done.returncode:
         raise ConfigurationError(f"{shlex.join([name, *arguments])} failed: {(done.stderr or done.stdout).strip()}")
     return done.stdout
+
+
+PASSED_ON = (signal.SIGTERM, signal.SIGCHLD)
+"""Signals that a step waits for: the supervisor's, and the end of ``srun``."""
+
+
+def describe_node() -> None:
+    """Print cores, memory, GPUs and ports in use of this node as one line of JSON."""
+    inventory = local_inventory()
+    known = {"name": os.environ["SLURMD_NODENAME"], "taken_ports": taken_ports(), "lack": inventory.lack}
+    facts = asdict(inventory.nodes[0]) | known
+    print(orjson.dumps(facts).decode(), flush=True)
+
+
+def choose_node(nodes: Sequence[str], alive: Sequence[str], pinned: bool) -> str | None:
+    """The first of ``nodes`` if it is alive, else the next one that is; None: none is, or ``pinned`` and it is lost."""
+    return next((node for node in (nodes[:1] if pinned else nodes) if node in alive), None)
+
+
+def run_step(name: str, addresses: dict[str, str], pinned: bool, command: Sequence[str]) -> int:
+    """Run the step ``name`` on the first of the nodes in ``addresses`` that the job still has; returns its exit code.
+
+    If one that is ``pinned`` to its node has lost it, the code is that of errors that no restart fixes: the
+    supervisor drains, and the job goes back into the queue for another node.
+    """
+    job = os.environ["SLURM_JOB_ID"]
+    node = choose_node(tuple(addresses), nodes_of(job), pinned)
+    if node is None:
+        print(f"{name}: its node {next(iter(addresses))} is lost, and it cannot move: ending the run", flush=True)
+        return ExitCode.CONFIGURATION
+    signal_steps(job, name, "KILL")  # srun can be killed without its process
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    step = subprocess.Popen(
+        [
+            "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", f"--job-name={name}",
+            "--cpu-bind=none", "--mem=0", "--input=none", "--quiet", "env", f"{ADDRESS}={addresses[node]}", *command,
+        ],
+        preexec_fn=unblock,
+    )  # fmt: skip
+    while (code := step.poll()) is None:
+        # On SIGTERM srun itself would kill the step.
+        if signal.sigwait(PASSED_ON) == signal.SIGTERM and not signal_steps(job, name, "TERM"):
+            step.terminate()
+    return code if code >= 0 else 128 - code
+
+
+def unblock() -> None:
+    """Let a new program have the signals that we wait for."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+
+
+def nodes_of(job: str) -> list[str]:
+    """Nodes that a job has now. One that is lost leaves the list."""
+    return command_output(
+        "scontrol", "show", "hostnames", *command_output("squeue", "-h", "-j", job, "-o", "%N").split()
+    ).splitlines()
+
+
+def signal_steps(job: str, name: str, kind: str) -> bool:
+    """Send a signal to the steps of this name; False if there is none."""
+    shown = command_output("squeue", "-h", "-s", "-j", job, "-o", "%i %j").splitlines()
+    found = [line.split(maxsplit=1) for line in shown]
+    steps = [step for step, of in found if of.strip() == name]
+    if steps:
+        subprocess.run(["scancel", f"--signal={kind}", *steps], check=False, capture_output=True)
+    return bool(steps)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``describe``, or ``run NAME NODE=ADDRESS,… pinned|free VARIABLE=VALUE … -- COMMAND``."""
+    if arguments[0] == "describe":
+        describe_node()
+        return ExitCode.FINISHED
+    _, name, nodes, kind, *rest = arguments
+    end = rest.index("--")
+    addresses = dict(node.split("=", 1) for node in nodes.split(","))
+    variables = [variable for variable in rest[:end] if not variable.startswith(f"{ADDRESS}=")]
+    return run_step(name, addresses, kind == "pinned", [*variables, *rest[end + 1 :]])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

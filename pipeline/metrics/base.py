@@ -65,8 +65,9 @@ class Declaration(Generic[M]):
 
     kind: type[M]
     help: str
-    labels: Mapping[str, Sequence[str] | str]
-    """Label name to its values, or to the name under which :class:`MetricSet` is given them."""
+    labels: Mapping[str, Any]
+    """Label name to its values, to the name under which :class:`MetricSet` is given them, or to a function of the
+    metric's name that returns them."""
     buckets: Sequence[float] = ()
     """Upper bounds of a histogram."""
     start: float | None = None
@@ -78,6 +79,7 @@ class Declaration(Generic[M]):
 
     def __set_name__(self, owner: type[MetricSet], name: str) -> None:
         self.name, self.full_name = name, owner.prefix + name
+        self.labels = {label: values(name) if callable(values) else values for label, values in self.labels.items()}
 
     @overload
     def __get__(self, instance: None, owner: type) -> Declaration[M]: ...
@@ -114,7 +116,7 @@ class Declaration(Generic[M]):
             child.observe_many(value)
 
 
-def counter(help: str, **labels: Sequence[str] | str) -> Declaration[Counter]:
+def counter(help: str, **labels: Sequence[str] | str | Callable[[str], Sequence[str]]) -> Declaration[Counter]:
     """Declares a counter; see :attr:`Declaration.labels`."""
     return Declaration(Counter, help, labels)
 

@@ -19,24 +19,14 @@ from pipeline.metrics.base import (
     histogram,
     latest,
 )
+from pipeline.schema.counters import Count
 
 FAULTS = ("handshake", "bytes", "limit", "hello", "identity")
-DROPS = ("stale", "duplicate", "corrupt", "schema", "unpublished")
 PEERS = ("actor", "learner")
-TERMINAL_STATES = ("trained", "error", "aborted", "unscored", "cancelled", "refused", "dropped", "baseline",
-                   "evaluated", "uninformative")  # fmt: skip
-GROUP_OUTCOMES = ("trained", "cancelled", "rolled_back", "uninformative")
-EQUAL_GROUPS = ("kept", "dropped", "refilled")
-ORDER_OUTCOMES = ("completed", "error", "aborted", "expired", "cancelled")
 DIFFICULTIES = ("unseen", "hard", "medium", "easy", "solved")
 POPULATIONS = ("sampled", "stored", "trained", "replayed", "uninformative")
-SAVED_FROM = ("rollout", "import")
-LEFT = ("full", "capacity", "bytes", "retired", "age")
-GROUPS_LEFT = ("capacity", "bytes", "uses", "age", "retired", "reconfigured")
-GUARD = ("shrink", "recover")
 SCORE_FAILURES = ("raised", "timeout", "crashed", "missing", "type", "nonfinite", "unavailable", "refused", "protocol")
 TASK_ROWS = ("used", "filtered", "bad", "held_out", "unused")
-EVALUATIONS = ("complete", "timed_out", "abandoned", "skipped")
 EVALUATED_ROLLOUTS = ("scored", "truncated", "failed", "missing")
 LESSON_SEARCHES = ("found", "none", "error", "dropped")
 LESSON_GROUPS = ("written", "nothing", "timeout", "error", "dropped")
@@ -77,7 +67,7 @@ class ReplayMetrics(MetricSet):
     dropped_trajectories_total = counter(
         "Trajectories dropped or refused; reason = stale (staleness.late: drop), duplicate, corrupt, schema or "
         "unpublished (of a policy version that no learner of this run can have published).",
-        reason=DROPS,
+        reason=Count.labels,
     )
     oldest_policy_version = gauge("Oldest policy version that sampled a waiting trajectory.")
     task_rows = gauge(
@@ -113,16 +103,16 @@ class ReplayMetrics(MetricSet):
         "(not said, or wrong) or identity (another's name).",
         fault=FAULTS,
     )
-    peers_dropped_total = counter("Peers that fell silent; peer = actor or learner.", peer=PEERS)
+    peers_dropped_total = counter("Peers that fell silent; peer = actor or learner.", peer=Count.labels)
 
-    terminal_trajectories_total = counter("Trajectories by terminal state.", state=TERMINAL_STATES)
-    groups_total = counter("Groups by outcome.", outcome=GROUP_OUTCOMES)
+    terminal_trajectories_total = counter("Trajectories by terminal state.", state=Count.labels)
+    groups_total = counter("Groups by outcome.", outcome=Count.labels)
     equal_groups_total = counter(
         "Finished groups whose rewards were all equal; action = kept (trained), dropped or refilled.",
-        action=EQUAL_GROUPS,
+        action=Count.labels,
     )
     orders_issued_total = counter("Orders sent to actors.")
-    orders_total = counter("Orders by outcome.", outcome=ORDER_OUTCOMES)
+    orders_total = counter("Orders by outcome.", outcome=Count.labels)
     orders_inflight = gauge("Orders that actors hold.")
     groups_open = gauge("Groups that wait for a trajectory or a score.")
     groups_ready = gauge("Complete groups that were not sent to the learner.")
@@ -152,25 +142,25 @@ class ReplayMetrics(MetricSet):
     )
     experience_oldest_version = gauge("Oldest policy version in the experience pool.")
     experience_saved_total = counter(
-        "Trajectories that entered the experience pool; origin = rollout or import.", origin=SAVED_FROM
+        "Trajectories that entered the experience pool; origin = rollout or import.", origin=Count.labels
     )
     experience_left_total = counter(
         "Trajectories that left the experience pool; reason = full (its task), capacity or bytes (the pool), "
         "retired or age.",
-        reason=LEFT,
+        reason=Count.labels,
     )
     stored_groups = gauge("Groups that may come back whole (replay.mode: groups).")
     stored_groups_saved_total = counter("Trained groups that were stored to come back whole.")
     stored_groups_left_total = counter(
         "Stored groups that left; reason = capacity or bytes (too many), uses (replayed as often as it may), age, "
         "retired or reconfigured.",
-        reason=GROUPS_LEFT,
+        reason=Count.labels,
     )
 
     planned_share_ratio = gauge("Planned share of replay groups: task_ratio times the factor of the ESS guard.")
     guard_factor_ratio = gauge("Factor of the ESS guard on task_ratio; 0 to 1.")
     guard_actions_total = counter(
-        "Changes of the factor of the ESS guard; direction = shrink or recover.", direction=GUARD
+        "Changes of the factor of the ESS guard; direction = shrink or recover.", direction=Count.labels
     )
     replays_trained_total = counter("Stored trajectories trained again.")
     choice_failures_total = counter("Groups whose candidates the learner could not score.")
@@ -203,7 +193,7 @@ class ReplayMetrics(MetricSet):
     evaluation_policy_version = gauge("Policy version of the last evaluation.")
     evaluations_total = counter(
         "Evaluations by outcome; outcome = complete, timed_out, abandoned or skipped (another was in progress).",
-        outcome=EVALUATIONS,
+        outcome=Count.labels,
     )
 
     lessons = gauge("Lessons in the memory.")

@@ -15,6 +15,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import ImpossibleClaim, WireError
 from pipeline.experience.experience import Experience
 from pipeline.schema import SCHEMA_VERSION
+from pipeline.schema.counters import Count
 from pipeline.scorer.verdict import Verdict
 from pipeline.stage.dispatch import Dispatch
 from pipeline.stage.evaluation import Evaluations
@@ -28,7 +29,7 @@ from pipeline.stage.replay_groups import ReplayGroups
 from pipeline.stage.rollout_outcomes import RolloutOutcomes
 from pipeline.stage.staleness import StalenessLedger, StalenessRule
 from pipeline.store.journal import Changes, Effect, Journal, Score, Send
-from pipeline.store.ledger import FAILURES, Count
+from pipeline.store.ledger import FAILURES
 from pipeline.store.payload_refs import PayloadRefCounts
 from pipeline.store.records import CancelReason, GroupRecord, GroupState, Slot, TrajectoryRecord
 from pipeline.store.snapshot import Snapshot

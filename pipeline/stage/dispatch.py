@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pipeline.schema import GroupPlan
+from pipeline.schema.counters import Count
 from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.stage.groups import Groups
 from pipeline.stage.replay_groups import ReplayGroups, UpdateReport
 from pipeline.stage.staleness import StalenessLedger
 from pipeline.store.journal import Journal, Send
-from pipeline.store.ledger import Count
 from pipeline.store.payload_refs import PayloadRefCounts
 from pipeline.store.records import (
     CancelReason,

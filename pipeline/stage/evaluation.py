@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.config import RunConfig
+from pipeline.schema.counters import Count
 from pipeline.stage.evaluation_rollouts import EvaluationRollouts, HeldOut
 from pipeline.stage.group_records import Clock
 from pipeline.stage.staleness import StalenessLedger
 from pipeline.store.evaluation_results import Result
 from pipeline.store.journal import Evaluated, Journal
-from pipeline.store.ledger import Count
 from pipeline.store.records import GroupRecord, OrderRecord
 from pipeline.tasks.source import TaskSplit
 from pipeline.tasks.splits import Splits
@@ -266,7 +266,7 @@ class Evaluations:
         self.last = result.as_json()
         if status == "complete":
             self._bests.offer(result, active["shape"])
-        self._journal.count(Count.evaluation(status))
+        self._journal.count(Count(f"evaluations.{status}"))
         self._journal.effect(Evaluated(self.last))
         self._write()
         log.info("evaluation %d %s: score %s", result.number, status, result.score)

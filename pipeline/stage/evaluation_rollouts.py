@@ -15,10 +15,10 @@ from typing import Protocol
 
 from pipeline.config import RunConfig
 from pipeline.schema import Task
+from pipeline.schema.counters import Count
 from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.store.evaluation_results import Summary, TaskResult, summarise
 from pipeline.store.journal import GivenUp, Journal, UntrainedRollout
-from pipeline.store.ledger import Count
 from pipeline.store.payload_refs import PayloadRefCounts
 from pipeline.store.records import (
     Drop,
@@ -300,7 +300,7 @@ class EvaluationRollouts:
                 self._journal.trajectory(record)
                 self._payloads.release(record.row_id, record.facts.n_bytes)
                 self._journal.count(Count.TRAJECTORIES_HELD, -1)
-                self._journal.count(Count.dropped(Drop.CANCELLED))
+                self._journal.count(Count.TRAJECTORIES_DROPPED_CANCELLED)
         if self._config.scorer.by_group:
             self._journal.effect(GivenUp(group.group_number))
         return stopped

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pipeline.schema.counters import Count
 from pipeline.store.journal import Journal
-from pipeline.store.ledger import Count
 from pipeline.store.records import CoveredGroup, GroupRecord, OrderKey, OrderRecord, OrderState, TrajectoryRecord
 
 
@@ -60,7 +60,7 @@ class GroupRecords(dict[int, GroupRecord]):
         slot.leased = False
         slot.failures += failure
         self._journal.order(order)
-        self._journal.count(Count.order(state))
+        self._journal.count(Count(f"orders.{state}"))
         self._journal.count(Count.ORDERS_IN_FLIGHT, -1)
 
     def find_order(self, key: OrderKey) -> OrderRecord | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pipeline.config import RunConfig
+from pipeline.schema.counters import Count
 from pipeline.stage.evaluation_rollouts import EvaluationRollouts
 from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.stage.replay_groups import ReplayGroups
@@ -22,7 +23,6 @@ from pipeline.stage.rollout_outcomes import RolloutOutcomes
 from pipeline.stage.staleness import StalenessLedger
 from pipeline.store.experience_records import EQUAL_REWARDS, Planned
 from pipeline.store.journal import Finished, GivenUp, Journal
-from pipeline.store.ledger import Count
 from pipeline.store.payload_refs import PayloadRefCounts
 from pipeline.store.records import (
     ZERO_VARIANCE,
@@ -251,7 +251,7 @@ class Groups:
             record = self._record(order, facts)
             record.state, record.reason = TrajectoryState.DROPPED, drop.value
             self._journal.trajectory(record)
-        self._journal.count(Count.dropped(drop))
+        self._journal.count(Count(f"trajectories.dropped.{drop}"))
         self._records.end_order(
             order, OrderState.ABORTED if aborted else OrderState.FAILED, reason, failure=not aborted
         )
@@ -336,7 +336,7 @@ class Groups:
         group.state, group.reason, group.ended_at = GroupState.CANCELLED, reason.value, self._clock.wall
         self._batches.cancel(group.group_number)
         self._journal.group(group)
-        self._journal.count(Count.cancelled(reason))
+        self._journal.count(Count(f"groups.cancelled.{reason}"))
         stopped = [order for order in group.orders.values() if order.state is OrderState.LEASED]
         for order in stopped:
             self._records.end_order(order, OrderState.CANCELLED, reason.value)
@@ -387,7 +387,7 @@ class Groups:
         self._journal.trajectory(record)
         self._payloads.release(record.row_id, record.facts.n_bytes)
         self._journal.count(Count.TRAJECTORIES_HELD, -1)
-        self._journal.count(Count.dropped(drop))
+        self._journal.count(Count(f"trajectories.dropped.{drop}"))
         if drop is Drop.UNINFORMATIVE and record.reward is not None:
             self._journal.observe("uninformative_reward", record.reward)
             self._journal.observe("uninformative_tokens", record.facts.n_sampled)

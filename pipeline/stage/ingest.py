@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from pipeline.errors import LimitExceeded, SchemaError, VersionMismatch, WireError
 from pipeline.schema import Task, Trajectory, TrajectoryStatus
+from pipeline.schema.counters import Count
 from pipeline.scorer.verdict import Verdict
 from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.stage.groups import Groups
 from pipeline.stage.leases import Leases
 from pipeline.stage.staleness import StalenessLedger
 from pipeline.store.journal import Journal, Score, UntrainedRollout
-from pipeline.store.ledger import Count
 from pipeline.store.records import Drop, Facts, OrderKey, OrderRecord, OrderState, TrajectoryRecord, facts_of, group_id
 from pipeline.transport.codec import decode_trajectory
 from pipeline.transport.protocol import Buffer, Frames, Limits
@@ -174,7 +174,7 @@ class Ingest:
         """An answer to an order that is not open, or another actor's: acknowledged again if it is here, refused
         otherwise."""
         drop = self._why_unexpected(key, order)
-        self._journal.count(Count.dropped(drop))
+        self._journal.count(Count(f"trajectories.dropped.{drop}"))
         if drop is Drop.DUPLICATE:
             self._journal.ack(actor, trajectory_id)
         else:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 from pipeline.config import RunConfig
 from pipeline.schema import Order
+from pipeline.schema.counters import Count
 from pipeline.stage.evaluation import Evaluations
 from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.stage.groups import Groups
 from pipeline.stage.replay_groups import ReplayGroups
 from pipeline.stage.staleness import StalenessLedger
 from pipeline.store.journal import Journal, Send
-from pipeline.store.ledger import Count
 from pipeline.store.records import GroupRecord, OrderKey, OrderRecord, OrderState
 from pipeline.transport.codec import encode_order
 from pipeline.transport.protocol import Kind

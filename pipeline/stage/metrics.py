@@ -11,62 +11,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from pipeline.metrics.base import Declaration
-from pipeline.metrics.replay import (
-    DIFFICULTIES,
-    EQUAL_GROUPS,
-    EVALUATIONS,
-    GROUPS_LEFT,
-    GUARD,
-    LEFT,
-    POPULATIONS,
-    ReplayMetrics,
-)
+from pipeline.metrics.replay import DIFFICULTIES, POPULATIONS, ReplayMetrics
 from pipeline.runtime.progress import AdaptiveLimit
+from pipeline.schema.counters import INSERTED, Count
 from pipeline.stage.core import StageCore
-from pipeline.store.records import CancelReason, Drop
 
 M = ReplayMetrics
-_REFUSED = (Drop.DUPLICATE, Drop.EXPIRED, Drop.ENDED, Drop.UNKNOWN, Drop.CORRUPT, Drop.SCHEMA, Drop.UNPUBLISHED)
-_UNREADABLE = (Drop.DUPLICATE, Drop.CORRUPT, Drop.SCHEMA, Drop.UNPUBLISHED)
-_CANCELLED = [reason for reason in CancelReason if reason is not CancelReason.UNINFORMATIVE]
-_COUNTERS: Final[tuple[tuple[Any, ...], ...]] = (
-    ("trajectories.trained", M.terminal_trajectories_total, "trained"),
-    ("trajectories.baseline", M.terminal_trajectories_total, "baseline"),
-    ("trajectories.evaluated", M.terminal_trajectories_total, "evaluated"),
-    (f"trajectories.dropped.{Drop.FAILED}", M.terminal_trajectories_total, "error"),
-    (f"trajectories.dropped.{Drop.ABORTED}", M.terminal_trajectories_total, "aborted"),
-    (f"trajectories.dropped.{Drop.UNSCORED}", M.terminal_trajectories_total, "unscored"),
-    (f"trajectories.dropped.{Drop.CANCELLED}", M.terminal_trajectories_total, "cancelled"),
-    (f"trajectories.dropped.{Drop.UNINFORMATIVE}", M.terminal_trajectories_total, "uninformative"),
-    *((f"trajectories.dropped.{drop}", M.terminal_trajectories_total, "refused") for drop in _REFUSED),
-    *((f"trajectories.dropped.{drop}", M.dropped_trajectories_total, drop.value) for drop in _UNREADABLE),
-    ("trajectories.stale", M.dropped_trajectories_total, "stale"),
-    ("trajectories.sent", M.sampled_trajectories_total),
-    ("groups.trained", M.groups_total, "trained"),
-    ("groups.rolled_back", M.groups_total, "rolled_back"),
-    *((f"groups.cancelled.{reason}", M.groups_total, "cancelled") for reason in _CANCELLED),
-    ("groups.uninformative", M.groups_total, "uninformative"),
-    (f"groups.cancelled.{CancelReason.UNINFORMATIVE}", M.groups_total, "uninformative"),
-    *((f"groups.equal_{action}", M.equal_groups_total, action) for action in EQUAL_GROUPS),
-    ("orders.issued", M.orders_issued_total),
-    ("orders.delivered", M.orders_total, "completed"),
-    ("orders.failed", M.orders_total, "error"),
-    *((f"orders.{how}", M.orders_total, how) for how in ("aborted", "expired", "cancelled")),
-    ("pool.saved", M.experience_saved_total, "rollout"),
-    ("pool.imported", M.experience_saved_total, "import"),
-    *((f"pool.left.{reason}", M.experience_left_total, reason) for reason in LEFT),
-    ("stored_groups.saved", M.stored_groups_saved_total),
-    *((f"stored_groups.left.{reason}", M.stored_groups_left_total, reason) for reason in GROUPS_LEFT),
-    *((f"guard.{way}", M.guard_actions_total, way) for way in GUARD),
-    ("replays.trained", M.replays_trained_total),
-    ("replays.choice_failed", M.choice_failures_total),
-    *((f"evaluations.{how}", M.evaluations_total, how) for how in EVALUATIONS),
-)
-"""Counter of the journal, its metric, the value of the metric's label. A counter may have several metrics."""
-
-_PREFIXES: Final = {"peers.silent.": M.peers_dropped_total, "inserted.": M.inserted_trajectories_total}
-"""Counters whose name ends in the value of the metric's label."""
-
+_METRICS: Final = {count.value: count.metrics for count in Count}
 _OBSERVATIONS: Final[dict[str, tuple[Declaration[Any], tuple[str, ...]]]] = {
     "insert_staleness": (M.staleness_versions, ("insert",)),
     "sample_staleness": (M.staleness_versions, ("sample",)),
@@ -86,6 +37,13 @@ _OBSERVATIONS: Final[dict[str, tuple[Declaration[Any], tuple[str, ...]]]] = {
 }
 
 
+def _metrics(counter: str) -> tuple[tuple[str, ...], ...]:
+    """Metrics that a counter of the journal raises, each with the value of its label."""
+    if counter.startswith(INSERTED):
+        return ((M.inserted_trajectories_total.name, counter.removeprefix(INSERTED)),)
+    return _METRICS.get(counter, ())
+
+
 def _capacity(rule: Any) -> int:
     """Groups that the staleness bound admits in all."""
     return int((rule.bound + 1) * rule.groups_per_step)
@@ -97,8 +55,8 @@ def _filled(core: StageCore) -> bool:
 
 
 _GAUGES: Final[tuple[tuple[Any, ...], ...]] = (
-    (M.trajectories, lambda core: core.journal.counters["trajectories.held"]),
-    (M.memory_bytes, lambda core: core.journal.counters["payload.bytes"]),
+    (M.trajectories, lambda core: core.journal.counters[Count.TRAJECTORIES_HELD]),
+    (M.memory_bytes, lambda core: core.journal.counters[Count.PAYLOAD_BYTES]),
     (M.orders_inflight, lambda core: core.leases.in_flight),
     (M.groups_ready, lambda core: core.batches.ready + len(core.batches.placed) - len(core.dispatch.sent)),
     (M.groups_open, lambda core: core.batches.open - core.batches.ready - len(core.batches.placed)),
@@ -147,12 +105,12 @@ class Observer:
             if change:
                 # a rollback lowers "trained": what is trained again is counted again, as rolled_back says
                 self._seen[name] = value
-                if change > 0:
-                    self._count(name, change)
+                for metric, *labels in _metrics(name) if change > 0 else ():
+                    getattr(M, metric).record(self._m, labels, change)
         for name, values in core.journal.take_observations().items():
             if name in _OBSERVATIONS:
-                metric, of = _OBSERVATIONS[name]
-                metric.record(self._m, of, values)
+                observed, of = _OBSERVATIONS[name]
+                observed.record(self._m, of, values)
         self._progress(core, time.monotonic())
         for gauge, read, *values in _GAUGES:
             gauge.record(self._m, values, read(core))
@@ -180,14 +138,6 @@ class Observer:
             self._limit.record(now - self._moved_at)
         self._moved, self._moved_at = moved, now
         self._m.progress_limit_seconds.set(math.inf if core.finished else self._limit.seconds)
-
-    def _count(self, name: str, change: int) -> None:
-        for counted, metric, *labels in _COUNTERS:
-            if counted == name:
-                metric.record(self._m, labels, change)
-        for prefix, metric in _PREFIXES.items():
-            if name.startswith(prefix):
-                metric.record(self._m, (name.removeprefix(prefix),), change)
 
     def _evaluated(self, result: Mapping[str, Any]) -> None:
         m, split = self._m, result["split"]

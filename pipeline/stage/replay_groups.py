@@ -14,11 +14,11 @@ from typing import Any
 from pipeline.config import RunConfig
 from pipeline.errors import WireError
 from pipeline.experience.experience import Experience
+from pipeline.schema.counters import Count
 from pipeline.stage.group_records import GroupRecords
 from pipeline.stage.staleness import StalenessLedger
 from pipeline.store.experience_records import Candidate, Fresh, Leave, Outcome, Planned, PoolEntry, StoredGroup
 from pipeline.store.journal import Journal
-from pipeline.store.ledger import Count
 from pipeline.store.payload_refs import PayloadRefCounts
 from pipeline.store.records import GroupRecord, PinnedCandidate, TrajectoryRecord
 from pipeline.tasks.sampler import TaskSampler
@@ -226,7 +226,7 @@ class ReplayGroups:
         n_bytes = self._pooled.pop(row_id, None)
         if n_bytes is not None:
             self._payloads.release(row_id, n_bytes)
-            self._journal.count(Count.left_pool(reason))
+            self._journal.count(Count(f"pool.left.{reason}"))
 
     def _store(self, group: GroupRecord) -> None:
         """``group`` was trained: it may come back whole."""
@@ -244,7 +244,7 @@ class ReplayGroups:
         members = self._stored.pop(number, ())
         for entry in members:
             self._payloads.release(entry.row_id, entry.n_bytes)
-        self._journal.count(Count.left_stored_groups(reason), int(bool(members)))
+        self._journal.count(Count(f"stored_groups.left.{reason}"), int(bool(members)))
 
     def _choose(self, group: GroupRecord, chosen: Sequence[str], version: int) -> None:
         """Mark what was trained, and put it first in that order: what the learner says, or the stage's own choice."""

@@ -13,8 +13,9 @@ from typing import Any
 import orjson
 
 from pipeline.schema import Task, Trajectory
+from pipeline.schema.counters import FAILED, INSERTED, SUCCEEDED, Count
 from pipeline.store.experience_records import ExperienceChanges, PoolEntry, StoredGroup, TaskRecord
-from pipeline.store.ledger import CAUSES_MAX, FAILED, FAILURES, INSERTED, OTHER_CAUSE, SUCCEEDED, Count
+from pipeline.store.ledger import CAUSES_MAX, FAILURES, OTHER_CAUSE
 from pipeline.store.records import GroupRecord, OrderRecord, TrajectoryRecord, frame_size
 from pipeline.transport.protocol import Frames, Kind
 

@@ -6,158 +6,19 @@ import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from pipeline.errors import StoreError
+from pipeline.schema.counters import FAILED, SUCCEEDED
 from pipeline.store import tables
-from pipeline.store.experience_records import Leave
-from pipeline.store.records import CancelReason, Drop, OrderState
 
 ORDER_ENDS = ("delivered", "failed", "aborted", "expired", "cancelled")
 GROUP_OPEN = ("collecting", "ready", "placed")
 
 
-class Count(StrEnum):
-    """The counters of a run. Their values are names in the store, grouped by the part before the first dot."""
-
-    ORDERS_ISSUED = "orders.issued"
-    ORDERS_IN_FLIGHT = "orders.in_flight"
-    """Issued and in none of the next five states."""
-    ORDERS_DELIVERED = "orders.delivered"
-    ORDERS_FAILED = "orders.failed"
-    ORDERS_ABORTED = "orders.aborted"
-    ORDERS_EXPIRED = "orders.expired"
-    ORDERS_CANCELLED = "orders.cancelled"
-
-    TRAJECTORIES_RECEIVED = "trajectories.received"
-    TRAJECTORIES_HELD = "trajectories.held"
-    TRAJECTORIES_TRAINED = "trajectories.trained"
-    TRAJECTORIES_BASELINE = "trajectories.baseline"
-    """Greedy rollouts that were scored."""
-    TRAJECTORIES_EVALUATED = "trajectories.evaluated"
-    """Scored rollouts of held-out tasks."""
-    TRAJECTORIES_ROLLED_BACK = "trajectories.rolled_back"
-    TRAJECTORIES_SENT = "trajectories.sent"
-    TRAJECTORIES_LATE = "trajectories.late"
-    TRAJECTORIES_STALE = "trajectories.stale"
-    """Late, and not trained for it (``staleness.late: drop``)."""
-    TRAJECTORIES_DROPPED_DUPLICATE = "trajectories.dropped.duplicate"
-    TRAJECTORIES_DROPPED_FAILED = "trajectories.dropped.failed"
-    TRAJECTORIES_DROPPED_ABORTED = "trajectories.dropped.aborted"
-    TRAJECTORIES_DROPPED_UNSCORED = "trajectories.dropped.unscored"
-    TRAJECTORIES_DROPPED_CANCELLED = "trajectories.dropped.cancelled"
-    TRAJECTORIES_DROPPED_EXPIRED = "trajectories.dropped.expired"
-    TRAJECTORIES_DROPPED_ENDED = "trajectories.dropped.ended"
-    TRAJECTORIES_DROPPED_UNKNOWN = "trajectories.dropped.unknown"
-    TRAJECTORIES_DROPPED_CORRUPT = "trajectories.dropped.corrupt"
-    TRAJECTORIES_DROPPED_SCHEMA = "trajectories.dropped.schema"
-    TRAJECTORIES_DROPPED_UNPUBLISHED = "trajectories.dropped.unpublished"
-    TRAJECTORIES_DROPPED_UNINFORMATIVE = "trajectories.dropped.uninformative"
-    PAYLOAD_BYTES = "payload.bytes"
-
-    GROUPS_PLANNED = "groups.planned"
-    GROUPS_TRAINED = "groups.trained"
-    GROUPS_UNINFORMATIVE = "groups.uninformative"
-    """Dropped from their update."""
-    GROUPS_ROLLED_BACK = "groups.rolled_back"
-    GROUPS_LATE = "groups.late"
-    GROUPS_ZERO_VARIANCE_KEPT = "groups.equal_kept"
-    GROUPS_ZERO_VARIANCE_DROPPED = "groups.equal_dropped"
-    GROUPS_ZERO_VARIANCE_REFILLED = "groups.equal_refilled"
-    """These three: groups with zero variance of rewards."""
-    GROUPS_CANCELLED_ATTEMPTS = "groups.cancelled.attempts"
-    GROUPS_CANCELLED_LATE = "groups.cancelled.late"
-    GROUPS_CANCELLED_FINISHED = "groups.cancelled.finished"
-    GROUPS_CANCELLED_RECONFIGURED = "groups.cancelled.reconfigured"
-    GROUPS_CANCELLED_UNTRAINED = "groups.cancelled.untrained"
-    GROUPS_CANCELLED_UNINFORMATIVE = "groups.cancelled.uninformative"
-    GROUPS_CANCELLED_RESTORED = "groups.cancelled.restored"
-    GROUPS_CANCELLED_LOST = "groups.cancelled.lost"
-
-    POOL_SAVED = "pool.saved"
-    POOL_IMPORTED = "pool.imported"
-    POOL_LEFT_FULL = "pool.left.full"
-    POOL_LEFT_CAPACITY = "pool.left.capacity"
-    POOL_LEFT_BYTES = "pool.left.bytes"
-    POOL_LEFT_RETIRED = "pool.left.retired"
-    POOL_LEFT_AGE = "pool.left.age"
-    STORED_GROUPS_SAVED = "stored_groups.saved"
-    STORED_GROUPS_LEFT_CAPACITY = "stored_groups.left.capacity"
-    STORED_GROUPS_LEFT_BYTES = "stored_groups.left.bytes"
-    STORED_GROUPS_LEFT_USES = "stored_groups.left.uses"
-    STORED_GROUPS_LEFT_AGE = "stored_groups.left.age"
-    STORED_GROUPS_LEFT_RETIRED = "stored_groups.left.retired"
-    STORED_GROUPS_LEFT_RECONFIGURED = "stored_groups.left.reconfigured"
-    REPLAYS_PLANNED = "replays.planned"
-    REPLAYS_TRAINED = "replays.trained"
-    REPLAYS_ROLLED_BACK = "replays.rolled_back"
-    REPLAYS_CHOICE_FAILED = "replays.choice_failed"
-    TASKS_RETIRED = "tasks.retired"
-    TASKS_RETURNED = "tasks.returned"
-    GUARD_SHRINK = "guard.shrink"
-    GUARD_RECOVER = "guard.recover"
-
-    EVALUATIONS_BEGUN = "evaluations.begun"
-    EVALUATIONS_COMPLETE = "evaluations.complete"
-    EVALUATIONS_TIMED_OUT = "evaluations.timed_out"
-    EVALUATIONS_ABANDONED = "evaluations.abandoned"
-    EVALUATIONS_SKIPPED = "evaluations.skipped"
-    EVALUATIONS_TASKS_PLANNED = "evaluations.tasks_planned"
-    EVALUATIONS_TASKS_ENDED = "evaluations.tasks_ended"
-    EVALUATIONS_TASKS_CANCELLED = "evaluations.tasks_cancelled"
-
-    PEERS_REFUSED = "peers.refused"
-    PEERS_SILENT_ACTOR = "peers.silent.actor"
-    PEERS_SILENT_LEARNER = "peers.silent.learner"
-    MESSAGES_REFUSED = "messages.refused"
-    MESSAGES_IMPOSSIBLE = "messages.impossible"
-    """HELLOs and messages with a claim that cannot be true; also in one of the two counters of refusals."""
-    MESSAGES_CORRUPT = "messages.corrupt"
-    LEARNER_CONSUMED_UNKNOWN = "learner.consumed_unknown"
-    LEARNER_REPLAYED_UNKNOWN = "learner.replayed_unknown"
-
-    @classmethod
-    def order(cls, state: OrderState) -> Count:
-        """Orders that ended in ``state``."""
-        return cls(f"orders.{state.value}")
-
-    @classmethod
-    def dropped(cls, drop: Drop) -> Count:
-        """Trajectories dropped for this reason."""
-        return cls(f"trajectories.dropped.{drop.value}")
-
-    @classmethod
-    def cancelled(cls, reason: CancelReason) -> Count:
-        """Groups cancelled for this reason."""
-        return cls(f"groups.cancelled.{reason.value}")
-
-    @classmethod
-    def left_pool(cls, reason: Leave) -> Count:
-        """Entries that left the pool for this reason."""
-        return cls(f"pool.left.{reason.value}")
-
-    @classmethod
-    def left_stored_groups(cls, reason: Leave) -> Count:
-        """Stored groups that left for this reason."""
-        return cls(f"stored_groups.left.{reason.value}")
-
-    @classmethod
-    def evaluation(cls, status: str) -> Count:
-        """Evaluations that ended as ``status``: complete, timed_out or abandoned."""
-        return cls(f"evaluations.{status}")
-
-
-INSERTED = "inserted."
-"""Prefix of counters by environment: trajectories that were stored (:meth:`Journal.inserted`)."""
-
-
-SUCCEEDED, FAILED = "succeeded.", "failed."
-"""Prefixes of counters by environment: rollouts with a reward, and failed ones with their cause
-(``failed.ENVIRONMENT/CAUSE``)."""
 CAUSES_MAX = 20
 """Most causes that are counted for one environment; the others are counted together."""
 OTHER_CAUSE = "other"

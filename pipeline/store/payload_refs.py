@@ -6,9 +6,9 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from pipeline.schema.counters import Count
 from pipeline.store.experience_records import PoolEntry, StoredGroup
 from pipeline.store.journal import Journal
-from pipeline.store.ledger import Count
 from pipeline.store.records import GroupRecord, GroupState, TrajectoryState, frame_size
 from pipeline.transport.protocol import Frames
 

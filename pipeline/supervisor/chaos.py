@@ -41,7 +41,7 @@ from pipeline.store import tables
 from pipeline.store.ledger import Ledger, read_ledger
 from pipeline.store.store import store_path
 from pipeline.store.witness import StoredOutcomes, Witness, audit, read_witness, unread_groups
-from pipeline.supervisor.disk import disk_usage
+from pipeline.supervisor.history import disk_usage
 from pipeline.supervisor.run import RunIsAlive, prepare_directory, run_lock
 
 LOOK_SECONDS = 0.5
@@ -115,7 +115,7 @@ class ResourceUse:
     memory: Mapping[str, int]
     """Resident bytes of each role, its children included."""
     disk: Mapping[str, int]
-    """Bytes in the run directory by kind (:func:`pipeline.supervisor.disk.disk_usage`)."""
+    """Bytes in the run directory by kind (:func:`pipeline.supervisor.history.disk_usage`)."""
 
 
 @dataclass(slots=True)

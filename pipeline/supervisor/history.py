@@ -1,18 +1,21 @@
-"""Configurations of a run: compared at each start, and recorded in ``history.jsonl`` with the step after which each
-applied, so that earlier steps keep theirs.
+"""Configurations of a run, and its use of the disk.
 
-The first line has the whole configuration, each later one what changed: ``{"step": 12, "at": 1.8e9, "afterplay":
-"0.2.0", "changes": {"learner.learning_rate": [4e-05, 1e-05]}}``.
+Configurations are compared at each start and recorded in ``history.jsonl`` with the step after which each applied, so
+that earlier steps keep theirs. The first line has the whole configuration, each later one what changed: ``{"step": 12,
+"at": 1.8e9, "afterplay": "0.2.0", "changes": {"learner.learning_rate": [4e-05, 1e-05]}}``.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -20,7 +23,7 @@ import orjson
 from pipeline.config import RunConfig
 from pipeline.config.load import dump, load, plain
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.disk_wait import wait_for_room
+from pipeline.runtime.disk_wait import size, wait_for_room
 from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
 
 FIXED = {
@@ -155,3 +158,89 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else orjson.dumps(value, default=str).decode()
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+KINDS = {
+    "model": "the initial model",
+    "weights": "published weights",
+    "checkpoints": "checkpoints",
+    "replay.sqlite": "trajectories",
+    "traces": "traces",
+    "evaluations": "evaluations",
+    "skipped": "skipped batches",
+    "logs": "logs",
+    "chaos": "files of afterplay chaos",
+}
+"""First part of a path in the run directory, and what lies there. Everything else is ``other``."""
+OTHER = "other"
+NAMES_MAX = 3
+"""Folders of a kind that are named."""
+_WRITTEN = {
+    "weights": ("published", "policy_version", "v", "version of the weights", "versions of the weights"),
+    "checkpoints": ("saved", "updates", "u", "checkpoint", "checkpoints"),
+}
+"""Folder, where the lines of ``metrics.jsonl`` say what was written there, and words for it."""
+
+
+def disk_usage(directory: RunDirectory) -> dict[str, int]:
+    """Bytes of each of :data:`KINDS`, and of ``other``. A file with several hard links counts once, where it is met
+    first in the order of the kinds."""
+    used = dict.fromkeys((*KINDS, OTHER), 0)
+    order = {kind: place for place, kind in enumerate(used)}
+    seen: set[tuple[int, int]] = set()
+    for kind, path in sorted(_files(directory.path), key=lambda found: order[found[0]]):
+        try:
+            status = path.lstat()
+        except OSError:
+            continue
+        if (status.st_dev, status.st_ino) not in seen:
+            seen.add((status.st_dev, status.st_ino))
+            used[kind] += status.st_size
+    return used
+
+
+def remove_published(config: RunConfig, directory: RunDirectory) -> list[str]:
+    """Remove the weight folders of a finished run, as ``publish.at_end`` says; their names. No engine may run."""
+    folders = sorted(path for path in (directory.path / "weights").glob("v*") if path.is_dir())
+    if config.publish.at_end == "keep":
+        return []
+    for delta in (directory.path / "weights").glob("delta-*"):
+        delta.unlink(missing_ok=True)
+    spared = 0 if config.checkpoint.at_end and any(directory.checkpoints.glob("u*[0-9]/state.json")) else 1
+    removed = folders[: len(folders) - spared]
+    for folder in removed:
+        shutil.rmtree(folder, ignore_errors=True)
+    return [folder.name for folder in removed]
+
+
+def describe_disk(
+    directory: RunDirectory, lines: Sequence[Mapping[str, Any]], removed: Iterable[str] = ()
+) -> list[str]:
+    """Lines of text: kept, removed, size of the folder. The ``lines`` of ``metrics.jsonl`` name what was written;
+    ``removed``: weight folders that were removed after the last of them."""
+    used = disk_usage(directory)
+    kept = {kind: sorted(path.name for path in (directory.path / kind).glob("[uv]*")) for kind in _WRITTEN}
+    found = []
+    for kind, what in {**KINDS, OTHER: OTHER}.items():
+        if used[kind]:
+            listed = ", ".join(kept.get(kind, ())[:NAMES_MAX])
+            found.append(f"{what} {size(used[kind])}" + (f" ({listed})" if listed else ""))
+    gone = []
+    for kind, (field, key, letter, one, several) in _WRITTEN.items():
+        numbers = {facts[key] for line in lines if isinstance(facts := line.get(field), Mapping) and facts.get(key)}
+        names = {f"{letter}{int(number):06d}" for number in numbers} | {n for n in removed if n.startswith(letter)}
+        if n := len(names.difference(kept[kind])):
+            gone.append(f"{n} {one if n == 1 else several}")
+    return [
+        f"kept: {', '.join(found) or 'nothing'}",
+        f"removed: {', '.join(gone) or 'nothing'}",
+        f"folder size: {size(sum(used.values()))}",
+    ]
+
+
+def _files(root: Path) -> Iterator[tuple[str, Path]]:
+    for folder, _, names in os.walk(root):
+        for name in names:
+            path = Path(folder) / name
+            first = path.relative_to(root).parts[0]
+            yield next((kind for kind in KINDS if first == kind or first.startswith(f"{kind}-")), OTHER), path

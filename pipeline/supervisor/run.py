@@ -38,14 +38,12 @@ from pipeline.store.evaluation_results import read_results
 from pipeline.store.ledger import read_ledger
 from pipeline.store.store import store_path
 from pipeline.supervisor.cluster import Cluster
-from pipeline.supervisor.disk import describe_disk, remove_published
 from pipeline.supervisor.display import Display, clock
-from pipeline.supervisor.history import compare, newest_checkpoint, record
-from pipeline.supervisor.host import ProcessHost
+from pipeline.supervisor.history import compare, describe_disk, newest_checkpoint, record, remove_published
 from pipeline.supervisor.inventory import local_inventory
 from pipeline.supervisor.plan import Place, plan, preflight_place
 from pipeline.supervisor.preflight import check_before_run, check_directory
-from pipeline.supervisor.processes import ProcessSpec, specs_of
+from pipeline.supervisor.processes import ProcessHost, ProcessSpec, specs_of
 from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shell import Supervisor
 from pipeline.trackers.reporter import describe_delivery

@@ -22,8 +22,7 @@ from pipeline.runtime.disk_wait import left_out
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import PathWatch, RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
-from pipeline.supervisor.host import Child, LocalHost, ProcessHost, ProcessLost
-from pipeline.supervisor.processes import HealthAnswer, ProcessSpec
+from pipeline.supervisor.processes import Child, HealthAnswer, LocalHost, ProcessHost, ProcessLost, ProcessSpec
 from pipeline.supervisor.restarts import Action, Machine, Phase, Process, RestartLimits, Start
 
 PROBE_EVERY_SECONDS = 1.0

@@ -1,4 +1,5 @@
-"""Reading ``metrics.jsonl``, and describing its lines, evaluations and the learner's stage times for the console."""
+"""Reading ``metrics.jsonl``; its lines, evaluations and the learner's stage times in words; values that runs are
+compared by."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.metrics.learner import STAGES
+from pipeline.schema.state import STAGES
 
 Line = dict[str, Any]
 
@@ -251,3 +253,23 @@ def print_stage_times(metrics_file: Path, console: Console) -> None:
     if found is not None:
         console.print(stage_times(found))
         console.print(found.text, soft_wrap=True)
+
+
+class Metric(StrEnum):
+    """Value of a learning curve."""
+
+    SUCCESS = "success"
+    """Share of the training rollouts with a reward of at least ``replay.success_threshold``, of those that the replay
+    stage received during the update. An update without any is no point of the curve."""
+    REWARD = "reward"
+    """Mean reward of the fresh trajectories of the update."""
+    EVAL = "eval"
+    """Score of the evaluations on held-out tasks."""
+
+
+WINDOWS: Mapping[Metric, int] = {Metric.SUCCESS: 5, Metric.REWARD: 5, Metric.EVAL: 1}
+"""Default number of points whose mean is compared with a target."""
+TARGETS: Mapping[Metric, str] = {
+    Metric.SUCCESS: "a success rate of", Metric.REWARD: "a mean reward of", Metric.EVAL: "a score of",
+}  # fmt: skip
+"""Words for a target."""

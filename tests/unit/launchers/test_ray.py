@@ -17,7 +17,7 @@ from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.load import load
 from pipeline.launchers.ray import RayCluster, engine_urls, inventory_of
-from pipeline.launchers.ray_keeper import Keeper, claim_disk, has_disk
+from pipeline.launchers.ray_placement import Keeper, claim_disk, has_disk
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.supervisor.inventory import VISIBLE
 from pipeline.supervisor.plan import plan
@@ -92,7 +92,7 @@ async def test_a_keeper_takes_its_process_down_and_tells_how_it_ended(
 async def test_a_keeper_without_a_driver_drains_its_process_and_ends(tmp_path: Path) -> None:
     program = f"""
 import asyncio, sys
-from pipeline.launchers.ray_keeper import Keeper
+from pipeline.launchers.ray_placement import Keeper
 async def main():
     keeper = Keeper({str(tmp_path)!r}, {str(tmp_path)!r}, 0.5, 20)
     child = "import signal; signal.sigwait([signal.SIGTERM]); print('drained')"

@@ -17,8 +17,7 @@ from pipeline.cli.app import app
 from pipeline.config.explain import resolve, taken_ports
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
-from pipeline.launchers.slurm import JOB, goes_back, step_command
-from pipeline.launchers.slurm_step import choose_node
+from pipeline.launchers.slurm import JOB, choose_node, goes_back, step_command
 from pipeline.runtime.children import module_command
 from pipeline.supervisor.cluster import Cluster
 from pipeline.supervisor.inventory import Inventory, Node
@@ -205,7 +204,7 @@ def test_sigterm_reaches_the_process_of_a_step_and_its_exit_code_comes_back(tmp_
     program += "signal.pause()"
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(record), JOB: "7"}
     environment["PYTHONPATH"] = str(ROOT)
-    step = [*module_command("pipeline.launchers.slurm_step", "run"), "actor-1", "n1=127.0.0.1", "free", "A=1", "--"]
+    step = [*module_command("pipeline.launchers.slurm", "run"), "actor-1", "n1=127.0.0.1", "free", "A=1", "--"]
     process = subprocess.Popen([*step, sys.executable, "-c", program], env=environment)
     ready.open().close()
     process.terminate()

@@ -30,17 +30,16 @@ from learner.weights import publisher as publisher_module
 from learner.weights.device_weights import DeviceWeights
 from pipeline.config import RunConfig
 from pipeline.errors import DamagedFiles
-from pipeline.metrics.learner import STAGES
 from pipeline.runtime.process import ExitCode, RoleContext, _explain
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import SCHEMA_VERSION, FinishReason, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.schema import Message as ChatMessage
-from pipeline.schema.state import RoleState
+from pipeline.schema.state import STAGES, RoleState
 from pipeline.schema.weight_stamp import WITHDRAWN
 from pipeline.stage.role import serve as serve_stage
 from pipeline.store.evaluation_results import read_results
 from pipeline.store.ledger import read_ledger
-from pipeline.supervisor.disk import describe_disk, disk_usage, remove_published
+from pipeline.supervisor.history import describe_disk, disk_usage, remove_published
 from pipeline.transport.codec import decode_order, encode_trajectory
 from pipeline.transport.protocol import EventKind, Kind, WireMessage
 from tests.support.damage import flip

@@ -23,7 +23,7 @@ from pipeline.runtime.contents import find_damage
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.runtime.weight_delta import Weight, apply_deltas, read_delta, write_delta
 from pipeline.schema.weight_stamp import UNSTAMPED, WITHDRAWN, write_stamp
-from pipeline.supervisor.disk import remove_published
+from pipeline.supervisor.history import remove_published
 from tests.support.damage import DAMAGES
 
 SHAPES = {"a.weight": (40, 30), "b.weight": (7,), "c.scale": (), "d.empty": (0, 3)}

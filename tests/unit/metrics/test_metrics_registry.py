@@ -21,6 +21,9 @@ from pipeline.metrics.actor import ActorMetrics
 from pipeline.metrics.base import ProcessMetrics, ProgressMetrics
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.metrics.replay import ReplayMetrics
+from pipeline.schema.counters import Count
+from pipeline.store.experience_records import Leave
+from pipeline.store.records import CancelReason, Drop, OrderState
 
 EXPORTED = Path(__file__).with_name("exported.txt").read_text().splitlines()
 """Kind, name and labels of every metric, then every key of a line in ``metrics.jsonl``: what others read by name."""
@@ -61,11 +64,28 @@ def test_names_labels_and_keys_are_those_that_dashboards_and_readers_know():
 @pytest.mark.parametrize("metrics", SETS, ids=lambda metrics: metrics.__name__)
 def test_every_declared_metric_is_set_by_product_code(metrics):
     named = {"build_info", "run_info", *ProgressMetrics.declarations()}  # by the set itself
+    counted = {name for count in Count for name, *_ in count.metrics}
+    assert counted <= ReplayMetrics.declarations().keys()
+    named |= counted if metrics is ReplayMetrics else set()
     for path in (ROOT / SETS[metrics]).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in OWNERS:
                 named.add(node.attr)
     assert metrics.declarations().keys() - named == set()
+
+
+@pytest.mark.parametrize(
+    ("account", "reasons"),
+    [
+        ("orders", set(OrderState) - {OrderState.LEASED}),
+        ("trajectories.dropped", Drop),
+        ("groups.cancelled", CancelReason),
+        ("pool.left", set(Leave) - {Leave.USES, Leave.RECONFIGURED}),
+        ("stored_groups.left", set(Leave) - {Leave.FULL}),
+    ],
+)
+def test_every_reason_has_its_counter_and_its_metric(account, reasons):
+    assert {reason for reason in reasons if not Count(f"{account}.{reason}").metrics} == set()
 
 
 def test_every_number_of_an_update_that_is_no_metric_has_a_meaning_and_every_key_is_used_once():

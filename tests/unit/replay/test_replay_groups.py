@@ -11,15 +11,13 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.experience.archive_transfer import PoolWriter
-from pipeline.metrics.replay import GROUPS_LEFT, LEFT
 from pipeline.schema import SCHEMA_VERSION, Guidance, Order, Task
 from pipeline.schema.trajectory import Trajectory
 from pipeline.scorer.verdict import combine
 from pipeline.stage.core import StageCore
-from pipeline.store.experience_records import Leave
 from pipeline.store.experience_report import examine_run
 from pipeline.store.journal import Send
-from pipeline.store.ledger import Count, read_ledger
+from pipeline.store.ledger import read_ledger
 from pipeline.store.records import facts_of
 from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import decode_plan, decode_trajectory, encode_trajectory
@@ -462,10 +460,3 @@ def test_what_is_over_the_bound_on_bytes_leaves_and_is_counted(mode: str, tmp_pa
     assert left[mode], left
     assert stage.core.experience.bytes <= 5_000
     stage.store.close()
-
-
-def test_every_reason_to_leave_has_its_counter() -> None:
-    assert {Count.left_pool(Leave(reason)).value for reason in LEFT} == {f"pool.left.{reason}" for reason in LEFT}
-    assert {Count.left_stored_groups(Leave(reason)).value for reason in GROUPS_LEFT} == {
-        f"stored_groups.left.{reason}" for reason in GROUPS_LEFT
-    }

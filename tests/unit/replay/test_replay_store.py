@@ -17,10 +17,11 @@ from pipeline.config import RunConfig
 from pipeline.errors import StoreError
 from pipeline.runtime import disk_wait
 from pipeline.runtime.rundir import RunDirectory
+from pipeline.schema.counters import Count
 from pipeline.stage.core import StageCore
 from pipeline.store import store as module
 from pipeline.store.journal import Changes
-from pipeline.store.ledger import Count, read_ledger
+from pipeline.store.ledger import read_ledger
 from pipeline.store.queries import reading
 from pipeline.store.store import ReplayStore, store_path
 from pipeline.store.tables import STORE

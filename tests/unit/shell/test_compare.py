@@ -11,11 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.cli.app import app
-from pipeline.cli.compare import compare, read_arm_sets, read_arms, seeds_of
-from pipeline.cli.study import Study, plan_jobs, read_arm, run_jobs
-from pipeline.cli.viewer.comparison import Point
-from pipeline.cli.viewer.learning_curve import read_curve
-from pipeline.cli.viewer.metric import Metric
+from pipeline.cli.compare import Study, compare, plan_jobs, read_arm, read_arm_sets, read_arms, run_jobs, seeds_of
+from pipeline.cli.viewer.comparison import Point, read_curve
+from pipeline.cli.viewer.progress import Metric
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.rundir import RunDirectory, write_json_atomically
@@ -108,7 +106,7 @@ def test_run_that_has_reached_the_target_is_not_continued_with_until_reached(mad
 
 def test_where_no_run_of_an_arm_makes_an_update_their_logs_are_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
-        "pipeline.cli.study.run_jobs", lambda jobs, *_: [f"{job.arm} ended; see its log" for job in jobs]
+        "pipeline.cli.compare.run_jobs", lambda jobs, *_: [f"{job.arm} ended; see its log" for job in jobs]
     )
     with pytest.raises(ConfigurationError, match="found none"):
         Study({"a": TINY}, tmp_path, Metric.REWARD, 0.8, 1, False).run([1], [], {"a": []}, 1)

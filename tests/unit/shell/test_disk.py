@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.runtime.rundir import RunDirectory
-from pipeline.supervisor.disk import describe_disk, disk_usage, remove_published
+from pipeline.supervisor.history import describe_disk, disk_usage, remove_published
 
 
 @pytest.fixture

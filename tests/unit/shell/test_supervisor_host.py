@@ -17,8 +17,7 @@ from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.supervisor.display import Display
-from pipeline.supervisor.host import ProcessLost, Waiting
-from pipeline.supervisor.processes import HealthAnswer, ProcessSpec
+from pipeline.supervisor.processes import HealthAnswer, ProcessLost, ProcessSpec, Waiting
 from pipeline.supervisor.restarts import RestartLimits, Rule
 from pipeline.supervisor.shell import Supervisor
 
