@@ -55,7 +55,7 @@ MOVED: dict[str, tuple[str, ...]] = {
 
 REMOVED = {
     "replay.shards": "there is one replay stage: omit the key",
-    "replay.memory_only": "the store is always on disk: omit the key, and put replay.store on a fast disk",
+    "replay.memory_only": "the store is always on disk: omit the key, and put stage.store on a fast disk",
     "replay.checkpoint_seconds": "the store is always on disk and needs no copies: omit the key",
     "learner.warm_start": "fine-tune with any tool and give its model folder as model.source (docs/LEARNER.md, "
     '"Starting from supervised fine-tuning")',

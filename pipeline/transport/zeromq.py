@@ -37,7 +37,7 @@ from pipeline.transport.curve import PeerKeys, ServerKeys, peer_keys, serve_zap,
 from pipeline.transport.held_bytes import Account, HeldBytes, budget_bytes, wire_bytes
 from pipeline.transport.hub import WireHub
 from pipeline.transport.link import WireLink
-from pipeline.transport.protocol import Buffer, Hub, Limits, Link
+from pipeline.transport.protocol import HEARTBEAT_SECONDS, Buffer, Hub, Limits, Link
 from pipeline.transport.socket_folder import SCHEME, address_to_bind, address_to_connect, remove_socket_folder, restore
 
 _NOW = int(zmq.NOBLOCK)
@@ -139,7 +139,7 @@ class HubSocketWire:
             ):  # a file system that refuses the link may take it later
                 raise
             raise ConfigurationError(
-                f"replay.address {self._address} cannot be bound: {error}. Expected {SCHEME}, or something like "
+                f"stage.address {self._address} cannot be bound: {error}. Expected {SCHEME}, or something like "
                 "tcp://127.0.0.1:7100 whose port is free (another run may still use it; port 0 takes a free one)"
             ) from error
         self._address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -302,7 +302,7 @@ class LinkSocketWire:
         try:
             socket.connect(self.address)
         except (zmq.ZMQError, OSError, TypeError) as error:
-            self.hopeless = f"replay.address {self.address} cannot be connected to: {error}"
+            self.hopeless = f"stage.address {self.address} cannot be connected to: {error}"
         _watch(self._monitor, self._observed)
         _watch(socket, self._woken)
 
@@ -371,7 +371,7 @@ class LinkSocketWire:
             self.lost = self.lost or f"{self.address} {what}"
         elif self.lost is None:
             self._failed_handshakes += 1
-            self.lost = f"{self.address} ended the handshake: expected the same transport.curve on both sides"
+            self.lost = f"{self.address} ended the handshake: expected the same stage.curve on both sides"
             if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or self._failed_handshakes >= _HANDSHAKES_MAX:
                 self.hopeless = self.lost
 
@@ -529,50 +529,37 @@ class ZmqLink(WireLink):
         super().__init__(wire, name, limits, heartbeat_seconds, silence_seconds_max)
 
 
-def limits_of(config: RunConfig) -> Limits:
-    """The limits in ``transport.*_max``."""
-    t = config.transport
-    return Limits(
-        header_bytes_max=t.header_bytes_max,
-        message_bytes_max=t.message_bytes_max,
-        frames_max=t.frames_max,
-        tokens_max=t.tokens_max,
-        queue_messages_max=t.queue_messages_max,
-        credit_bytes=t.credit_bytes,
-    )
-
-
 def open_hub(config: RunConfig) -> Hub:
-    """The end of the replay stage, at ``replay.address``. Raises :class:`ConfigurationError` (also on entering)."""
-    t, folder = config.transport, _keys(config)
+    """The end of the replay stage, at ``stage.address``. Raises :class:`ConfigurationError` (also on entering)."""
+    folder = _keys(config)
     keys = None if folder is None else server_keys(folder)
-    times = (t.heartbeat_seconds, t.silence_seconds_max)
-    return ZmqHub(config.replay.address, keys, limits_of(config), *times, config.run.path.absolute())
+    times = (HEARTBEAT_SECONDS, config.stage.silence_seconds_max)
+    return ZmqHub(config.stage.address, keys, Limits.of(config), *times, config.run.path.absolute())
 
 
 def open_link(config: RunConfig, name: str) -> Link:
     """The end of an actor or the learner. ``name`` must be unique in the run and the same after a restart."""
-    t, address, folder = config.transport, config.replay.address, _keys(config)
+    address, folder = config.stage.address, _keys(config)
     keys = None if folder is None else peer_keys(folder, name)
-    times = (t.heartbeat_seconds, t.silence_seconds_max)
+    times = (HEARTBEAT_SECONDS, config.stage.silence_seconds_max)
     if keys is not None and not urlsplit(address).port:
         raise ConfigurationError(
-            f"replay.address {address} has no port to connect to: set the stage's actual address, for example "
-            "--set replay.address=tcp://127.0.0.1:7100 (`afterplay run` does it for its processes)"
+            f"stage.address {address} has no port to connect to: set the stage's actual address, for example "
+            "--set stage.address=tcp://127.0.0.1:7100 (`afterplay run` does it for its processes)"
         )
-    return ZmqLink(address, name, keys, limits_of(config), *times, config.run.path.absolute())
+    return ZmqLink(address, name, keys, Limits.of(config), *times, config.run.path.absolute())
 
 
 def _keys(config: RunConfig) -> Path | None:
     """The folder of keys, on TCP."""
-    return None if config.replay.address.startswith(SCHEME) else config.transport.curve
+    return None if config.stage.address.startswith(SCHEME) else config.stage.curve
 
 
 def _require_keys(address: str, keys: object) -> None:
     if not address.startswith((SCHEME, "tcp://")):
-        raise ConfigurationError(f"replay.address: expected tcp://host:port, ipc://PATH or ipc://, got {address!r}")
+        raise ConfigurationError(f"stage.address: expected tcp://host:port, ipc://PATH or ipc://, got {address!r}")
     if keys is None and not address.startswith(SCHEME):
         raise ConfigurationError(
-            f"replay.address {address} can be reached by others, so it needs CURVE keys: run `afterplay keys DIR` and "
-            f"set transport.curve to DIR in the run file of every process; or use {SCHEME} on one machine"
+            f"stage.address {address} can be reached by others, so it needs CURVE keys: run `afterplay keys DIR` and "
+            f"set stage.curve to DIR in the run file of every process; or use {SCHEME} on one machine"
         )
