@@ -97,8 +97,6 @@ class Limits:
     """Tokens of one trajectory."""
     queue_messages_max: int = 4096
     """Messages held per direction before senders wait."""
-    credit_bytes: int = CREDIT_BYTES
-    """Bytes of unacknowledged trajectories that an actor may have sent."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Limits:
@@ -114,7 +112,7 @@ class MessageFault(StrEnum):
     BYTES = "bytes"
     """Not a message."""
     LIMIT = "limit"
-    """Larger than a limit, or more unfinished messages than a connection may hold."""
+    """Larger than a limit."""
     HELLO = "hello"
     """No HELLO where one is due, or one that cannot be understood."""
     IDENTITY = "identity"
