@@ -375,7 +375,7 @@ class Actor:
         if trajectory.n_tokens > self._limits.tokens_max:
             raise LimitExceeded(
                 f"trajectory has {trajectory.n_tokens} tokens, more than "
-                f"transport.tokens_max={self._limits.tokens_max}: raise it, or lower "
+                f"stage.tokens_max={self._limits.tokens_max}: raise it, or lower "
                 f"environments.{trajectory.task.environment}.max_tokens"
             )
         frames = encode_trajectory(trajectory)

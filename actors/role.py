@@ -40,7 +40,8 @@ from pipeline.runtime.plugin_guard import interrupting_blocks
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.witness import open_witness
 from pipeline.schema.state import RoleState
-from pipeline.transport.zeromq import limits_of, open_link
+from pipeline.transport.protocol import Limits
+from pipeline.transport.zeromq import open_link
 
 YOUNG_OBJECTS_MAX = 5_000
 """New objects between two collections of the young; Python's own is 700. Also bounds how long one of the middle
@@ -105,7 +106,7 @@ async def main(ctx: RoleContext) -> None:
                 slots=config.actor.concurrency,
                 slots_min=config.actor.concurrency_min,
                 outbox_bytes_max=config.actor.outbox_bytes_max,
-                limits=limits_of(config),
+                limits=Limits.of(config),
                 witness=open_witness(ctx.name),
             )
             stack.enter_context(interrupting_blocks())

@@ -458,9 +458,9 @@ def url_address(url: str) -> Address:
 
 def hub_address(run: RunHandle) -> list[Address]:
     config = config_of(run)
-    if config.replay.address.startswith(SCHEME):
-        return [address_to_connect(config.replay.address, config.run.path.absolute()).removeprefix(SCHEME)]
-    return [url_address(config.replay.address)]
+    if config.stage.address.startswith(SCHEME):
+        return [address_to_connect(config.stage.address, config.run.path.absolute()).removeprefix(SCHEME)]
+    return [url_address(config.stage.address)]
 
 
 def engine_address(run: RunHandle) -> list[Address]:
@@ -516,8 +516,8 @@ def measure(arguments: argparse.Namespace, folder: Path, start: Start = start_ru
     if arguments.address != SCHEME:
         keys = folder / "keys"
         make_keys(keys, actors=2)
-        overrides += [f"transport.curve={keys}"]
-    overrides.append(f"replay.address={arguments.address}")
+        overrides += [f"stage.curve={keys}"]
+    overrides.append(f"stage.address={arguments.address}")
     name, section = next(iter(config.environments.items()))
     gateway = free_port() if section.loop.name == "program" else None
     if gateway is not None:
@@ -605,7 +605,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cycles", type=int, default=4)
     parser.add_argument("--quiet", type=float, default=5.0, help="seconds of a quiet window")
     parser.add_argument("--settle", type=int, default=20, help="updates before the first window")
-    parser.add_argument("--address", default="tcp://127.0.0.1:0", help="replay.address")
+    parser.add_argument("--address", default="tcp://127.0.0.1:0", help="stage.address")
     parser.add_argument("--core", type=int, help="the core of the attacker, which the run does not use")
     parser.add_argument("--ports", nargs="*", help="beginnings of the names of ports")
     parser.add_argument("--set", action="append", default=[], help="as for afterplay run")

@@ -98,7 +98,7 @@ def disk_lost(folder: Path) -> dict[str, Any]:
     real, seen = folder / "worker-disk", folder / "private"
     (real / "disk").mkdir(parents=True)
     seen.mkdir()
-    overrides = ["run.total_steps=24", "checkpoint.every=5", f"replay.store={seen / 'disk' / 'replay.sqlite'}"]
+    overrides = ["run.total_steps=24", "checkpoint.every=5", f"stage.store={seen / 'disk' / 'replay.sqlite'}"]
     with two_nodes(folder, worker_disk=(real, seen)) as cluster, cluster.run(TINY, "disk", overrides) as run:
 
         def come_back() -> None:

@@ -155,8 +155,7 @@ def produce_asyncio(n: int, address: str, pipe: Connection) -> None:
 def config_of(folder: str, address: str) -> RunConfig:
     raw = {
         "run": {"directory": folder, "name": "r"},
-        "replay": {"address": address},
-        "transport": {"curve": f"{folder}/keys"},
+        "stage": {"address": address, "curve": f"{folder}/keys"},
     }
     return RunConfig.model_validate(raw)
 

@@ -18,8 +18,8 @@ from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import read_json
 from pipeline.schema.state import RoleState
-from pipeline.transport.protocol import Link
-from pipeline.transport.zeromq import limits_of, open_link
+from pipeline.transport.protocol import Limits, Link
+from pipeline.transport.zeromq import open_link
 
 
 async def main(ctx: RoleContext) -> None:
@@ -34,7 +34,7 @@ async def serve(ctx: RoleContext, link: Link) -> None:
     updates, version = int(checkpoint.get("updates", 0)), max(0, int(checkpoint.get("policy_version", 0)))
     metrics = LearnerMetrics(ctx.registry, environments=tuple(config.environments))
     progress = LearnerProgress(updates, version, updates)
-    session = LearnerSession(link, config.groups, config.groups.groups_per_step, progress, limits_of(config))
+    session = LearnerSession(link, config.groups, config.groups.groups_per_step, progress, Limits.of(config))
     failed = metrics.weight_publish_failures_total.inc
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(link)
@@ -57,7 +57,7 @@ async def serve(ctx: RoleContext, link: Link) -> None:
 
             for task in (stop_on_signal, session.run, publisher.run):
                 tasks.start_soon(task)
-            async with ctx.waiting(RoleState.WAITING_FOR_REPLAY, f"an answer from {config.replay.address}"):
+            async with ctx.waiting(RoleState.WAITING_FOR_REPLAY, f"an answer from {config.stage.address}"):
                 await session.welcome()
             async with ctx.waiting(RoleState.WAITING_FOR_ENGINES, "one that takes the stamp of the weights"):
                 await publisher.publish(version, None)

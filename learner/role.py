@@ -35,8 +35,8 @@ from pipeline.runtime.process import RoleContext, working_seconds
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.runtime.witness import open_witness
 from pipeline.schema.state import RoleState
-from pipeline.transport.protocol import Link
-from pipeline.transport.zeromq import limits_of, open_link
+from pipeline.transport.protocol import Limits, Link
+from pipeline.transport.zeromq import open_link
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> int:
     metrics.damaged_checkpoints.set(len(damaged_folders(ctx.directory.checkpoints)))
     ctx.notices += start.damaged
     config, directory, interrupt = ctx.config, ctx.directory, start.trainer.policy.interrupt
-    session = LearnerSession(link, config.groups, credit_groups(config), start.progress, limits_of(config))
+    session = LearnerSession(link, config.groups, credit_groups(config), start.progress, Limits.of(config))
     writer = CheckpointWriter(
         directory.checkpoints, directory.model, config.checkpoint.keep, session.checkpointed, metrics
     )
@@ -116,7 +116,7 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> int:
                     tasks.start_soon(start.rank_zero.watch)
                 start.trainer.on_layer(ctx.beat)
                 allow_time_limits(ctx, several_ranks=start.rank_zero is not None)
-                async with ctx.waiting(RoleState.WAITING_FOR_REPLAY, f"an answer from {config.replay.address}"):
+                async with ctx.waiting(RoleState.WAITING_FOR_REPLAY, f"an answer from {config.stage.address}"):
                     recorded = await session.welcome()
                 publisher.identify(session.epoch)
                 version = choose_version(start.progress, recorded, published_versions(directory))

@@ -142,7 +142,7 @@ async def _requests(client: EngineClient) -> float:
 
 def announced_url(host: str, port: int, replay: str) -> str:
     """Base URL at which others reach an engine that binds ``host``. For a wildcard it has the address of this machine
-    by which it reaches the replay stage (``replay.address``).
+    by which it reaches the replay stage (``stage.address``).
 
     >>> announced_url("10.0.0.2", 8100, "ipc://")
     'http://10.0.0.2:8100'

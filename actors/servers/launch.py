@@ -71,7 +71,7 @@ def _announced(config: RunConfig, index: int | None, await_model: bool, joins: b
         config,
         EngineRegistry(directory.engines, find_digests(engine, directory.path)),
         name,
-        announced_url(host, port, config.replay.address),
+        announced_url(host, port, config.stage.address),
         belongs=lambda: before is None or _content(digest) == before,
     )
     return anyio.run(joining.run, argv, environment)

@@ -59,7 +59,7 @@ def load_demonstrations(
     render = render or load_main(RENDERER)(model_folder, model.chat_template, model.trust_remote_code)
     vocabulary = _vocabulary(model_folder)
     demonstrations, failures = [], 0
-    for trajectory in _trajectories(file, render, Limits(tokens_max=config.transport.tokens_max)):
+    for trajectory in _trajectories(file, render, Limits(tokens_max=config.stage.tokens_max)):
         if trajectory.reward is None or trajectory.reward < config.replay.success_threshold:
             failures += 1
             continue

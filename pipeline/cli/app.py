@@ -282,7 +282,7 @@ def chaos(
     for override in overrides:
         command += ["--set", override]
     seconds = 60 * minutes
-    faults = schedule(seed, seconds, every, config.transport.silence_seconds_max)
+    faults = schedule(seed, seconds, every, config.stage.silence_seconds_max)
     raise typer.Exit(run_chaos(config, command, faults, seconds, stall))
 
 
@@ -352,7 +352,7 @@ def actor(
     config = _load_of_run(file, sets) if join else _load(file, sets)
     directory = RunDirectory(config.run.path)
     own = None if free_index or join else index
-    take = partial(take_index, directory, "actor", own, keys=config.transport.curve)
+    take = partial(take_index, directory, "actor", own, keys=config.stage.curve)
     if join:
         take = partial(take, first=config.actor.replicas)
     found, _lock = wait_for_room(take, directory.path, "the lock of the actor's index")
@@ -467,7 +467,7 @@ def keys(
     runs on it. Run the command again with a larger --actors to add keys; a stage that runs accepts them at once.
 
       afterplay keys keys --actors 16
-      afterplay replay FILE --set transport.curve=keys --set replay.address=tcp://0.0.0.0:5555
+      afterplay replay FILE --set stage.curve=keys --set stage.address=tcp://0.0.0.0:5555
 
     Engines on other machines need engine.actor_key: file:keys/engine_actor.secret (engines and actors) and
     engine.learner_key: file:keys/engine_learner.secret (engines and learner). Give a role only its own.
@@ -478,7 +478,7 @@ def keys(
     made = make_keys(directory, actors)
     make_key_files(directory)
     typer.echo(
-        f"{len(made)} new CURVE keys in {directory}. Use them with --set transport.curve={directory}; keep "
+        f"{len(made)} new CURVE keys in {directory}. Use them with --set stage.curve={directory}; keep "
         "*.key_secret and *.secret to yourself"
     )
 

@@ -34,7 +34,7 @@ def resolve(config: RunConfig, taken: Collection[int] | None = None) -> RunConfi
     Metrics ports stay 0: each process takes a free one and writes it to the run directory. Paths become absolute, so
     that the resolved file is valid in any folder. Raises :class:`ConfigurationError` that names a port in use.
     """
-    engine, replay = config.engine, config.replay
+    engine, stage = config.engine, config.stage
     if engine.kind != "external":
         _require_own_urls(engine)
     if engine.kind != "external" and not engine.urls:
@@ -49,7 +49,8 @@ def resolve(config: RunConfig, taken: Collection[int] | None = None) -> RunConfi
     if engine.discovery is not None and engine.discovery.startswith("file:"):
         file = Path(engine.discovery.removeprefix("file:")).expanduser().absolute()
         engine = engine.model_copy(update={"discovery": f"file:{file}"})
-    replay = replay.model_copy(update={"address": _fixed(replay.address)})
+    curve = None if stage.curve is None else stage.curve.absolute()
+    stage = stage.model_copy(update={"address": _fixed(stage.address), "curve": curve})
     if config.metrics.port:
         for i in range(2 + config.actor.replicas):
             _require_free(config.metrics.host, config.metrics.port + i, "metrics.port")
@@ -57,9 +58,7 @@ def resolve(config: RunConfig, taken: Collection[int] | None = None) -> RunConfi
     run = config.run.model_copy(update={"id": identity, "directory": Path(config.run.directory).absolute()})
     environments = {name: _with_data_at_home(section) for name, section in config.environments.items()}
     loss = config.loss.model_copy(update={"supervised": _with_demonstrations_at_home(config.loss.supervised)})
-    changed = {"engine": engine, "replay": replay, "run": run, "loss": loss, "environments": environments}
-    if config.transport.curve is not None:
-        changed["transport"] = config.transport.model_copy(update={"curve": config.transport.curve.absolute()})
+    changed = {"engine": engine, "stage": stage, "run": run, "loss": loss, "environments": environments}
     if config.model.cache is not None:
         cache = config.model.cache.expanduser().absolute()
         changed["model"] = config.model.model_copy(update={"cache": cache})
@@ -83,13 +82,13 @@ def _require_own_urls(engine: EngineConfig) -> None:
 
 
 def _fixed(address: str) -> str:
-    """``replay.address`` with an absolute path, or a port that is free."""
+    """``stage.address`` with an absolute path, or a port that is free."""
     if address.startswith("ipc://"):
         path = address.removeprefix("ipc://")
         return f"ipc://{Path(path).expanduser().absolute()}" if path else address
     host, port = split_address(address)
     if port:
-        _require_free(host, port, "replay.address")
+        _require_free(host, port, "stage.address")
         return address
     return f"tcp://{_bracketed(host)}:{free_ports(host, 1)}"
 
@@ -118,7 +117,7 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, port = rest.rpartition(":")
     if scheme != "tcp" or not separator or not colon or not host or not port.isdigit() or int(port) > 65535:
         raise ConfigurationError(
-            f"replay.address: expected ipc://, ipc://PATH or tcp://host:port, for example tcp://127.0.0.1:5555, got "
+            f"stage.address: expected ipc://, ipc://PATH or tcp://host:port, for example tcp://127.0.0.1:5555, got "
             f"{address!r}"
         )
     return host.strip("[]"), int(port)
@@ -135,7 +134,7 @@ def free_ports(host: str, count: int, taken: Collection[int] = ()) -> int:
         if ports.stop <= 65536 and not any(p in taken for p in ports) and all(is_free(host, p) for p in ports):
             return port
     raise ConfigurationError(
-        f"expected {count} consecutive free ports on {host}, found none: set engine.port and replay.address"
+        f"expected {count} consecutive free ports on {host}, found none: set engine.port and stage.address"
     )
 
 

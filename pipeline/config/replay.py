@@ -1,4 +1,4 @@
-"""Sections ``replay`` (the replay stage and experience replay) and ``lessons`` (lessons in the prompt)."""
+"""Sections ``replay`` (experience replay) and ``lessons`` (lessons in the prompt)."""
 
 from __future__ import annotations
 
@@ -105,20 +105,8 @@ class StoredGroupsConfig(Section):
 
 
 class ReplayConfig(Section):
-    """The replay stage: its address and store, and experience replay (docs/REPLAY.md)."""
+    """Experience replay (docs/REPLAY.md)."""
 
-    address: str = "ipc://"
-    """Address that the stage binds. ``ipc://``: a unix socket in a new folder that only this user may enter, found
-    through the run directory. ``ipc:///path``: that socket; its folder must be closed to others. ``tcp://host:port``:
-    for several machines; requires ``transport.curve``, on loopback too (``afterplay run`` makes keys). Port 0: a free
-    port, which ``afterplay run`` passes to the other processes."""
-    store: str | None = None
-    """Path of the SQLite file. None: ``replay.sqlite`` in the run directory."""
-    commit_batch_max: int = Field(256, ge=1)
-    """Events committed in one transaction. Larger is faster under load; an acknowledgement waits for its
-    transaction."""
-    synchronous: Literal["FULL", "NORMAL"] = "FULL"
-    """SQLite durability. ``FULL`` survives a power loss, ``NORMAL`` a killed process."""
     cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     """Memory for the newest payloads, in bytes. The oldest are evicted."""
     retain_groups: int = Field(20_000, ge=1)

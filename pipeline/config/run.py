@@ -24,6 +24,7 @@ from pipeline.config.rollouts import (
     SamplingConfig,
     check_colocation,
 )
+from pipeline.config.stage import StageConfig
 from pipeline.config.trackers import TrackerName, TrackersConfig
 
 
@@ -52,39 +53,6 @@ class RunSection(Section):
     def path(self) -> Path:
         """The run directory."""
         return self.directory / self.name
-
-
-class TransportConfig(Section):
-    """Messages between actors, replay stage and learner, and their limits. A message above a limit is refused with an
-    error that names the limit."""
-
-    header_bytes_max: int = Field(4 * 1024 * 1024, ge=1024)
-    """Largest message header, in bytes."""
-    message_bytes_max: int = Field(256 * 1024 * 1024, ge=1024)
-    """Largest message, in bytes, without its header."""
-    frames_max: int = Field(64, ge=4)
-    """Most binary frames in one message."""
-    tokens_max: int = Field(1_048_576, ge=1)
-    """Most tokens in one trajectory."""
-    queue_messages_max: int = Field(4096, ge=1)
-    """Messages that may wait per direction before the sender is paused."""
-    credit_bytes: int = Field(256 * 1024 * 1024, ge=1024)
-    """Bytes of unacknowledged trajectories that the replay stage grants each actor."""
-    heartbeat_seconds: float = Field(1.0, gt=0)
-    """Seconds between heartbeats on an idle connection."""
-    silence_seconds_max: float = Field(10.0, gt=0)
-    """Seconds of silence after which a peer counts as lost. Its orders are then issued again."""
-    curve: Path | None = None
-    """Folder with CURVE keys, made by ``afterplay keys``: the stage's own, and one for each learner and actor. Required
-    for ``replay.address: tcp://…``; ``afterplay run`` makes them in the run directory if it is None."""
-
-    @model_validator(mode="after")
-    def _silence_longer_than_heartbeat(self) -> TransportConfig:
-        if self.silence_seconds_max < 2 * self.heartbeat_seconds:
-            raise ValueError(
-                f"transport.silence_seconds_max ({self.silence_seconds_max}) must be at least twice heartbeat_seconds"
-            )
-        return self
 
 
 class MetricsConfig(Section):
@@ -139,10 +107,10 @@ class RunConfig(Section):
     publish: PublishConfig = PublishConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    stage: StageConfig = StageConfig()
     replay: ReplayConfig = ReplayConfig()
     lessons: LessonsConfig = LessonsConfig()
     scorer: ScorerConfig = ScorerConfig()
-    transport: TransportConfig = TransportConfig()
     metrics: MetricsConfig = MetricsConfig()
     traces: TracesConfig = TracesConfig()
     supervisor: SupervisorConfig = SupervisorConfig()

@@ -61,9 +61,7 @@ class Importer:
             )
         self._config, self._directory, self._render = config, directory, render
         self._path = store_path(config, directory)
-        self._limits = Limits(
-            header_bytes_max=config.transport.header_bytes_max, tokens_max=config.transport.tokens_max
-        )
+        self._limits = Limits(tokens_max=config.stage.tokens_max)
         self._vocabulary = (read_json(directory.model / "config.json") or {}).get("vocab_size")
         self._origin, self._version = self._look()
 
@@ -73,7 +71,7 @@ class Importer:
         for trajectory, portable in self._trajectories(file):
             self._check(file, trajectory, portable)
         counts: Counter[str] = Counter()
-        with ReplayStore(self._path, self._config.replay.synchronous) as store:
+        with ReplayStore(self._path, self._config.stage.synchronous) as store:
             pool = PoolWriter(self._config, store, self._version)
             trajectories = self._trajectories(file)
             while chunk := list(_chunk(trajectories)):
@@ -119,7 +117,7 @@ class Importer:
             raise StoreError(f"{file}: expected environments of this run ({names}), got {environment!r}")
         if trajectory.n_tokens > self._limits.tokens_max:
             raise StoreError(
-                f"{file}: expected at most transport.tokens_max={self._limits.tokens_max} tokens, got "
+                f"{file}: expected at most stage.tokens_max={self._limits.tokens_max} tokens, got "
                 f"{trajectory.n_tokens} in one for {trajectory.task.task_id}"
             )
         largest = max((int(ids.max()) for turn in trajectory.turns for ids in _id_arrays(turn) if len(ids)), default=0)

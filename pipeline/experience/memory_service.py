@@ -34,7 +34,6 @@ from pipeline.store.payload_refs import PayloadCache
 from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import decode_trajectory, whole
 from pipeline.transport.protocol import Frames, Kind, Limits
-from pipeline.transport.zeromq import limits_of
 
 log = logging.getLogger("afterplay.lessons")
 
@@ -251,6 +250,6 @@ async def open_memory_service(
         writer=writer,
         payloads=payloads,
         post=post,
-        limits=limits_of(config),
+        limits=Limits.of(config),
         metrics=metrics,
     )

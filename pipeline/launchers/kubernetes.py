@@ -165,8 +165,11 @@ def config_in_pods(config: RunConfig, name: str) -> RunConfig:
         )
     sections: dict[str, dict[str, Any]] = {
         "run": {"directory": Path("/runs"), "id": config.run.id or name},
-        "replay": {"address": f"tcp://{name}-replay:{HUB_PORT}", "store": "/store/replay.sqlite"},
-        "transport": {"curve": Path("/keys")},
+        "stage": {
+            "address": f"tcp://{name}-replay:{HUB_PORT}",
+            "store": "/store/replay.sqlite",
+            "curve": Path("/keys"),
+        },
         "metrics": {"host": "0.0.0.0", "port": METRICS_PORT},
     }
     changed = {key: getattr(config, key).model_copy(update=values) for key, values in sections.items()}

@@ -114,7 +114,7 @@ class RayCluster(Cluster):
     def addressed(self, config: RunConfig) -> RunConfig:
         """As for any cluster; the replay stage gets its address later, for its node may be another than ours."""
         found = Cluster.addressed(self, config)
-        return found.model_copy(update={"replay": found.replay.model_copy(update={"address": "ipc://"})})
+        return found.model_copy(update={"stage": found.stage.model_copy(update={"address": "ipc://"})})
 
     def located(self, config: RunConfig, places: Iterable[Place]) -> RunConfig:
         """A copy with the address of the replay stage, and the file with those of the engines. An engine that shares
@@ -126,10 +126,10 @@ class RayCluster(Cluster):
                 changed = {"host": next(address[place.node] for place in places if place.role == "engine")}
             engine = engine.model_copy(update=changed)
         head = self.inventory.nodes[0].address
-        replay = config.replay.model_copy(
+        stage = config.stage.model_copy(
             update={"address": f"tcp://{f'[{head}]' if ':' in head else head}:{self.replay_port}"}
         )
-        return config.model_copy(update={"engine": engine, "replay": replay})
+        return config.model_copy(update={"engine": engine, "stage": stage})
 
 
 def engine_urls(directory: RunDirectory) -> Path:
@@ -142,17 +142,17 @@ def cluster_of(ray: Any, config: RunConfig, directory: RunDirectory) -> RayClust
     here, store = ray.get_runtime_context().get_node_id(), str(store_path(config, directory))
     found = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
     ids = [str(node["NodeID"]) for node in found]
-    if config.replay.store is not None:
+    if config.stage.store is not None:
         look = [_on_node(ray, has_disk, one).remote(store, str(directory.path)) for one in ids]
         disks = ray.get(look)
         if not any(disks):
             raise ConfigurationError(
-                f"expected the disk with {store} (replay.store) on a node of the Ray cluster, found it on none of "
+                f"expected the disk with {store} (stage.store) on a node of the Ray cluster, found it on none of "
                 f"{len(ids)}: the replay stage never starts without its store. Start the node that has it"
             )
         found.insert(0, found.pop(disks.index(True)))
     inventory = inventory_of(found)
-    address = config.replay.address
+    address = config.stage.address
     port = split_address(address)[1] if address.startswith("tcp://") else 0
     if not port:
         host = inventory.nodes[0].address

@@ -37,7 +37,7 @@ from pipeline.tasks.sampler import TaskSampler
 from pipeline.tasks.source import TaskSplit
 from pipeline.tasks.splits import Seeds, decode_splits
 from pipeline.transport.codec import whole
-from pipeline.transport.protocol import Kind, Limits, WireMessage
+from pipeline.transport.protocol import CREDIT_BYTES, Kind, Limits, WireMessage
 
 log = logging.getLogger("afterplay.replay")
 
@@ -109,7 +109,7 @@ class StageCore:
             snapshot.next_row_id,
         )
         self.leases = Leases(config, records, journal, clock, self.groups)
-        self.ingest = Ingest(records, batches, journal, clock, self.groups, self.leases, _limits(config), score_now)
+        self.ingest = Ingest(records, batches, journal, clock, self.groups, self.leases, Limits.of(config), score_now)
         self.dispatch = Dispatch(
             config.staleness.late,
             records,
@@ -301,8 +301,8 @@ class StageCore:
                     self.journal.effect(Score(slot.trajectory, members=members))
 
     def _too_large(self, slot: Slot) -> bool:
-        """``transport.message_bytes_max`` was lowered below what is stored."""
-        most = self.config.transport.message_bytes_max
+        """``stage.message_bytes_max`` was lowered below what is stored."""
+        most = self.config.stage.message_bytes_max
         return slot.trajectory is not None and slot.trajectory.facts.n_bytes > most
 
     def _reshape(self, *, all_groups: bool) -> None:
@@ -318,7 +318,7 @@ class StageCore:
         slots = self._slots(hello)
         holding = [str(i) for i in hello["holding"]]
         self._learn(peer, decode_splits(hello.get("splits") or {}))
-        header = {"credit_bytes": self.config.transport.credit_bytes, "policy_version": self.batches.policy_version}
+        header = {"credit_bytes": CREDIT_BYTES, "policy_version": self.batches.policy_version}
         self.journal.effect(Send(peer, Kind.WELCOME, {**header, "greeting": hello.get("greeting")}))
         self.leases.up(peer, slots, holding)
 
@@ -369,8 +369,3 @@ class StageCore:
     def _cancel(self, group: GroupRecord, reason: CancelReason) -> None:
         self.leases.ended(self.groups.cancel(group, reason), cancel=f"its group was cancelled: {reason.value}")
         self.dispatch.cancelled(group)
-
-
-def _limits(config: RunConfig) -> Limits:
-    t = config.transport
-    return Limits(t.header_bytes_max, t.message_bytes_max, t.frames_max, t.tokens_max, t.queue_messages_max)

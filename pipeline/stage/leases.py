@@ -149,7 +149,7 @@ class Leases:
         for actor in list(self.actors.values()):
             if (
                 actor.down_since is not None
-                and self._clock.now - actor.down_since >= self._config.transport.silence_seconds_max
+                and self._clock.now - actor.down_since >= self._config.stage.silence_seconds_max
             ):
                 self._forget(actor, "its actor is silent")
         late: list[OrderRecord] = []
@@ -169,7 +169,7 @@ class Leases:
     def next_deadline(self) -> float | None:
         """Time at which :meth:`tick` has something to do, on the clock of ``now``."""
         times = [self._deadlines[0][0]] if self._deadlines else []
-        silence = self._config.transport.silence_seconds_max
+        silence = self._config.stage.silence_seconds_max
         times += [actor.down_since + silence for actor in self.actors.values() if actor.down_since is not None]
         return min(times, default=None)
 

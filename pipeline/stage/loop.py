@@ -32,6 +32,8 @@ from pipeline.store.records import TrajectoryRecord
 from pipeline.store.store import ReplayStore
 from pipeline.transport.protocol import Event, EventKind
 
+COMMIT_BATCH_MAX = 256
+"""Events committed in one transaction."""
 IDLE_SECONDS_MAX = 5.0
 """Longest time between two iterations (heartbeat)."""
 STANDSTILL_SECONDS = 1.0
@@ -99,7 +101,7 @@ class StageLoop:
         try:
             with anyio.move_on_after(max(0.0, deadline - now)):
                 items.append(await inbox.receive())
-            while items and len(items) < self._ctx.config.replay.commit_batch_max:
+            while items and len(items) < COMMIT_BATCH_MAX:
                 items.append(inbox.receive_nowait())
         except anyio.WouldBlock:
             pass

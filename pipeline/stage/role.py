@@ -24,7 +24,7 @@ from pipeline.scorer.scorer import Scorer
 from pipeline.scorer.verdict import Verdict
 from pipeline.stage.core import StageCore
 from pipeline.stage.failed_rollouts import UntrainedTraces, untrained_traces
-from pipeline.stage.loop import Item, Scored, StageLoop
+from pipeline.stage.loop import COMMIT_BATCH_MAX, Item, Scored, StageLoop
 from pipeline.stage.metrics import Observer
 from pipeline.stage.peer_sender import PeerSender
 from pipeline.stage.scoring import Scoring
@@ -34,8 +34,8 @@ from pipeline.store.records import TrajectoryRecord
 from pipeline.store.store import ReplayStore, store_path
 from pipeline.tasks.open import open_sources
 from pipeline.tasks.source import TaskSource
-from pipeline.transport.protocol import EventKind, Hub, Kind
-from pipeline.transport.zeromq import limits_of, open_hub
+from pipeline.transport.protocol import EventKind, Hub, Kind, Limits
+from pipeline.transport.zeromq import open_hub
 
 log = logging.getLogger("afterplay.replay")
 
@@ -63,7 +63,7 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
     sources = await _open_sources(ctx, metrics)
     path = store_path(config, ctx.directory)
     ctx.report(RoleState.STARTING, f"the store {path}")
-    store = await when_room(partial(ReplayStore, path, config.replay.synchronous), path, "the replay store")
+    store = await when_room(partial(ReplayStore, path, config.stage.synchronous), path, "the replay store")
     ctx.watch(path)
     try:
         snapshot = await anyio.to_thread.run_sync(store.load)
@@ -119,7 +119,7 @@ async def _serve(
     untrained: UntrainedTraces,
 ) -> None:
     config, cache = ctx.config, PayloadCache(ctx.config.replay.cache_bytes)
-    inbox_send, inbox_receive = anyio.create_memory_object_stream[Item](config.replay.commit_batch_max)
+    inbox_send, inbox_receive = anyio.create_memory_object_stream[Item](COMMIT_BATCH_MAX)
 
     async def deliver(verdicts: Sequence[tuple[TrajectoryRecord, Verdict]]) -> None:
         for _, verdict in verdicts:
@@ -131,7 +131,7 @@ async def _serve(
     async with hub, anyio.create_task_group() as sending:
         log.info("bound to %s", hub.address)
         outgoing = PeerSender(hub, store, cache, sending)
-        scoring = Scoring(scorer, store, limits_of(config), config.scorer.concurrency, deliver)
+        scoring = Scoring(scorer, store, Limits.of(config), config.scorer.concurrency, deliver)
         hub.refuse(core.control.refuses)
         loop = StageLoop(ctx, core, store, outgoing, cache, scoring, Observer(metrics))
         lessons = await open_memory_service(config, ctx.directory, store, cache, outgoing.post, metrics)

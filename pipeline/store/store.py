@@ -101,7 +101,7 @@ _META = "INSERT OR REPLACE INTO meta VALUES (?,?)"
 
 def store_path(config: RunConfig, directory: RunDirectory) -> Path:
     """The SQLite file of a run."""
-    return Path(config.replay.store) if config.replay.store else directory.store_file
+    return Path(config.stage.store) if config.stage.store else directory.store_file
 
 
 def marks_path(path: Path) -> Path:
@@ -308,7 +308,7 @@ class ReplayStore:
             return build(rows, meta, dict(read("SELECT name, value FROM counters")), self._next_row_id(meta))
 
     def commit(self, changes: Changes) -> None:
-        """Write one round; when this returns it is as durable as ``replay.synchronous`` says. May be called again with
+        """Write one round; when this returns it is as durable as ``stage.synchronous`` says. May be called again with
         the same changes after a :class:`StoreError`: a round whose commit failed may be in the store nevertheless."""
         with self._writing, self._explained("written"):
             if self._in_doubt is not None and self._newest_transaction() > self._transactions:

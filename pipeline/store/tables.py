@@ -65,7 +65,7 @@ CREATE TABLE tasks (
     crc INTEGER NOT NULL
 ) WITHOUT ROWID;
 """
-STORE = Database("replay store", "store", "replay.store", application_id=0x41465250, version=6, tables=TABLES)
+STORE = Database("replay store", "store", "stage.store", application_id=0x41465250, version=6, tables=TABLES)
 """Its application id is ``AFRP``."""
 ROW_TABLES: dict[str, int | None] = {
     "groups": 12, "group_replays": None, "orders": None, "trajectories": 9, "pool": None, "stored_groups": None,
@@ -98,7 +98,7 @@ def _plain(value: float) -> float | None:
 
 def lock(path: Path) -> FileLock:
     """Held by the one stage that writes the store. Raises :class:`pipeline.errors.StoreError` while another has it."""
-    taken = f"{path} is used by another replay stage: stop that run, or set replay.store to another file"
+    taken = f"{path} is used by another replay stage: stop that run, or set stage.store to another file"
     return FileLock(path.with_name(path.name + ".lock"), taken)
 
 

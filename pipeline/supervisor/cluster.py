@@ -47,10 +47,10 @@ class Cluster:
     def addressed(self, config: RunConfig) -> RunConfig:
         """A copy in which the replay stage listens on TCP, and engines and metrics beyond loopback where nodes have
         such addresses. Ports of 0 are left to :func:`pipeline.config.explain.resolve`."""
-        nodes, replay = self.inventory.nodes, config.replay
-        if replay.address.startswith("ipc://"):
-            replay = replay.model_copy(update={"address": f"tcp://{_bracketed(nodes[0].address)}:0"})
-        changed: dict[str, Any] = {"replay": replay}
+        nodes, stage = self.inventory.nodes, config.stage
+        if stage.address.startswith("ipc://"):
+            stage = stage.model_copy(update={"address": f"tcp://{_bracketed(nodes[0].address)}:0"})
+        changed: dict[str, Any] = {"stage": stage}
         if not all(is_loopback(node.address) for node in nodes):
             sections: dict[str, Any] = {"engine": config.engine, "metrics": config.metrics}
             changed |= {
@@ -85,8 +85,8 @@ class Cluster:
         address = {node.name: node.address for node in self.inventory.nodes}
         variables = {ADDRESS: address[place.node]}
         if place.role == "replay":
-            host, port = split_address(config.replay.address)
-            variables[f"{ENVIRONMENT_PREFIX}REPLAY__ADDRESS"] = f"tcp://{_bracketed(_interface(host))}:{port}"
+            host, port = split_address(config.stage.address)
+            variables[f"{ENVIRONMENT_PREFIX}STAGE__ADDRESS"] = f"tcp://{_bracketed(_interface(host))}:{port}"
         return variables
 
 

@@ -153,7 +153,8 @@ def evaluation_config(
         "directory": directory.path.parent, "name": directory.path.name, "total_steps": weights.updates + 1,
         "resume": "auto",
     }  # fmt: skip
-    raw["replay"] |= {"address": "ipc://", "store": None, "enabled": False}
+    raw["stage"] |= {"address": "ipc://", "store": None}
+    raw["replay"]["enabled"] = False
     raw["loss"]["supervised"]["weight"] = 0.0
     raw["metrics"]["port"] = 0
     raw["lessons"]["enabled"] = False

@@ -32,7 +32,7 @@ FIXED = {
     "learner.lora.rank": "its checkpoints have adapters of one shape",
     "learner.lora.targets": "its checkpoints have adapters of one shape",
     "learner.optimizer": "its checkpoints have the state of one optimizer",
-    "replay.store": "its trajectories and tasks are in one store",
+    "stage.store": "its trajectories and tasks are in one store",
 }
 """Keys that a run cannot change once it has made steps, and the reason."""
 IGNORED = (
@@ -42,8 +42,8 @@ IGNORED = (
     "engine.port",
     "engine.actor_key",
     "engine.learner_key",
-    "replay.address",
-    "transport.curve",
+    "stage.address",
+    "stage.curve",
 )
 """Keys that may differ at every start."""
 ABSENT = "absent"

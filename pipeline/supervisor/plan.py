@@ -22,6 +22,7 @@ from pipeline.runtime.rundir import PREPARE_SECONDS_MAX
 from pipeline.supervisor.division import Division, Share, divide
 from pipeline.supervisor.inventory import VISIBLE, Inventory, Node
 from pipeline.supervisor.restarts import Rule
+from pipeline.transport.protocol import CREDIT_BYTES
 
 WORKERS, REPLAY, ENGINES = range(3)
 """Stages of the drain. The workers are actors and learner: none waits for what the other finishes last."""
@@ -155,7 +156,7 @@ def plan(config: RunConfig, inventory: Inventory, center: str = "learner") -> Pl
             head.name,
             Rule("replay", REPLAY, stuck_seconds_max=stuck),
             cpus=2,
-            memory_bytes=config.replay.cache_bytes + config.transport.credit_bytes * config.actor.replicas,
+            memory_bytes=config.replay.cache_bytes + CREDIT_BYTES * config.actor.replicas,
             environment=_environment(head),
             ports=_replay_ports(config),
             needs_disk=True,
@@ -274,6 +275,6 @@ def _environment(node: Node, gpus: tuple[str, ...] = ()) -> dict[str, str]:
 
 def _replay_ports(config: RunConfig) -> dict[str, int]:
     ports = {"metrics": metrics_port("replay", 0, config.metrics.port)}
-    if config.replay.address.startswith("tcp://"):
-        ports["zeromq"] = split_address(config.replay.address)[1]
+    if config.stage.address.startswith("tcp://"):
+        ports["zeromq"] = split_address(config.stage.address)[1]
     return ports

@@ -132,11 +132,11 @@ def _check_keys(config: RunConfig, found: Findings) -> None:
     for name in ("actor_key", "learner_key"):
         with found.collecting():
             find_key(config.engine, name)
-    if config.transport.curve is not None:
+    if config.stage.curve is not None:
         from pipeline.transport.curve import server_keys
 
         with found.collecting():
-            server_keys(config.transport.curve)
+            server_keys(config.stage.curve)
 
 
 def _check_engines(config: RunConfig, found: Findings) -> None:

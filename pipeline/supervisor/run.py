@@ -126,10 +126,10 @@ def require_directory(directory: RunDirectory, resume: str, fresh: bool) -> None
 
 def with_keys(config: RunConfig, directory: RunDirectory) -> RunConfig:
     """A copy whose roles have a key each, if the stage listens on TCP and the run file names no keys."""
-    if not config.replay.address.startswith("tcp://") or config.transport.curve is not None:
+    if not config.stage.address.startswith("tcp://") or config.stage.curve is not None:
         return config
     make_keys(directory.keys, config.actor.replicas)
-    return config.model_copy(update={"transport": config.transport.model_copy(update={"curve": directory.keys})})
+    return config.model_copy(update={"stage": config.stage.model_copy(update={"curve": directory.keys})})
 
 
 def run(

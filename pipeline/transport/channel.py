@@ -78,10 +78,6 @@ class HubWire(Protocol):
         """Name of the peer that the connection's key belongs to; None where only this user can connect."""
         ...
 
-    def cut(self, connection: bytes) -> None:
-        """Close the connection that the last message came from. What waits for it may be lost."""
-        ...
-
     def send(self, connection: bytes, frames: Sequence[Buffer]) -> bool:
         """False when the queue of the connection is full. Raises :class:`PeerGone` when there is no such connection."""
         ...

@@ -176,18 +176,17 @@ def whole(
 def check_limits(frames: Sequence[Buffer], limits: Limits) -> None:
     """Raise :class:`LimitExceeded` naming the limit that ``[kind, header, frame …]`` breaks."""
     if len(frames) - 2 > limits.frames_max:
-        raise LimitExceeded(f"message has {len(frames) - 2} frames, more than transport.frames_max={limits.frames_max}")
+        raise LimitExceeded(f"message has {len(frames) - 2} frames, more than frames_max={limits.frames_max}")
     if len(frames) > 1 and n_bytes(frames[1]) > limits.header_bytes_max:
         raise LimitExceeded(
-            f"header has {n_bytes(frames[1])} bytes, more than transport.header_bytes_max={limits.header_bytes_max}"
+            f"header has {n_bytes(frames[1])} bytes, more than header_bytes_max={limits.header_bytes_max}"
         )
     total = 0
     for frame in frames[2:]:
         total += len(frame) if type(frame) is bytes else n_bytes(frame)
     if total > limits.message_bytes_max:
         raise LimitExceeded(
-            f"message has {total} bytes beside its header, more than "
-            f"transport.message_bytes_max={limits.message_bytes_max}"
+            f"message has {total} bytes beside its header, more than stage.message_bytes_max={limits.message_bytes_max}"
         )
 
 
@@ -255,7 +254,7 @@ def decode_trajectory(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS
     logprobs = _array(frames[2], "<f4", "log-probabilities")
     spans = _array(frames[3], "<i4", "version spans")
     if len(ids) > limits.tokens_max:
-        raise LimitExceeded(f"trajectory has {len(ids)} tokens, more than transport.tokens_max={limits.tokens_max}")
+        raise LimitExceeded(f"trajectory has {len(ids)} tokens, more than stage.tokens_max={limits.tokens_max}")
     if len(spans) % 3:
         raise WireError(f"expected version spans as [K, 3], got {len(spans)} numbers")
     try:

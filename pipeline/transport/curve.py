@@ -155,12 +155,12 @@ def _pair(folder: Path, name: str) -> tuple[bytes, bytes]:
     path = folder / (name + _SECRET)
     remedy = f"make it with `afterplay keys {folder}` (--actors N for N actors), or copy it here"
     if not path.is_file():
-        raise ConfigurationError(f"transport.curve: expected {path}, the secret key of {name}: {remedy}")
+        raise ConfigurationError(f"stage.curve: expected {path}, the secret key of {name}: {remedy}")
     if path.stat().st_mode & 0o077:
         raise ConfigurationError(f"{path} can be read by others: chmod 600 {path}")
     public, secret = _read(path)
     if secret is None:
-        raise ConfigurationError(f"transport.curve: expected a secret key in {path}, got a public one: {remedy}")
+        raise ConfigurationError(f"stage.curve: expected a secret key in {path}, got a public one: {remedy}")
     return public, secret
 
 
@@ -169,6 +169,6 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
         return zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"transport.curve: expected {path} to be a CURVE certificate: {error}. Make a new folder with "
+            f"stage.curve: expected {path} to be a CURVE certificate: {error}. Make a new folder with "
             "`afterplay keys DIR`, or copy the file here"
         ) from error

@@ -5,7 +5,7 @@ Its state of the connections (greetings, departures, invalid messages) is pure a
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -39,7 +39,7 @@ from pipeline.transport.protocol import (
 
 _DROPPED_MAX = 4096
 _FAULTS_MAX = 8
-"""Invalid messages of one connection, before it is cut."""
+"""Invalid messages of one peer, before it is given up."""
 
 
 @dataclass(slots=True)
@@ -52,6 +52,8 @@ class Peer:
     greeting: int = 0
     """Number of its HELLO among those of ``link``."""
     gone: bool = False
+    faults: int = 0
+    """Invalid messages."""
 
 
 @dataclass(slots=True)
@@ -62,8 +64,6 @@ class Reaction:
     reply: WireMessage | None = None
     replaced: Peer | None = None
     """An older connection under the same name; tell it and forget it."""
-    cut: bool = False
-    """Close the connection that the message came from."""
 
 
 _NOTHING = Reaction()
@@ -82,7 +82,6 @@ class Peers:
     identity: Callable[[bytes], str | None] = lambda connection: None
     refuses: Callable[[Mapping[str, Any]], str | None] = lambda hello: None
     counters: TransportStatistics = field(default_factory=TransportStatistics)
-    _faults: Counter[bytes] = field(default_factory=Counter)
     _by_connection: dict[bytes, Peer] = field(default_factory=dict)
     _by_name: dict[str, Peer] = field(default_factory=dict)
     _dropped: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
@@ -181,19 +180,22 @@ class Peers:
     def _refuse(self, peer: Peer | None, connection: bytes, reason: str, fault: MessageFault) -> Reaction:
         answer = self._corrupt(peer, connection, reason, fault)
         answer.reply = WireMessage(Kind.REFUSED, {"reason": reason, "final": True})
-        if peer is not None:
+        if peer is not None and self._by_connection.get(connection) is peer:
             answer.events += (self._drop(peer, reason),)
         return answer
 
     def _corrupt(self, peer: Peer | None, connection: bytes, reason: str, fault: MessageFault) -> Reaction:
-        """Count what is invalid. A connection that brings nothing else is cut."""
+        """Count what is invalid. A peer that repeats it is given up."""
         self.counters.corrupt += 1
-        self._faults[connection] += 1
-        cut = self._faults[connection] >= _FAULTS_MAX
-        if cut or len(self._faults) > _DROPPED_MAX:
-            del self._faults[connection if cut else next(iter(self._faults))]
-        name = peer.name if peer is not None else f"unknown connection {connection.hex()}"
-        return Reaction((Event(EventKind.CORRUPT, name, None, reason, fault),), cut=cut)
+        if peer is None:
+            return Reaction((Event(EventKind.CORRUPT, f"unknown connection {connection.hex()}", None, reason, fault),))
+        peer.faults += 1
+        answer = Reaction((Event(EventKind.CORRUPT, peer.name, None, reason, fault),))
+        if peer.faults >= _FAULTS_MAX:
+            down = self._drop(peer, f"sent {_FAULTS_MAX} invalid messages")
+            answer.events += (down,)
+            answer.reply = WireMessage(Kind.BYE, {"reason": down.reason})
+        return answer
 
     def _drop(self, peer: Peer, reason: str) -> Event:
         """A peer is lost."""
@@ -341,7 +343,7 @@ class WireHub(Endpoint):
             answer = accept(connection, frames)
             for event in answer.events:
                 put(event)
-            if answer.reply is not None or answer.replaced is not None or answer.cut:
+            if answer.reply is not None or answer.replaced is not None:
                 self._reply(connection, answer)
             if self._peers.of(connection) is not None:
                 heard(connection, now)
@@ -357,11 +359,6 @@ class WireHub(Endpoint):
             reason = f"another connection under the name {answer.replaced.name} took its place: names must be unique"
             refused = WireMessage(Kind.REFUSED, {"reason": reason, "final": True, "replaced": True})
             self._tell(answer.replaced.connection, refused)
-        if answer.cut:
-            peer = self._peers.of(connection)
-            if peer is not None:
-                self._peers.mark_gone(peer)
-            self._wire.cut(connection)
 
     def _tell(self, connection: bytes, message: WireMessage) -> bool:
         """Send without waiting to a connection that may be gone or full."""

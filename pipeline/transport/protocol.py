@@ -12,7 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from pipeline.config import RunConfig
+
+CREDIT_BYTES = 256 * 1024 * 1024
+"""Bytes of unacknowledged trajectories that the replay stage grants each actor."""
+HEARTBEAT_SECONDS = 1.0
+"""Between two heartbeats on an idle connection."""
 
 Buffer = bytes | memoryview
 Frames = tuple[Buffer, ...]
@@ -89,8 +97,11 @@ class Limits:
     """Tokens of one trajectory."""
     queue_messages_max: int = 4096
     """Messages held per direction before senders wait."""
-    credit_bytes: int = 256 * 1024 * 1024
-    """Bytes of unacknowledged trajectories that an actor may have sent."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Limits:
+        """The limits of a run."""
+        return cls(message_bytes_max=config.stage.message_bytes_max, tokens_max=config.stage.tokens_max)
 
 
 class MessageFault(StrEnum):
@@ -101,7 +112,7 @@ class MessageFault(StrEnum):
     BYTES = "bytes"
     """Not a message."""
     LIMIT = "limit"
-    """Larger than a limit, or more unfinished messages than a connection may hold."""
+    """Larger than a limit."""
     HELLO = "hello"
     """No HELLO where one is due, or one that cannot be understood."""
     IDENTITY = "identity"

@@ -102,7 +102,7 @@ def _require_private(folder: Path) -> None:
         raise ConfigurationError(
             f"expected the folder of the replay stage's socket, {folder}, to be a folder that only this user (id "
             f"{os.geteuid()}) may enter, got owner {found.st_uid} and mode {stat.filemode(found.st_mode)}: chmod 700 "
-            "it, or omit replay.address for one that is made for the run"
+            "it, or omit stage.address for one that is made for the run"
         )
 
 
@@ -116,7 +116,7 @@ def _short_enough(path: Path) -> Path:
     if len(os.fsencode(path)) > _PATH_BYTES_MAX:
         raise ConfigurationError(
             f"expected the path of a socket to have at most {_PATH_BYTES_MAX} bytes, got {path}: set TMPDIR or "
-            "replay.address to a shorter one"
+            "stage.address to a shorter one"
         )
     return path
 

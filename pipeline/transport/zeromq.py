@@ -13,13 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import math
-import os
-import socket as sockets
-import struct
-import sys
-import termios
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,13 +25,12 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from pipeline.config import RunConfig
-from pipeline.errors import ConfigurationError, HandshakeFailed, LimitExceeded, PeerGone, WireError
+from pipeline.errors import ConfigurationError, HandshakeFailed, PeerGone, WireError
 from pipeline.transport.channel import LINGER_SECONDS_MAX, Broadcast
 from pipeline.transport.curve import PeerKeys, ServerKeys, peer_keys, serve_zap, server_keys
-from pipeline.transport.held_bytes import Account, HeldBytes, budget_bytes, wire_bytes
 from pipeline.transport.hub import WireHub
 from pipeline.transport.link import WireLink
-from pipeline.transport.protocol import Buffer, Hub, Limits, Link
+from pipeline.transport.protocol import HEARTBEAT_SECONDS, Buffer, Hub, Limits, Link
 from pipeline.transport.socket_folder import SCHEME, address_to_bind, address_to_connect, remove_socket_folder, restore
 
 _NOW = int(zmq.NOBLOCK)
@@ -62,19 +55,10 @@ _REFUSED: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it ended or was too slow",
 }
 _REFUSALS = sum(_REFUSED)
-_OF_HUB = _REFUSALS | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _LOOK_SECONDS = 0.05
-"""Between two looks at connections that come, go or fail."""
-_MONITOR_EVENT = struct.Struct("=HI")
-"""``event`` and ``value`` of the first frame of a monitor's message (zmq_socket_monitor(3))."""
-_ACCEPTED, _DISCONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
+"""Between two looks at handshakes that failed."""
 _RESTORE_SECONDS = 1.0
 """Between two looks at whether the link to the socket is there, and the socket itself."""
-_WEIGH_SECONDS = 0.5
-"""Between two looks at what the connections hold."""
-_TCP_INFO_RECEIVED = struct.Struct("@128xQ")
-"""``tcpi_bytes_received`` of Linux."""
-_UNREAD = struct.Struct("@i")
 _MONITORED = _REFUSALS | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
@@ -82,7 +66,7 @@ class HubSocketWire:
     """A bound ROUTER. ROUTER_MANDATORY turns a send to a lost connection into :class:`PeerGone`.
 
     A connection is known by its user id, if it has a key (:func:`pipeline.transport.curve.serve_zap`), and ZeroMQ's
-    routing id, which a client may choose. On Linux, connections of one key that hold more than their budget are cut.
+    routing id, which a client may choose.
     """
 
     def __init__(
@@ -102,12 +86,7 @@ class HubSocketWire:
         self._zap: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes]
         self._faults: deque[tuple[bytes, WireError]] = deque(maxlen=_FAULTS_MAX)
-        weighs = keys is not None and sys.platform == "linux"
-        self._held = HeldBytes(budget_bytes(limits)) if weighs else None
         self._timer: asyncio.TimerHandle | None = None
-        self._weigh_at = -math.inf
-        self._last: tuple[bytes, zmq.Frame] | None = None
-        """The connection that the last message came from, and a frame that knows its file descriptor."""
 
     @property
     def address(self) -> str:
@@ -118,7 +97,7 @@ class HubSocketWire:
         socket = context.socket(zmq.ROUTER)
         _limit(socket, self._limits, self._silence_seconds_max, self._address)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._monitor = socket.get_monitor_socket(_OF_HUB)
+        self._monitor = socket.get_monitor_socket(_REFUSALS)
         try:
             if self._keys is not None:
                 self._keys.apply(socket)
@@ -139,7 +118,7 @@ class HubSocketWire:
             ):  # a file system that refuses the link may take it later
                 raise
             raise ConfigurationError(
-                f"replay.address {self._address} cannot be bound: {error}. Expected {SCHEME}, or something like "
+                f"stage.address {self._address} cannot be bound: {error}. Expected {SCHEME}, or something like "
                 "tcp://127.0.0.1:7100 whose port is free (another run may still use it; port 0 takes a free one)"
             ) from error
         self._address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -155,14 +134,7 @@ class HubSocketWire:
         except zmq.Again:
             return None
         user = b"" if self._keys is None else str(frame.get("User-Id")).encode()
-        connection = user + _SLASH + frame.bytes
-        self._last = connection, frame
-        frames = _receive_rest(self._socket, frame, self._limits.frames_max + 3)
-        if self._held is not None:
-            account = self._held.account(connection) or self._first(self._held, connection, frame)
-            if account is not None:
-                account.read += wire_bytes(frames)
-        return connection, frames
+        return user + _SLASH + frame.bytes, _receive_rest(self._socket, frame, self._limits.frames_max + 3)
 
     def send(self, connection: bytes, frames: Sequence[Buffer]) -> bool:
         try:
@@ -178,12 +150,7 @@ class HubSocketWire:
         return True
 
     def identity(self, connection: bytes) -> str | None:
-        return _owner(connection) or None
-
-    def cut(self, connection: bytes) -> None:
-        """ZeroMQ has no call for this; it notices. A descriptor that is meanwhile another's is left alone."""
-        if self._last is not None and self._last[0] == connection:
-            _shut_down(_descriptor(self._last[1]), self._address)
+        return connection.partition(_SLASH)[0].partition(b":")[2].decode() or None
 
     async def wait(self, event: anyio.Event) -> None:
         await event.wait()
@@ -216,19 +183,10 @@ class HubSocketWire:
         if self._zap is not None and self._keys is not None and not self._zap.closed:
             serve_zap(self._zap, self._keys)
 
-    def _first(self, held: HeldBytes, connection: bytes, frame: zmq.Frame) -> Account | None:
-        """The account of a connection, at its first message."""
-        self._observed()  # its ACCEPTED, and what was closed before, came earlier than its message
-        number = int(connection.partition(b":")[0])
-        return held.first(connection, _owner(connection), number, _descriptor(frame))
-
     def _look(self) -> None:
-        """A timer, so that it continues while nobody reads; connections that come and go do not wake the stage."""
+        """A timer, so that handshakes that fail one after another do not wake the stage."""
         loop = asyncio.get_running_loop()
         self._observed()
-        if self._held is not None and loop.time() >= self._weigh_at:
-            self._weigh_at = loop.time() + _WEIGH_SECONDS
-            self._weigh(self._held)
         if self._linked and loop.time() >= self._restore_at:
             self._restore_at = loop.time() + _RESTORE_SECONDS
             with contextlib.suppress(OSError, ConfigurationError, zmq.ZMQError):  # the next look tries again
@@ -236,25 +194,11 @@ class HubSocketWire:
                     self._socket.bind(self._address)
         self._timer = loop.call_later(_LOOK_SECONDS, self._look)
 
-    def _weigh(self, held: HeldBytes) -> None:
-        """Cut what holds too much."""
-        for account, n_bytes in held.excess(_bytes_received):
-            _shut_down(account.descriptor, self._address)
-            who = f"connections of {account.owner}" if account.owner else "connections without a first message"
-            reason = f"expected {who} to hold at most {held.budget} bytes of unfinished messages, got {n_bytes} on one"
-            self._faults.append((account.connection or b"?", LimitExceeded(f"{reason}: it was cut")))
-            self.signal.fire()
-
     def _observed(self) -> None:
-        """Connections that come and go, and handshakes that fail."""
+        """Handshakes that failed."""
         while not self._monitor.closed and _events(self._monitor) & _IN:
-            event, value = _MONITOR_EVENT.unpack(self._monitor.recv(_NOW))
-            self._monitor.recv(_NOW)  # its address
-            if self._held is not None and event == _ACCEPTED:
-                self._held.opened(value)
-            elif self._held is not None and event == _DISCONNECTED:
-                self._held.closed(value)
-            elif event in _REFUSED:
+            event = parse_monitor_message(self._monitor.recv_multipart(_NOW))["event"]
+            if event in _REFUSED:
                 self._faults.append((b"?", HandshakeFailed(f"a connection was refused: {_REFUSED[event]}")))
                 self.signal.fire()
 
@@ -302,7 +246,7 @@ class LinkSocketWire:
         try:
             socket.connect(self.address)
         except (zmq.ZMQError, OSError, TypeError) as error:
-            self.hopeless = f"replay.address {self.address} cannot be connected to: {error}"
+            self.hopeless = f"stage.address {self.address} cannot be connected to: {error}"
         _watch(self._monitor, self._observed)
         _watch(socket, self._woken)
 
@@ -371,7 +315,7 @@ class LinkSocketWire:
             self.lost = self.lost or f"{self.address} {what}"
         elif self.lost is None:
             self._failed_handshakes += 1
-            self.lost = f"{self.address} ended the handshake: expected the same transport.curve on both sides"
+            self.lost = f"{self.address} ended the handshake: expected the same stage.curve on both sides"
             if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or self._failed_handshakes >= _HANDSHAKES_MAX:
                 self.hopeless = self.lost
 
@@ -444,47 +388,6 @@ def _send_all(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
         socket.send(frame, _NOW if index == last else _NOW_MORE, copy=copy)
 
 
-def _descriptor(frame: zmq.Frame) -> int:
-    """File descriptor of the connection that brought a frame; -1 where ZeroMQ does not know it (a peer of ZMTP 1.0)."""
-    try:
-        return int(frame.get(zmq.SRCFD))
-    except (zmq.ZMQError, ValueError):
-        return -1
-
-
-def _owner(connection: bytes) -> str:
-    """Name of the key of a connection, from its user id."""
-    return connection.partition(_SLASH)[0].partition(b":")[2].decode()
-
-
-def _bytes_received(descriptor: int) -> int | None:
-    """Bytes that were read from a connection; None where the descriptor is none of TCP."""
-    sock = None
-    try:
-        sock = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM, 0, descriptor)
-        info = sock.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _TCP_INFO_RECEIVED.size)
-        unread = fcntl.ioctl(descriptor, termios.FIONREAD, bytes(_UNREAD.size))
-        return int(_TCP_INFO_RECEIVED.unpack(info)[0] - _UNREAD.unpack(unread)[0])
-    except (OSError, struct.error):
-        return None
-    finally:
-        if sock is not None:
-            sock.detach()
-
-
-def _shut_down(descriptor: int, address: str) -> None:
-    """End a connection to ``address``. A descriptor that is meanwhile another's is left alone."""
-    with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as sock:
-        if _is_at(sock, address):
-            sock.shutdown(sockets.SHUT_RDWR)
-
-
-def _is_at(sock: sockets.socket, address: str) -> bool:
-    """True if the near end of a connection is ``address``."""
-    name = sock.getsockname()
-    return address == f"{SCHEME}{name}" if isinstance(name, str) else urlsplit(address).port == name[1]
-
-
 _LIMITS = Limits()
 
 
@@ -529,50 +432,37 @@ class ZmqLink(WireLink):
         super().__init__(wire, name, limits, heartbeat_seconds, silence_seconds_max)
 
 
-def limits_of(config: RunConfig) -> Limits:
-    """The limits in ``transport.*_max``."""
-    t = config.transport
-    return Limits(
-        header_bytes_max=t.header_bytes_max,
-        message_bytes_max=t.message_bytes_max,
-        frames_max=t.frames_max,
-        tokens_max=t.tokens_max,
-        queue_messages_max=t.queue_messages_max,
-        credit_bytes=t.credit_bytes,
-    )
-
-
 def open_hub(config: RunConfig) -> Hub:
-    """The end of the replay stage, at ``replay.address``. Raises :class:`ConfigurationError` (also on entering)."""
-    t, folder = config.transport, _keys(config)
+    """The end of the replay stage, at ``stage.address``. Raises :class:`ConfigurationError` (also on entering)."""
+    folder = _keys(config)
     keys = None if folder is None else server_keys(folder)
-    times = (t.heartbeat_seconds, t.silence_seconds_max)
-    return ZmqHub(config.replay.address, keys, limits_of(config), *times, config.run.path.absolute())
+    times = (HEARTBEAT_SECONDS, config.stage.silence_seconds_max)
+    return ZmqHub(config.stage.address, keys, Limits.of(config), *times, config.run.path.absolute())
 
 
 def open_link(config: RunConfig, name: str) -> Link:
     """The end of an actor or the learner. ``name`` must be unique in the run and the same after a restart."""
-    t, address, folder = config.transport, config.replay.address, _keys(config)
+    address, folder = config.stage.address, _keys(config)
     keys = None if folder is None else peer_keys(folder, name)
-    times = (t.heartbeat_seconds, t.silence_seconds_max)
+    times = (HEARTBEAT_SECONDS, config.stage.silence_seconds_max)
     if keys is not None and not urlsplit(address).port:
         raise ConfigurationError(
-            f"replay.address {address} has no port to connect to: set the stage's actual address, for example "
-            "--set replay.address=tcp://127.0.0.1:7100 (`afterplay run` does it for its processes)"
+            f"stage.address {address} has no port to connect to: set the stage's actual address, for example "
+            "--set stage.address=tcp://127.0.0.1:7100 (`afterplay run` does it for its processes)"
         )
-    return ZmqLink(address, name, keys, limits_of(config), *times, config.run.path.absolute())
+    return ZmqLink(address, name, keys, Limits.of(config), *times, config.run.path.absolute())
 
 
 def _keys(config: RunConfig) -> Path | None:
     """The folder of keys, on TCP."""
-    return None if config.replay.address.startswith(SCHEME) else config.transport.curve
+    return None if config.stage.address.startswith(SCHEME) else config.stage.curve
 
 
 def _require_keys(address: str, keys: object) -> None:
     if not address.startswith((SCHEME, "tcp://")):
-        raise ConfigurationError(f"replay.address: expected tcp://host:port, ipc://PATH or ipc://, got {address!r}")
+        raise ConfigurationError(f"stage.address: expected tcp://host:port, ipc://PATH or ipc://, got {address!r}")
     if keys is None and not address.startswith(SCHEME):
         raise ConfigurationError(
-            f"replay.address {address} can be reached by others, so it needs CURVE keys: run `afterplay keys DIR` and "
-            f"set transport.curve to DIR in the run file of every process; or use {SCHEME} on one machine"
+            f"stage.address {address} can be reached by others, so it needs CURVE keys: run `afterplay keys DIR` and "
+            f"set stage.curve to DIR in the run file of every process; or use {SCHEME} on one machine"
         )

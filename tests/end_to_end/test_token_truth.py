@@ -29,7 +29,7 @@ from pipeline.runtime.processor import fast_dtype
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import FlatTokens, Trajectory
 from pipeline.stage.role import serve
-from pipeline.transport.zeromq import limits_of
+from pipeline.transport.protocol import Limits
 from tests.end_to_end.recorded_runs import COMPARED_MAX, FLOAT32_UPDATES, TWO_ENGINES_STEPS, StoppedRun, stored
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
 
@@ -106,7 +106,7 @@ async def delivered_again(config: RunConfig, directory: RunDirectory, updates: i
             tasks.start_soon(serve, ctx, MemoryHub(network, heartbeat_seconds=1.0, silence_seconds_max=10.0))
             async with link, anyio.create_task_group() as learning:
                 credit = updates * config.groups.groups_per_step
-                session = LearnerSession(link, config.groups, credit, LearnerProgress(), limits_of(config))
+                session = LearnerSession(link, config.groups, credit, LearnerProgress(), Limits.of(config))
                 learning.start_soon(session.run)
                 for update in range(updates):
                     groups += await session.ready(update)

@@ -74,7 +74,7 @@ async def test_actor_plays_real_orders_on_a_real_engine_and_drains(tmp_path: Pat
     orders = [Order(f"g{i}.0.0", f"g{i}", Task(f"guess/{i}", "guess", i), 0, 0, 3, 30.0) for i in range(24)]
     async with open_hub(RunConfig.model_validate(settings)) as hub:
         ctx = RoleContext(
-            "actor-0", 0, RunConfig.model_validate({**settings, "replay": {"address": hub.address}}), registry=None
+            "actor-0", 0, RunConfig.model_validate({**settings, "stage": {"address": hub.address}}), registry=None
         )
         with anyio.fail_after(SECONDS_MAX):
             async with anyio.create_task_group() as group:
@@ -136,7 +136,7 @@ async def test_an_actor_whose_environment_hangs_goes_on_is_started_again_and_ans
     orders = [Order(f"g{i}.0.0", f"g{i}", Task(f"hangs/{i}", "hangs", i), 0, 0, 3, 30.0) for i in range(24)]
     starts, told = 0, list[str]()
     async with open_hub(RunConfig.model_validate(settings)) as hub:
-        config = RunConfig.model_validate({**settings, "replay": {"address": hub.address}})
+        config = RunConfig.model_validate({**settings, "stage": {"address": hub.address}})
         with anyio.fail_after(SECONDS_MAX):
             while len(found) < len(orders):
                 ctx = RoleContext("actor-0", 0, config)

@@ -21,8 +21,7 @@ def chaos(tmp_path: Path, *settings: str, mutants: str = "") -> subprocess.Compl
     options = ["--minutes", "0.25", "--seed", "3", "--every", "4"]
     settings += (
         f"run.directory={tmp_path}",
-        "transport.heartbeat_seconds=0.5",
-        "transport.silence_seconds_max=3",
+        "stage.silence_seconds_max=3",
     )
     command = [sys.executable, "-m", "pipeline.cli.app", "chaos", str(ROOT / "configs/tiny.yaml"), *options]
     for setting in settings:

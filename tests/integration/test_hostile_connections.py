@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import socket
-import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -103,14 +101,18 @@ async def test_a_hub_serves_its_peer_while_strangers_throw_garbage_at_it(tmp_pat
     (others / "server.key").write_bytes((keys / "server.key").read_bytes())
     raw = {
         "run": {"directory": tmp_path, "name": "r"},
-        "replay": {"address": "tcp://127.0.0.1:0"},
-        "transport": {"curve": keys, "silence_seconds_max": 2.0, "message_bytes_max": 8_000_000},
+        "stage": {
+            "address": "tcp://127.0.0.1:0",
+            "curve": keys,
+            "silence_seconds_max": 2.0,
+            "message_bytes_max": 8_000_000,
+        },
     }
     faults: Counter[MessageFault | None] = Counter()
     numbers: list[int] = []
     before = rss()
     async with open_hub(RunConfig.model_validate(raw)) as hub, anyio.create_task_group() as tasks:
-        raw["replay"] = {"address": hub.address}
+        raw["stage"]["address"] = hub.address
 
         async def be_attacked() -> None:
             await anyio.to_thread.run_sync(attack, hub, keys, others)
@@ -147,106 +149,3 @@ async def test_a_hub_serves_its_peer_while_strangers_throw_garbage_at_it(tmp_pat
     assert numbers == list(range(TRAJECTORIES)), "in order, and all"
     assert faults[MessageFault.HANDSHAKE] > CONNECTIONS // 3 and faults[MessageFault.IDENTITY] >= 5
     assert rss() - before < RSS_BYTES_MAX
-
-
-PART = bytes(64 * 1024)
-PARTS = 1_500
-CUTS = 4
-
-
-class Unfinished:
-    """Connections of the owner of a key, each with a message that lacks its end: what a peer sends goes through a relay
-    that stops before it."""
-
-    def __init__(self, address: str, keys: Path) -> None:
-        self._address, self._keys = address, keys
-        self.largest = 0
-        self.closed = 0
-        """Connections that the hub has closed."""
-
-    def run(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server, zmq.Context() as context:
-            for _ in range(CUTS):
-                with context.socket(zmq.DEALER) as dealer:
-                    dealer.setsockopt(zmq.LINGER, 0)
-                    dealer.setsockopt(zmq.RECONNECT_IVL, -1)
-                    peer_keys(self._keys, "actor-1").apply(dealer)
-                    dealer.connect(f"tcp://127.0.0.1:{server.getsockname()[1]}")
-                    for _ in range(PARTS):
-                        dealer.send(PART, zmq.SNDMORE, copy=False)
-                    dealer.send(b"", copy=False)
-                    self._relay(server.accept()[0])
-
-    def _relay(self, near: socket.socket) -> None:
-        host, _, port = self._address.removeprefix("tcp://").rpartition(":")
-        with near, socket.create_connection((host, int(port))) as far:
-            back = threading.Thread(target=self._back, args=(far, near))
-            back.start()
-            left = PARTS * len(PART)  # encryption adds more than the end
-            try:
-                while left > 0 and (data := near.recv(min(left, 1 << 20))):
-                    left -= len(data)
-                    far.sendall(data)
-                    self.largest = max(self.largest, rss())
-            except OSError:
-                pass
-            back.join(timeout=10)
-            self.closed += not back.is_alive()
-
-    def _back(self, far: socket.socket, near: socket.socket) -> None:
-        try:
-            while data := far.recv(1 << 16):
-                near.sendall(data)
-            far.shutdown(socket.SHUT_RDWR)  # lets go what still sends
-        except OSError:
-            pass
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells the bytes of a connection")
-async def test_messages_that_the_owner_of_a_key_never_ends_are_cut_and_a_peer_goes_on(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    make_keys(keys, actors=2)
-    transport = {"curve": keys, "message_bytes_max": 4_000_000, "credit_bytes": 4_000_000, "queue_messages_max": 64}
-    raw = {
-        "run": {"directory": tmp_path, "name": "r"},
-        "replay": {"address": "tcp://127.0.0.1:0"},
-        "transport": transport,
-    }
-    faults: list[str] = []
-    numbers: list[int] = []
-    before = rss()
-    async with open_hub(RunConfig.model_validate(raw)) as hub, anyio.create_task_group() as tasks:
-        raw["replay"] = {"address": hub.address}
-        attack = Unfinished(hub.address, keys)
-
-        async def be_attacked() -> None:
-            await anyio.to_thread.run_sync(attack.run)
-            attacked.set()
-
-        async def play() -> None:
-            async with open_link(RunConfig.model_validate(raw), "actor-0") as link:
-                await work(link)
-                await anyio.sleep_forever()
-
-        attacked = anyio.Event()
-        tasks.start_soon(be_attacked)
-        tasks.start_soon(play)
-        while len(numbers) < TRAJECTORIES or not attacked.is_set():
-            with anyio.move_on_after(0.1):
-                event = await hub.receive()
-                if event.kind is EventKind.PEER_UP:
-                    assert event.peer == "actor-0"
-                    await hub.send(event.peer, WireMessage(Kind.WELCOME))
-                elif event.kind is EventKind.CORRUPT:
-                    assert event.fault is MessageFault.LIMIT
-                    faults.append(event.reason)
-                else:
-                    assert event.message is not None, event
-                    numbers.append(event.message.header["n"])
-                    if len(numbers) % 50 == 0:
-                        await hub.send(event.peer, WireMessage(Kind.ACK))
-        tasks.cancel_scope.cancel()
-    assert numbers == list(range(TRAJECTORIES)), "in order, and all"
-    assert attack.closed == CUTS == len(faults), faults
-    assert "unfinished" in faults[0]
-    assert attack.largest - before < CUTS * PARTS * len(PART) // 2

@@ -47,7 +47,7 @@ async def test_a_stage_killed_at_random_moments_keeps_every_account(tmp_path: Pa
             "max_trajectories_per_task": 3,
             "retest_ratio": 0.1,
         },
-        "transport": {"heartbeat_seconds": 0.2, "silence_seconds_max": 2.0},
+        "stage": {"silence_seconds_max": 2.0},
     }
     run_file = tmp_path / "run.yaml"
     run_file.write_text(yaml.safe_dump(raw))

@@ -27,7 +27,7 @@ async def test_nothing_is_lost_or_trained_twice_when_the_stage_is_killed(
         "run": {"directory": str(tmp_path), "name": "r", "total_steps": 200},
         "groups": {"n_rollout": 4, "groups_per_step": 2},
         "environments": {"a": {"name": "arithmetic"}},
-        "transport": {"heartbeat_seconds": 0.2, "silence_seconds_max": 2.0},
+        "stage": {"silence_seconds_max": 2.0},
     }
     run_file.write_text(yaml.safe_dump(raw))
     config = RunConfig.model_validate(raw)

@@ -122,7 +122,7 @@ def config_of(directory: Path, url: str) -> RunConfig:
             "groups": {"n_rollout": 2, "groups_per_step": 1, "zero_variance": "keep"},
             "learner": {"device": "cpu", "compute_dtype": "float32"},
             "checkpoint": {"every": 1},
-            "replay": {"synchronous": "NORMAL"},
+            "stage": {"synchronous": "NORMAL"},
         }
     )
 

@@ -35,7 +35,7 @@ def config_of(rng: random.Random, seed: int) -> RunConfig:
                 "a": {"weight": 2, "tasks": 6, "max_seconds": 5, "held_out": {"eval": 7}},
                 "b": {"tasks": 3, "max_seconds": 5, "held_out": {"eval": 3, "test": 2}},
             },
-            "transport": {"silence_seconds_max": 4.0},
+            "stage": {"silence_seconds_max": 4.0},
             "replay": replay,
             "evaluation": {
                 "every": rng.randint(1, 4),

@@ -47,7 +47,7 @@ def config_of(rng: random.Random, _: int) -> RunConfig:
             "staleness": {"max": eta},
             "checkpoint": {"every": rng.randint(1, 4)},
             "environments": {"a": {"weight": 2, "tasks": 8, "max_seconds": 5}, "b": {"tasks": 4, "max_seconds": 5}},
-            "transport": {"silence_seconds_max": 4.0},
+            "stage": {"silence_seconds_max": 4.0},
             "replay": replay,
         }
     )

@@ -33,7 +33,7 @@ def config_of(rng: random.Random, seed: int) -> RunConfig:
             "staleness": {"max": rng.randint(0, 3)},
             "checkpoint": {"every": rng.randint(1, 4)},
             "environments": {"a": {"weight": 2, "tasks": 9, "max_seconds": 5}, "b": {"tasks": 5, "max_seconds": 5}},
-            "transport": {"silence_seconds_max": 4.0},
+            "stage": {"silence_seconds_max": 4.0},
             "advantage": {"estimator": rng.choice(("grpo", "grpo", "remax"))},
             **({"replay": replay} if rng.random() < 0.5 else {}),
         }

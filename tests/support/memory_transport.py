@@ -255,11 +255,6 @@ class MemoryHubWire:
         found = self._network._connections.get(connection)
         return "" if found is None else found.link.name
 
-    def cut(self, connection: bytes) -> None:
-        found = self._network._connections.get(connection)
-        if found is not None:
-            self._network._break(found, "cut by the hub")
-
     def send(self, connection: bytes, frames: Sequence[Buffer]) -> bool:
         if self.dead:
             raise PeerGone("this hub was killed")

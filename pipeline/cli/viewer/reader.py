@@ -71,7 +71,7 @@ class RunReader:
         """Remarks to show with the list."""
         self.name = directory.path.resolve().name
         self.model = directory.model
-        self._limits = Limits(tokens_max=config.transport.tokens_max)
+        self._limits = Limits(tokens_max=config.stage.tokens_max)
         self._path = self._present(store_path(config, directory))
         self._traces: dict[str, list[TraceEntry]] = {}
         for entry in scan_traces(trace_files(directory.traces)):

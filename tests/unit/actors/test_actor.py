@@ -221,7 +221,7 @@ async def test_trajectory_over_the_limit_is_answered_as_an_error_that_names_the_
         await stage.until(lambda: len(stage.received) == 1)
     trajectory = next(iter(stage.trajectories.values()))
     assert trajectory.status is TrajectoryStatus.ERROR and trajectory.failure is not None
-    assert "transport.tokens_max" in trajectory.failure.message
+    assert "stage.tokens_max" in trajectory.failure.message
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_its_run_file_only_evaluates_and_touches_nothing_of_the_run(run: RunDire
             "run": {"directory": run.path.parent, "name": "run", "total_steps": 50},
             "environments": {"arithmetic": {"held_out": {"test": 9}}},
             "groups": {"groups_per_step": 4},
-            "replay": {"store": "/elsewhere.sqlite", "address": "tcp://127.0.0.1:5555"},
+            "stage": {"store": "/elsewhere.sqlite", "address": "tcp://127.0.0.1:5555"},
             "metrics": {"port": 9000},
             "evaluation": {"every": 5, "split": "test", "keep_best": "score", "strict": True},
         }
@@ -91,7 +91,7 @@ def test_its_run_file_only_evaluates_and_touches_nothing_of_the_run(run: RunDire
     assert (section.only, section.tasks, section.samples, section.greedy, section.split) == (True, 7, 8, False, "test")
     assert section.pass_at == (1, 8) and section.keep_best is None and not section.strict
     assert section.is_due(20, 21)
-    assert made.replay.store is None and made.replay.address == "ipc://"
+    assert made.stage.store is None and made.stage.address == "ipc://"
     assert made.metrics.port == 0 and made.engine.port == 0
     assert made.model.source == str(weights.model)
     assert loads(dump(made), "config.yaml", (), {}) == made, "it goes through its file"

@@ -135,14 +135,14 @@ def test_every_container_of_both_compositions_gets_a_configuration_it_accepts(na
     load(ROOT / "configs" / "compose.yaml", environment=environment)
     config = load(ROOT / "configs" / "gpu.yaml", environment=GPU["services"][name]["environment"])
     assert config.engine.addresses() == CONFIG.engine.addresses()
-    assert config.metrics == CONFIG.metrics and config.transport.curve == CONFIG.transport.curve
+    assert config.metrics == CONFIG.metrics and config.stage.curve == CONFIG.stage.curve
     assert config.run.directory == CONFIG.run.directory
 
 
 def test_only_the_replay_stage_leaves_loopback_and_it_has_keys() -> None:
-    bound = COMPOSE["services"]["replay"]["environment"]["AFTERPLAY__REPLAY__ADDRESS"]
-    assert bound == CONFIG.replay.address.replace("replay", "0.0.0.0")
-    assert str(CONFIG.transport.curve) == "/keys"
+    bound = COMPOSE["services"]["replay"]["environment"]["AFTERPLAY__STAGE__ADDRESS"]
+    assert bound == CONFIG.stage.address.replace("replay", "0.0.0.0")
+    assert str(CONFIG.stage.curve) == "/keys"
 
 
 def test_both_compositions_know_the_same_keys_of_the_engine() -> None:

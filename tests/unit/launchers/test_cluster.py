@@ -70,8 +70,8 @@ def test_every_process_of_a_cluster_is_started_on_its_node_and_found_there(tmp_p
 
 def test_messages_between_machines_are_always_encrypted(tmp_path: Path) -> None:
     config, _ = specs_on(cluster_of("127.0.0.1", "127.0.0.2"), config_of(tmp_path, "actor.replicas=2"))
-    assert config.replay.address.startswith("tcp://127.0.0.1:") and not config.replay.address.endswith(":0")
-    assert config.transport.curve == tmp_path / "tiny" / "keys"
+    assert config.stage.address.startswith("tcp://127.0.0.1:") and not config.stage.address.endswith(":0")
+    assert config.stage.curve == tmp_path / "tiny" / "keys"
     assert (tmp_path / "tiny" / "keys" / "actor-1.key_secret").is_file()
     assert config.engine.actor_key and config.engine.learner_key
 
@@ -81,7 +81,7 @@ def test_servers_listen_beyond_loopback_only_where_nodes_do() -> None:
     far = cluster_of("10.0.0.1", "10.0.0.2").addressed(load(TINY, environment={}))
     assert (near.engine.host, near.metrics.host) == ("127.0.0.1", "127.0.0.1")
     assert (far.engine.host, far.metrics.host) == ("0.0.0.0", "0.0.0.0")
-    assert far.replay.address == "tcp://10.0.0.1:0"
+    assert far.stage.address == "tcp://10.0.0.1:0"
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,11 @@ def test_the_replay_stage_binds_a_numeric_address(address: str, bound: str) -> N
     cluster = cluster_of(address, "10.0.0.9")
     config = cluster.addressed(load(TINY, environment={}))
     config = config.model_copy(
-        update={
-            "replay": config.replay.model_copy(update={"address": config.replay.address.removesuffix("0") + "5555"})
-        }
+        update={"stage": config.stage.model_copy(update={"address": config.stage.address.removesuffix("0") + "5555"})}
     )
     place = next(p for p in plan(config, cluster.inventory).places if p.role == "replay")
     found = cluster.environment(replace(place, node="n0"), config)
-    assert found == {ADDRESS: address, "AFTERPLAY__REPLAY__ADDRESS": bound}
+    assert found == {ADDRESS: address, "AFTERPLAY__STAGE__ADDRESS": bound}
 
 
 def test_a_process_elsewhere_is_found_by_its_record_under_any_process_id(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_the_grace_of_pods_follows_from_the_time_for_the_last_checkpoint() -> No
 
 def test_the_run_file_of_the_pods_names_their_services_and_no_keys() -> None:
     config = generated("gpu")[0]
-    assert config.replay.address == "tcp://gpu-replay:5555"
+    assert config.stage.address == "tcp://gpu-replay:5555"
     assert config.engine.addresses()[5] == "http://gpu-engine-5.gpu-engine:8100"
     assert config.engine.actor_key == "env:AFTERPLAY_ENGINE_ACTOR_KEY"
     assert str(config.run.path) == "/runs/gpu" and config.run.id == "gpu"

@@ -45,7 +45,7 @@ def test_nodes_of_ray_are_an_inventory_with_names_of_their_own() -> None:
 
 def test_the_replay_stage_has_the_address_of_its_node_and_engines_are_looked_up(tmp_path: Path) -> None:
     config = located(tmp_path, "engine.device=cpu", "learner.device=cpu")
-    assert config.replay.address == "tcp://10.0.0.1:5555"
+    assert config.stage.address == "tcp://10.0.0.1:5555"
     assert config.engine.discovery == f"file:{engine_urls(RunDirectory(tmp_path / 'tiny'))}"
     RunConfig.model_validate(config.model_dump())
 

@@ -106,7 +106,7 @@ def config_of(tmp_path, url, **sections) -> RunConfig:
                 **sections.pop("learner", {}),
             },
             "checkpoint": {"every": 2, **sections.pop("checkpoint", {})},
-            "replay": {"synchronous": "NORMAL", **sections.pop("replay", {})},
+            "stage": {"synchronous": "NORMAL"},
             **sections,
         }
     )

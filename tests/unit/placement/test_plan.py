@@ -316,7 +316,7 @@ def test_ranks_of_several_nodes_are_a_gang() -> None:
 
 
 def test_metrics_and_engines_have_ports_of_their_own() -> None:
-    config = changed(metrics={"port": 9400}, engine={"port": 8100}, replay={"address": "tcp://0.0.0.0:5555"})
+    config = changed(metrics={"port": 9400}, engine={"port": 8100}, stage={"address": "tcp://0.0.0.0:5555"})
     found = {place.name: place.ports for place in plan(config, machine(4)).places}
     assert found == {
         "prepare": {},

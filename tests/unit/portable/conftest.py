@@ -67,7 +67,7 @@ def write_lines(path: Path, *lines: dict[str, Any]) -> Path:
 
 
 def build(folder: Path, name: str, **replay: Any) -> Run:
-    sections = {**SECTIONS, "replay": {"enabled": True, "mode": "mix", "synchronous": "NORMAL", **replay}}
+    sections = {**SECTIONS, "stage": {"synchronous": "NORMAL"}, "replay": {"enabled": True, "mode": "mix", **replay}}
     config = RunConfig.model_validate({**sections, "run": {"name": name, "directory": str(folder)}})
     directory = RunDirectory(folder / name).create()
     directory.config_file.write_text(show(config, True))

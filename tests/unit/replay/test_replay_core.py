@@ -231,7 +231,7 @@ def test_hello_returns_lost_orders_and_cancels_unknown_ones() -> None:
 
 
 def test_orders_of_a_silent_actor_expire_and_go_to_another() -> None:
-    stage = started(transport={"silence_seconds_max": 5.0})
+    stage = started(stage={"silence_seconds_max": 5.0})
     stage.answer(stage.orders()[0])
     n = len(stage.orders()) - 1
     stage.core.peer_down("actor-0", left=False)
@@ -245,7 +245,7 @@ def test_orders_of_a_silent_actor_expire_and_go_to_another() -> None:
 
 
 def test_orders_of_an_actor_that_never_answered_are_free_as_soon_as_its_connection_is_lost() -> None:
-    stage = started(transport={"silence_seconds_max": 5.0})
+    stage = started(stage={"silence_seconds_max": 5.0})
     n = len(stage.orders())
     stage.core.peer_down("actor-0", left=False)
     stage.actor("actor-1")

@@ -39,7 +39,7 @@ from pipeline.transport.protocol import Kind, WireMessage
 
 config = RunConfig.model_validate({
     "run": {"total_steps": 10**6}, "groups": {"n_rollout": 4, "groups_per_step": 10_000}, "environments": {"a": {}},
-    "transport": {"silence_seconds_max": 10},
+    "stage": {"silence_seconds_max": 10},
 })
 store = ReplayStore(Path(sys.argv[1]), "NORMAL")
 core = StageCore(config, store.load(), score_now=Scorer(config.scorer).score_now)
@@ -213,7 +213,7 @@ def test_the_ledger_is_readable_while_the_stage_writes(tmp_path: Path) -> None:
 def test_the_store_is_in_the_run_directory_or_where_the_run_file_says(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     assert store_path(RunConfig(), directory) == directory.store_file == tmp_path / "replay.sqlite"
-    elsewhere = RunConfig.model_validate({"replay": {"store": str(tmp_path / "x" / "mine.db")}})
+    elsewhere = RunConfig.model_validate({"stage": {"store": str(tmp_path / "x" / "mine.db")}})
     assert store_path(elsewhere, directory) == tmp_path / "x" / "mine.db"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from pipeline.store.records import GroupState
 from pipeline.transport.codec import encode_message, encode_trajectory
 from pipeline.transport.protocol import Kind, Limits, WireMessage
@@ -22,8 +24,9 @@ def test_a_payload_of_the_largest_size_fits_a_delivery() -> None:
         encode_message(WireMessage(kind, {"trajectory_id": order.order_id, **header}, frames), limits)
 
 
-def test_rewards_that_fit_no_header_are_refused_when_they_arrive() -> None:
-    stage = started(transport={"header_bytes_max": 2048})
+def test_rewards_that_fit_no_header_are_refused_when_they_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.stage.core.Limits.of", lambda config: Limits(header_bytes_max=2048))
+    stage = started()
     order = stage.orders()[0]
     many = replace(rollout(order, 0), rewards={"environment": 1.0, **{f"signal_{n}": 0.5 for n in range(100)}})
     header = {"trajectory_id": order.order_id}
@@ -41,7 +44,7 @@ def test_groups_that_a_lowered_limit_keeps_from_delivery_are_made_again(tmp_path
     stage.core.message("actor-0", WireMessage(Kind.TRAJECTORY, header, frames))
     stage.round()
     del stage.holding[order.order_id]
-    stage.restart(transport={"message_bytes_max": 1024})
+    stage.restart(stage={"message_bytes_max": 1024})
     assert stage.core.records[int(order.group_id[1:])].state is GroupState.CANCELLED
     assert stage.core.batches.open > 0, "another group takes its place"
     stage.close()

@@ -453,7 +453,7 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         lambda p: p.check(engine={"kind": "external", "urls": ["http://a:1"], "actor_key": "env:NO_SUCH_KEY"}),
         "expected a key in the environment variable NO_SUCH_KEY",
     ),
-    "keys are missing": (lambda p: p.check(transport={"curve": "keys"}), "transport.curve: expected keys/server.key"),
+    "keys are missing": (lambda p: p.check(stage={"curve": "keys"}), "stage.curve: expected keys/server.key"),
     "directory is a file": (
         lambda p: p.check(run={"directory": p.write("file", ""), "name": "x"}),
         "file, which is no folder: give another one with --set run.directory=DIR",

@@ -105,7 +105,7 @@ def test_a_list_element_can_be_set():
             "learner:\n  temperature: 1",
             "run.yaml, line 2: unknown key learner.temperature; did you mean sampling.temperature?",
         ),
-        ("transport: {zzz: 1}", "transport has header_bytes_max"),
+        ("stage: {zzz: 1}", "stage has address"),
         ("environments: {a: {weigth: 1}}", "environments.a.weigth; did you mean environments.a.weight?"),
         ("groups:\n  n_rollout: 0", "line 2: groups.n_rollout: expected greater than or equal to 1, got 0"),
         ("engine: {kind: tpu}", "engine.kind: expected one of 'vllm', 'embedded' or 'external', got 'tpu'"),
@@ -213,9 +213,9 @@ def test_show_documents_every_key_that_has_documentation():
 
 def test_resolving_fixes_what_several_processes_must_know(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = resolve(loads("engine: {port: 0, replicas: 2}\nreplay: {address: 'tcp://127.0.0.1:0'}"))
+    config = resolve(loads("engine: {port: 0, replicas: 2}\nstage: {address: 'tcp://127.0.0.1:0'}"))
     assert config.engine.port > 0
-    assert split_address(config.replay.address)[1] > 0
+    assert split_address(config.stage.address)[1] > 0
     assert config.run.path == tmp_path / "runs" / "run"
     assert config.metrics.port == 0
     assert resolve(config) == config
@@ -225,7 +225,7 @@ def test_resolving_fixes_what_several_processes_must_know(tmp_path, monkeypatch)
     "text",
     [
         "engine: {{port: {0}}}",
-        "replay: {{address: 'tcp://127.0.0.1:{0}'}}\nengine: {{port: 0}}",
+        "stage: {{address: 'tcp://127.0.0.1:{0}'}}\nengine: {{port: 0}}",
         "metrics: {{port: {0}}}\nengine: {{port: 0}}",
     ],
 )
@@ -245,9 +245,9 @@ def test_external_engines_are_left_alone():
 
 def test_processes_of_one_machine_meet_at_a_socket_and_paths_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert resolve(loads("engine: {port: 0}")).replay.address == "ipc://"
-    config = resolve(loads("engine: {port: 0}\nreplay: {address: 'ipc://s/hub'}\ntransport: {curve: keys}"))
-    assert config.replay.address == f"ipc://{tmp_path}/s/hub" and config.transport.curve == tmp_path / "keys"
+    assert resolve(loads("engine: {port: 0}")).stage.address == "ipc://"
+    config = resolve(loads("engine: {port: 0}\nstage: {address: 'ipc://s/hub', curve: keys}"))
+    assert config.stage.address == f"ipc://{tmp_path}/s/hub" and config.stage.curve == tmp_path / "keys"
     assert resolve(config) == config
 
 

@@ -25,8 +25,8 @@ def keys(tmp_path):
     return tmp_path / "keys"
 
 
-def config(address="tcp://127.0.0.1:0", **transport) -> RunConfig:
-    return RunConfig.model_validate({"replay": {"address": address}, "transport": transport})
+def config(address="tcp://127.0.0.1:0", **stage) -> RunConfig:
+    return RunConfig.model_validate({"stage": {"address": address, **stage}})
 
 
 def raw(hub, keys, name, routing_id=b""):
@@ -184,7 +184,7 @@ def test_unsafe_missing_or_foreign_keys_are_named(keys, tmp_path):
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "tcp://[::1]:5", "tcp://0.0.0.0:5", "tcp://replay:5"])
 def test_tcp_needs_keys_on_loopback_too(address):
     for end in (lambda: open_hub(config(address)), lambda: open_link(config(address), "actor-0")):
-        with pytest.raises(ConfigurationError, match=r"afterplay keys.*transport\.curve"):
+        with pytest.raises(ConfigurationError, match=r"afterplay keys.*stage\.curve"):
             end()
 
 
