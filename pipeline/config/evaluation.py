@@ -115,11 +115,9 @@ class TracesConfig(Section):
     trained: int = Field(4, ge=0, le=65_536)
     """Trajectories of each update, drawn at random, that are kept with the learner's values for each token:
     log-probability, entropy, advantage, clipping. Each costs about 8 bytes per token. 0: none."""
-    failed: bool = True
-    """Keep failed rollouts, with the turns up to the failure."""
     evaluated: int = Field(16, ge=0, le=65_536)
     """Rollouts of each evaluation that are kept, spread evenly over its tasks. The tasks are the same each time, so
     that rollouts of one task can be compared over training. 0: none."""
     bytes_max: int = Field(256 * 1024 * 1024, ge=1024 * 1024)
-    """Upper bound in bytes for each of three sets of traces: trained, failed and evaluated. When a set is full, its
-    oldest eighth is deleted."""
+    """Upper bound in bytes for each of three sets of traces: trained, evaluated, and failed rollouts with the turns up
+    to the failure. When a set is full, its oldest eighth is deleted."""

@@ -103,10 +103,6 @@ class SupervisorConfig(Section):
     restarts_max: int = Field(20, ge=0)
     """Restarts of one process within an hour before the run is given up. As many starts in a row without any work done
     end the run too, however long they took."""
-    backoff_seconds: float = Field(0.5, gt=0)
-    """Seconds before the first restart. Doubles with each failure."""
-    backoff_seconds_max: float = Field(30.0, gt=0)
-    """Upper bound of the wait between restarts, in seconds."""
     stuck_seconds_max: float = Field(300.0, gt=0)
     """Seconds without a health answer, or without progress beyond the limit of its state, after which a process is
     restarted. The alert comes at the limit."""
@@ -114,8 +110,6 @@ class SupervisorConfig(Section):
     """Shortest limit on the seconds that a process may spend without progress in what it does. The limit is 5 times the
     longest pause that it has had there, or this if that is more; 6 times this for the first training of a process,
     publishing and saving, 30 times for loading."""
-    log_bytes_max: int = Field(64 * 1024 * 1024, ge=4096)
-    """Size in bytes at which a process's log is copied to ``NAME.log.1``, in place of the older one, and emptied."""
 
 
 class RunConfig(Section):
