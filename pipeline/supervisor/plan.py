@@ -16,6 +16,7 @@ from itertools import cycle
 
 from pipeline.config import RunConfig
 from pipeline.config.explain import split_address
+from pipeline.config.rollouts import ANSWERS_BYTES_MAX, OUTBOX_BYTES_MAX
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.process import metrics_port, role_name
 from pipeline.runtime.rundir import PREPARE_SECONDS_MAX
@@ -163,14 +164,13 @@ def plan(config: RunConfig, inventory: Inventory, center: str = "learner") -> Pl
         *_learner(config, division, head, center),
         *_engines(config, division, inventory),
     ]
-    actor = config.actor
-    for i, node in zip(range(actor.replicas), cycle(inventory.nodes), strict=False):
+    for i, node in zip(range(config.actor.replicas), cycle(inventory.nodes), strict=False):
         place = Place(
             "actor",
             i,
             node.name,
             Rule(role_name("actor", i), WORKERS, depends=(PREPARE, "replay"), stuck_seconds_max=stuck),
-            memory_bytes=actor.outbox_bytes_max + actor.answers_bytes_max,
+            memory_bytes=OUTBOX_BYTES_MAX + ANSWERS_BYTES_MAX,
             environment=_environment(node),
             ports={"metrics": metrics_port("actor", i, config.metrics.port)},
             wish=Wish.SPREAD,

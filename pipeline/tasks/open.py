@@ -105,7 +105,7 @@ def _rows(name: str, data: TasksFromConfig, path: Path | None, split: str, readi
         if data.kind == "parquet":
             from pipeline.tasks.parquet import ParquetRows
 
-            return ParquetRows(files, reading.columns, data.cache_bytes)
+            return ParquetRows(files, reading.columns)
         return JsonlRows(files)
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}: {error}") from error

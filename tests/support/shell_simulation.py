@@ -305,6 +305,8 @@ class ShellSimulation:
                 (aiohttp, "ClientSession", lambda **more: self.fleet.session(**more)),
                 (aiohttp, "TCPConnector", lambda **_: None),
                 (actor_role, "engine_addresses", lambda *_: self.fleet),
+                (actor_role, "ENGINE_WAIT_SECONDS_MAX", 20.0),
+                (actor_role, "DRAIN_SECONDS_MAX", 2.0),
                 (role, "StageCore", core),
                 (role, "untrained_traces", lambda *_, **__: nullcontext(UntrainedTraces())),
                 (role, "interrupting_blocks", nullcontext),
@@ -325,7 +327,7 @@ def _config(folder: Path, seed: int, rng: random.Random) -> RunConfig:
             "replay": {"synchronous": "NORMAL"},
             "transport": {"silence_seconds_max": SILENCE_SECONDS_MAX},
             "sampling": {"max_tokens": 4},
-            "actor": {"concurrency": SLOTS, "engine_wait_seconds_max": 20.0, "drain_seconds_max": 2.0},
+            "actor": {"concurrency": SLOTS},
             "engine": {
                 "kind": "external",
                 "urls": [f"http://engine-{number}:8000" for number in range(engines)],
