@@ -144,7 +144,7 @@ def connector(
         EngineClient,
         request_seconds_max=config.engine.request_seconds_max,
         vocabulary=vocabulary,
-        model=config.publish.adapter_name if config.publish.lora == "adapter" else None,
+        model=config.publish.served_name,
         patience=patience,
         memory=AnswerMemory(ANSWERS_BYTES_MAX),
         key=find_key(config.engine, "actor_key"),

@@ -96,10 +96,10 @@ class EngineConfig(Section):
     per turn."""
     weight_transfer: Literal["files", "delta", "nccl", "ipc"] = "files"
     """Transfer of new weights to the engines. ``files``: a safetensors folder, on any device. ``delta``: a file of the
-    elements that changed since the version before, and a whole folder where an engine cannot use it
-    (``publish.whole_every``); workers of vLLM then keep the published weights in host memory too. ``nccl``: vLLM's
-    weight transfer straight from the learner's GPU, for which the next update waits; a folder only for engines that
-    cannot take part. ``ipc``: between processes on one GPU."""
+    elements that changed since the version before, and a whole folder every 20 versions and where an engine cannot use
+    it; workers of vLLM then keep the published weights in host memory too. ``nccl``: vLLM's weight transfer straight
+    from the learner's GPU, for which the next update waits; a folder only for engines that cannot take part. ``ipc``:
+    between processes on one GPU."""
     colocate: Literal["none", "split", "sleep"] = "none"
     """Sharing of one device between engine and learner. ``none``: each has its own. ``split``: both stay on it with a
     fixed share of the memory and work at the same time. ``sleep``: they take turns; while the learner trains, the

@@ -146,7 +146,7 @@ class RunConfig(Section):
 
     @property
     def trained_environments(self) -> dict[str, EnvironmentConfig]:
-        """Environments that are trained; the others are only evaluated."""
+        """Environments that are trained; the others are only evaluated. None in the run of ``afterplay eval``."""
         return {name: section for name, section in self.environments.items() if section.weight > 0}
 
     @model_validator(mode="after")
@@ -160,11 +160,6 @@ class RunConfig(Section):
                 raise ValueError(
                     f"environments: expected names of at most 100 letters, digits, _, - and ., got {name!r:.120}"
                 )
-        if not self.trained_environments and not self.evaluation.only:
-            raise ValueError(
-                f"environments: expected one with a weight above 0 to train on, got weight: 0 for "
-                f"{', '.join(self.environments)}"
-            )
         if self.sampling.max_tokens >= self.model.max_length:
             raise ValueError(
                 f"sampling.max_tokens ({self.sampling.max_tokens}) must be below model.max_length "
@@ -297,10 +292,10 @@ class RunConfig(Section):
                 f"{what}, but engine.dtype {engine.dtype} cannot hold every value of publish.dtype {published}: "
                 "set both to one, or weight_transfer: files"
             )
-        if publish.at_end == "keep" or not self.checkpoint.at_end:
+        if not self.checkpoint.at_end:
             raise ValueError(
-                f"{what}, with which the last version may not be on disk as a whole: set publish.at_end: remove and "
-                "checkpoint.at_end: true, or weight_transfer: files"
+                f"{what}, with which the last version may not be on disk as a whole: set checkpoint.at_end: true, or "
+                "weight_transfer: files"
             )
 
     def _check_replay(self) -> None:

@@ -144,6 +144,11 @@ def plan(config: RunConfig, inventory: Inventory, center: str = "learner") -> Pl
     Engines and learner spend most of their start on imports, so they start beside the preparation of the model and
     wait for it afterwards.
     """
+    if center == "learner" and not config.trained_environments:
+        raise ConfigurationError(
+            f"environments: expected one with a weight above 0 to train on, got weight: 0 for "
+            f"{', '.join(config.environments)}"
+        )
     division = divide(config, inventory, trains=center == "learner")
     config, head = division.config, inventory.nodes[0]
     stuck = config.supervisor.stuck_seconds_max

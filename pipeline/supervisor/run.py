@@ -271,8 +271,7 @@ def _failures(config: RunConfig, directory: RunDirectory) -> dict[str, bool]:
         outcomes = read_ledger(store_path(config, directory)).outcomes
     except (StoreError, OSError):
         return {}
-    trained = {} if config.evaluation.only else config.trained_environments
-    failing = {name: found for name, found in outcomes.items() if found.failed and name in trained}
+    failing = {n: found for n, found in outcomes.items() if found.failed and n in config.trained_environments}
     return {found.describe(name): found.succeeded > 0 for name, found in failing.items()}
 
 

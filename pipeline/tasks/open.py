@@ -126,7 +126,7 @@ def _check_epochs(config: RunConfig, splits: Mapping[str, TaskSplit]) -> None:
     limits = [splits[name].tasks_max if name in splits else None for name in config.trained_environments]
     known = [limit for limit in limits if limit is not None]
     needed = config.run.total_steps * config.groups.groups_per_step
-    if config.replay.enabled or len(known) < len(limits) or sum(known) >= needed:
+    if not known or config.replay.enabled or len(known) < len(limits) or sum(known) >= needed:
         return
     steps = sum(known) // config.groups.groups_per_step
     raise ConfigurationError(
