@@ -31,6 +31,7 @@ from actors.rendering.renderer import Renderer, load_tokenizer
 from actors.rollout.services import Services
 from pipeline.config import RunConfig
 from pipeline.config.replay import LessonsConfig
+from pipeline.config.rollouts import ANSWERS_BYTES_MAX, OUTBOX_BYTES_MAX
 from pipeline.errors import CallsHang
 from pipeline.experience.memory import LessonSource, close_source
 from pipeline.metrics.actor import ActorMetrics
@@ -68,6 +69,10 @@ logger = logging.getLogger(__name__)
 REPORT_SECONDS = 0.5
 READINGS_MAX = 4
 """Readings of one engine's load in a second, by all actors together: it writes some 0.2 MB for each."""
+ENGINE_WAIT_SECONDS_MAX = 300.0
+"""An episode fails when no healthy engine has taken its request for so long."""
+DRAIN_SECONDS_MAX = 5.0
+"""For running episodes to finish after SIGTERM. The others are aborted, and their orders are issued again."""
 FLUSH_SECONDS_MAX = 1.5
 """After the drain: for the acknowledgements of what was finished last."""
 
@@ -89,8 +94,7 @@ async def main(ctx: RoleContext) -> None:
     pool = EnginePool(
         [connect(url) for url in addresses.fixed],
         connect=connect,
-        sessions_max=config.actor.sessions_max,
-        wait_seconds_max=config.actor.engine_wait_seconds_max,
+        wait_seconds_max=ENGINE_WAIT_SECONDS_MAX,
         metrics=metrics,
         report_seconds=max(LOAD_SECONDS, config.actor.replicas / READINGS_MAX),
         patience=patience,
@@ -105,7 +109,7 @@ async def main(ctx: RoleContext) -> None:
                 link,
                 slots=config.actor.concurrency,
                 slots_min=config.actor.concurrency_min,
-                outbox_bytes_max=config.actor.outbox_bytes_max,
+                outbox_bytes_max=OUTBOX_BYTES_MAX,
                 limits=Limits.of(config),
                 witness=open_witness(ctx.name),
             )
@@ -119,7 +123,7 @@ async def main(ctx: RoleContext) -> None:
                 ending = anyio.Event()
                 group.start_soon(_keep_reporting, ctx, actor, ending)
                 await ending.wait()
-                if not await actor.drain(config.actor.drain_seconds_max, FLUSH_SECONDS_MAX):
+                if not await actor.drain(DRAIN_SECONDS_MAX, FLUSH_SECONDS_MAX):
                     logger.warning("stopped with %d trajectories unacknowledged", actor.unacknowledged)
                 _report(ctx, actor)
                 group.cancel_scope.cancel()
@@ -141,9 +145,9 @@ def connector(
         EngineClient,
         request_seconds_max=config.engine.request_seconds_max,
         vocabulary=vocabulary,
-        model=config.publish.adapter_name if config.publish.lora == "adapter" else None,
+        model=config.publish.served_name,
         patience=patience,
-        memory=AnswerMemory(config.actor.answers_bytes_max),
+        memory=AnswerMemory(ANSWERS_BYTES_MAX),
         key=find_key(config.engine, "actor_key"),
         run=config.run.id,
     )

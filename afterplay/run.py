@@ -181,7 +181,7 @@ class Run:
 
     def policy(self) -> Any:
         """``openai.OpenAI`` client of an engine of the run, which serves the newest weights as the model ``policy``, or
-        as ``publish.adapter_name`` with ``publish.lora: adapter``.
+        as ``adapter`` with ``publish.lora: adapter``.
 
         Needs the package ``openai``; :meth:`endpoint` has what any other client needs."""
         try:
@@ -201,7 +201,7 @@ class Run:
                 url = config.engine.addresses()[0]
                 if check_health(f"{url}/health").healthy:
                     key = find_key(config.engine, "actor_key")
-                    model = config.publish.adapter_name if config.publish.lora == "adapter" else MODEL
+                    model = config.publish.served_name or MODEL
                     return {"base_url": f"{url}/v1", "api_key": key or "none", "model": model}
             self._pause()
         self._raise_failure()

@@ -117,7 +117,7 @@ def services(renderer: Renderer, loop: str, latency: float, tokens: int) -> Serv
     metrics = ActorMetrics(CollectorRegistry(), environments=("talk",))
     engine = StubEngine(script=script(renderer, loop, tokens), latency_seconds=latency)
     engine.keep_requests = False
-    pool = EnginePool([engine], sessions_max=100_000, wait_seconds_max=60, metrics=metrics)
+    pool = EnginePool([engine], wait_seconds_max=60, metrics=metrics)
     turns = 1 if loop == "tool_agent" else TURNS_PER_EPISODE
     host = EnvironmentHost("talk", config.environments["talk"], environment=Talk(turns))
     return Services.of(config, "actor-0", renderer, pool, {"talk": host}, metrics)

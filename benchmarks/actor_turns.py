@@ -74,7 +74,7 @@ def tokenizer() -> Any:
 def services(renderer: Renderer, engine: Engine) -> Services:
     config = RunConfig.model_validate({"sampling": {"max_tokens": 16}, "model": {"max_length": 4096}})
     metrics = ActorMetrics(CollectorRegistry(), environments=("arithmetic",))
-    pool = EnginePool([engine], sessions_max=100_000, wait_seconds_max=30, metrics=metrics)
+    pool = EnginePool([engine], wait_seconds_max=30, metrics=metrics)
     section = config.environments["arithmetic"]
     host = EnvironmentHost("arithmetic", section, environment=Talk())
     return Services.of(config, "actor-0", renderer, pool, {"arithmetic": host}, metrics)

@@ -32,6 +32,7 @@ from learner.data.assembler import GroupAssembler
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.load import dump, loads
+from pipeline.config.rollouts import OUTBOX_BYTES_MAX
 from pipeline.schema import SCHEMA_VERSION, FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.transport import protocol
 from pipeline.transport.codec import decode_order, decode_plan, decode_trajectory, encode_trajectory
@@ -70,7 +71,7 @@ def ready_made(tokens: int, turns: int) -> Trajectory:
 async def act(config: RunConfig, tokens: int, turns: int) -> None:
     """An actor whose episodes take no time."""
     template = ready_made(tokens, turns)
-    outbox: Outbox[str, protocol.WireMessage] = Outbox(config.actor.outbox_bytes_max)
+    outbox: Outbox[str, protocol.WireMessage] = Outbox(OUTBOX_BYTES_MAX)
     async with open_link(config, "actor-0") as link:
         link.describe(
             {"role": "actor", "name": "actor-0", "schema_version": SCHEMA_VERSION, "slots": SLOTS, "holding": []}

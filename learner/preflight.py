@@ -50,7 +50,7 @@ def check_own_functions(config: RunConfig, tasks: Mapping[str, Sequence[Task]], 
 def _update(config: RunConfig, tasks: Mapping[str, Sequence[Task]]) -> tuple[list[ScoredTrajectory], list[Trajectory]]:
     """Trajectories as estimators see them, with the scores that the run's own needs, and as they are stored."""
     advantage, needs = config.advantage, needed_scores(config.advantage)
-    names, parts = list(config.trained_environments), config.scorer.names
+    names, parts = list(config.trained_environments or config.environments), config.scorer.names
     scored, trajectories = [], []
     random = np.random.default_rng(0)
     for group in range(GROUPS):

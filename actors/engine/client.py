@@ -16,6 +16,7 @@ import orjson
 
 from actors.engine.base import AnswerMemory, EngineReport, Generation, PausableTimeout, Sampling, ServedModel
 from actors.engine.responses import read_completion, read_generate, read_report, read_served, read_version
+from pipeline.config.rollouts import ANSWERS_BYTES_MAX
 from pipeline.errors import EngineBusy, EngineGone, EngineProtocolError, EngineRefused, EngineUnavailable
 from pipeline.runtime.engine_keys import authorization
 
@@ -24,8 +25,6 @@ ANSWER_BYTES_MAX = 4 * 1024 * 1024
 """Bytes of an answer without tokens. vLLM's metrics are the longest, 0.2 MB."""
 TOKEN_BYTES_MAX, HEAD_BYTES_MAX = 1024, 64 * 1024
 """Bytes of an answer with tokens: for each that may be sampled (vLLM's JSON takes 90 to 250), and for all else."""
-ANSWERS_BYTES_MAX = 256 * 1024 * 1024
-"""Bytes of all answers that are read at the same time (``actor.answers_bytes_max``)."""
 CONNECT_SECONDS_MAX = 30.0
 """Long, because thousands of first requests at once may have to wait for the engine to accept them; probes are
 shorter."""

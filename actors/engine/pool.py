@@ -27,6 +27,7 @@ import anyio.abc
 
 from actors.engine.base import Engine, EngineReport, PausableTimeout
 from actors.engine.router import (
+    SESSIONS_MAX,
     STALE_SECONDS,
     UNSTAMPED,
     EngineState,
@@ -97,7 +98,6 @@ class EnginePool:
         engines: Sequence[Engine] = (),
         *,
         connect: Callable[[str], Engine] | None = None,
-        sessions_max: int,
         wait_seconds_max: float,
         metrics: ActorMetrics,
         probe_seconds: float = PROBE_SECONDS,
@@ -114,7 +114,7 @@ class EnginePool:
         self._connect = connect
         self._watchers: anyio.abc.TaskGroup | None = None
         self.jitter = jitter or random.Random()
-        self.router = Router(self._members, sessions_max, self.jitter.random)
+        self.router = Router(self._members, SESSIONS_MAX, self.jitter.random)
         self.wait_seconds_max = wait_seconds_max
         self._probe_seconds, self._report_seconds_min = probe_seconds, report_seconds
         self.patience = patience or PausableTimeout()
@@ -289,8 +289,8 @@ class EnginePool:
             if not self._waiting[version_min]:
                 del self._waiting[version_min]
         raise NoEngineFit(
-            f"expected an engine with policy version {version_min} or newer within {self.wait_seconds_max:g} s "
-            f"(actor.engine_wait_seconds_max), got {self.trouble(version_min)}"
+            f"expected an engine with policy version {version_min} or newer within {self.wait_seconds_max:g} s, "
+            f"got {self.trouble(version_min)}"
         )
 
     def _poke(self, version_min: int) -> None:

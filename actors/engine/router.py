@@ -42,6 +42,8 @@ from actors.engine.base import EngineReport
 from actors.engine.breaker import Breaker
 from actors.engine.load import FREE_BATCH, PREFILL_COST, EngineLoad
 
+SESSIONS_MAX = 100_000
+"""Conversations whose engine is remembered, so that the next turn finds its prefix cache."""
 UNSTAMPED = -1
 RETURN_SECONDS = 10.0
 """Time over which an engine that came back gets its share of the sessions."""

@@ -330,7 +330,7 @@ class _Evaluation:
             sampling=self._sampling,
             retries=0,
             renderer=renderer,
-            pool=EnginePool(connect=EngineClient, sessions_max=1, wait_seconds_max=1.0, metrics=metrics),
+            pool=EnginePool(connect=EngineClient, wait_seconds_max=1.0, metrics=metrics),
             environments={name: host},
             metrics=metrics,
             loops={name: build_loop(host, renderer, metrics)},

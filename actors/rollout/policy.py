@@ -74,7 +74,7 @@ class Policy:
 
     async def complete(self, prompt_ids: Sequence[int], tokens_max: int, stop: Sequence[str] = ()) -> Completion:
         """Sample one completion. A request that fails is made again, on another engine where there is one, up to
-        ``actor.retries`` times; one that meets a busy engine is made again for ``actor.engine_wait_seconds_max``.
+        ``actor.retries`` times; one that meets a busy engine is made again for ``wait_seconds_max`` of the pool.
 
         ``stop``: more texts that end it. Every try waits for an engine whose policy version is at least that of the
         order and of all tokens so far. Tokens of a try that did not count are counted as discarded. Raises

@@ -95,7 +95,7 @@ def jobs_of(
     jobs = []
     for seed in seeds:
         for arm, own in arms.items():
-            weights = ("publish.keep=100000", "publish.at_end=keep")
+            weights = ("publish.keep=100000", "checkpoint.at_end=false")
             overrides = (*common, *own, f"run.total_steps={protocol.steps}", f"run.seed={seed}", *weights)
             config = load(base, overrides)
             if config.model.source == "tiny":

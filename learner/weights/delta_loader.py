@@ -2,7 +2,7 @@
 
 ::
 
-    weights/v000010/                    whole, every ``publish.whole_every`` versions
+    weights/v000010/                    whole, every ``WHOLE_EVERY`` versions
     weights/delta-000011.safetensors    from version 10 (pipeline/runtime/weight_delta.py)
     weights/delta-000012.safetensors    from version 11
 
@@ -36,6 +36,9 @@ from pipeline.runtime.weight_delta import Weight, write_delta
 from pipeline.schema.weight_stamp import write_stamp
 
 log = logging.getLogger(__name__)
+WHOLE_EVERY = 20
+"""Versions between two that are written whole. An engine that starts, or that missed more versions than this, loads the
+newest whole one and the deltas after it."""
 SHARE_MAX = 0.5
 """Largest delta, as a share of the whole weights."""
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
@@ -59,14 +62,12 @@ class DeltaLoader:
         folder_of: Callable[[int], Path],
         write_whole: Callable[[Path, Mapping[str, Tensor]], int],
         initial: WeightLoader,
-        whole_every: int,
     ) -> None:
         """``folder_of`` a version: where its whole weights are written. ``initial`` loads the weights that the engines
         were started with."""
         self._folder_of = folder_of
         self._write_whole = write_whole
         self._initial = initial
-        self._whole_every = whole_every
         self._newest: _Version | None = None
         self._whole: list[int] = []
         """The newest two versions that this process wrote whole, oldest first."""
@@ -89,7 +90,7 @@ class DeltaLoader:
                 path.unlink()
         else:
             n_bytes = self._write_delta(before, version, tensors)
-        if not n_bytes or version - self._whole[-1] >= self._whole_every:
+        if not n_bytes or version - self._whole[-1] >= WHOLE_EVERY:
             n_bytes += self._write_folder(folder, version, tensors)
         self._newest = _Version(version, tensors)
         self._forget_old()

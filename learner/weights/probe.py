@@ -72,6 +72,6 @@ def make_probe(config: RunConfig, model: Path, metrics: LearnerMetrics) -> Weigh
     token_ids = tokenizer.encode(TEXT, add_special_tokens=False)[: min(TOKENS_MAX, config.model.max_length - 1)]
     sampling = {"top_p": config.sampling.top_p, "top_k": config.sampling.top_k}
     request: dict[str, Any] = {"sampling_params": sampling}
-    if config.publish.lora == "adapter":
-        request["model"] = config.publish.adapter_name
+    if config.publish.served_name:
+        request["model"] = config.publish.served_name
     return WeightProbe(token_ids, config.publish.probe_nats_max, metrics, request)

@@ -402,11 +402,7 @@ def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, m
 def sent_from_device(config: RunConfig) -> bool:
     """True where engines get the weights from the learner's device, without a copy in host memory and without a folder:
     by NCCL, unless the run shall leave its last version as a folder."""
-    return config.engine.weight_transfer == "nccl" and not _leaves_folders(config)
-
-
-def _leaves_folders(config: RunConfig) -> bool:
-    return config.publish.at_end == "keep" or not config.checkpoint.at_end
+    return config.engine.weight_transfer == "nccl" and config.checkpoint.at_end
 
 
 def weights_to_publish(policy: Policy, config: PublishConfig) -> dict[str, Tensor]:
@@ -440,7 +436,7 @@ def _check_dtype(config: RunConfig, policy: Policy) -> None:
 
 
 def _writer(config: RunConfig, policy: Policy) -> Callable[[Path, Mapping[str, Tensor]], int]:
-    if config.engine.gpu_transfer and not _leaves_folders(config):
+    if config.engine.gpu_transfer and config.checkpoint.at_end:
         return _record_version
     return _folder_writer(config, policy)
 
@@ -460,14 +456,14 @@ def _record_version(folder: Path, tensors: Mapping[str, Tensor]) -> int:
 def _loader(
     config: RunConfig, directory: RunDirectory, write: Callable[[Path, Mapping[str, Tensor]], int], policy: Policy
 ) -> WeightLoader:
-    if config.publish.lora == "adapter":
-        return AdapterLoader(config.publish.adapter_name)
+    if config.publish.served_name:
+        return AdapterLoader(config.publish.served_name)
     transfer = config.engine.weight_transfer
     if transfer == "files":
         return FolderLoader()
     if transfer == "delta":
         initial = CheckedLoader(FolderLoader(), write)
-        return DeltaLoader(directory.weights, write, initial, config.publish.whole_every)
+        return DeltaLoader(directory.weights, write, initial)
     from learner.weights.vllm_transfer import VllmTransferLoader
 
     key = find_key(config.engine, "learner_key")

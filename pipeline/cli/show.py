@@ -105,8 +105,7 @@ def show(
 
     Read-only; works on running, finished and killed runs. Metadata is kept for the newest replay.retain_groups groups.
     Tokens are kept for those still in the replay stage's store, for a sample of each update (traces.trained; also with
-    ratio, entropy and advantage), for failed ones (traces.failed) and for a sample of each evaluation
-    (traces.evaluated).
+    ratio, entropy and advantage), for failed ones and for a sample of each evaluation (traces.evaluated).
 
       afterplay show runs/tiny
       afterplay show runs/tiny g000012.3.0 --colour ratio

@@ -31,27 +31,19 @@ class EvaluationConfig(Section):
     every evaluation and every run, so that results can be compared."""
     samples: int = Field(1, ge=1, le=1024)
     """Rollouts of each task."""
-    greedy: bool = True
-    """Decode greedily (temperature 0) with one rollout per task. False: sample, which pass@k needs."""
-    temperature: float | None = Field(None, gt=0, le=10)
-    """Temperature of sampled rollouts. None: ``sampling.temperature``."""
+    temperature: float | None = Field(0.0, ge=0, le=10)
+    """Temperature of the rollouts. 0: greedy, with one rollout per task. pass@k needs one above 0. None:
+    ``sampling.temperature``."""
     pass_at: tuple[int, ...] = (1,)
     """Values of k for pass@k, the probability that at least one of k rollouts succeeds. It is an unbiased estimate from
-    ``samples`` rollouts."""
-    success_threshold: float | None = Field(None, allow_inf_nan=False)
-    """A reward of at least this counts as a success. None: ``replay.success_threshold``."""
-    slots: float = Field(0.25, gt=0, le=1)
-    """Share of the actors' slots that an evaluation may use during training; at least one slot."""
+    ``samples`` rollouts. A reward of at least ``replay.success_threshold`` is a success."""
     strict: bool = False
     """Pause training so that every rollout of every evaluation comes from exactly the weights that are evaluated.
     False: only the evaluations at the start and at the end are exact; the others run beside training, and their results
     list the versions that sampled them."""
-    attempts_max: int = Field(3, ge=1)
-    """Attempts at one rollout. If all fail, it is missing from the result; it never counts as 0."""
     seconds_max: float = Field(3600.0, gt=0)
-    """Time limit of one evaluation, in seconds. Rollouts that are not finished by then are missing from the result."""
-    only: bool = False
-    """Evaluate without training. ``afterplay eval`` sets this."""
+    """Time limit of one evaluation, in seconds. Rollouts that are not finished by then, or that failed
+    ``groups.attempts_max`` times, are missing from the result; they never count as 0."""
     keep_best: str | None = None
     """Keep the checkpoint with the best value of this metric as ``checkpoints/best``: ``score``, or ``pass@K`` with K
     from ``pass_at``. The learner then also writes a checkpoint of all weights that are evaluated. None: no best
@@ -61,11 +53,9 @@ class EvaluationConfig(Section):
     def _fits_together(self) -> EvaluationConfig:
         if self.greedy and self.samples > 1:
             raise ValueError(
-                f"evaluation.samples is {self.samples}, but all greedy rollouts of a task are the same: set greedy: "
-                "false, or samples: 1"
+                f"evaluation.samples is {self.samples}, but all greedy rollouts of a task are the same: set "
+                "temperature: 1, or samples: 1"
             )
-        if self.greedy and self.temperature is not None:
-            raise ValueError("evaluation.temperature is for sampled rollouts: set greedy: false, or omit it")
         if wrong := [k for k in self.pass_at if not 1 <= k <= self.samples]:
             raise ValueError(f"evaluation.pass_at: expected numbers from 1 to samples ({self.samples}), got {wrong}")
         if len(set(self.pass_at)) < len(self.pass_at):
@@ -82,6 +72,11 @@ class EvaluationConfig(Section):
     def on(self) -> bool:
         """True if evaluation is switched on."""
         return self.every is not None
+
+    @property
+    def greedy(self) -> bool:
+        """True if the most likely token is always taken."""
+        return self.temperature == 0
 
     @property
     def metric(self) -> str:
@@ -115,11 +110,9 @@ class TracesConfig(Section):
     trained: int = Field(4, ge=0, le=65_536)
     """Trajectories of each update, drawn at random, that are kept with the learner's values for each token:
     log-probability, entropy, advantage, clipping. Each costs about 8 bytes per token. 0: none."""
-    failed: bool = True
-    """Keep failed rollouts, with the turns up to the failure."""
     evaluated: int = Field(16, ge=0, le=65_536)
     """Rollouts of each evaluation that are kept, spread evenly over its tasks. The tasks are the same each time, so
     that rollouts of one task can be compared over training. 0: none."""
     bytes_max: int = Field(256 * 1024 * 1024, ge=1024 * 1024)
-    """Upper bound in bytes for each of three sets of traces: trained, failed and evaluated. When a set is full, its
-    oldest eighth is deleted."""
+    """Upper bound in bytes for each of three sets of traces: trained, evaluated, and failed rollouts with the turns up
+    to the failure. When a set is full, its oldest eighth is deleted."""

@@ -210,22 +210,15 @@ class PublishConfig(Section):
     """Publication of new weights to the engines."""
 
     keep: int = Field(2, ge=1)
-    """Newest weight folders kept on disk."""
-    at_end: Literal["remove", "keep"] = "remove"
-    """Weight folders of a finished ``afterplay run``. ``remove``: delete them, since the last checkpoint has the same
-    weights (without ``checkpoint.at_end`` the newest folder stays). ``keep``: leave them."""
-    whole_every: int = Field(20, ge=1)
-    """With ``engine.weight_transfer: delta``: versions between two that are written whole. An engine that starts, or
-    that missed more versions than this, loads the newest whole one and the deltas after it."""
+    """Newest weight folders kept on disk. A finished ``afterplay run`` deletes them, since the last checkpoint has the
+    same weights; without ``checkpoint.at_end`` they stay."""
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     """Type of the published weights. Engines convert them to their own type. ``auto``: the type that the learner
     computes in. With bfloat16 here and ``compute_dtype: float32`` engines follow late: most updates change a weight by
     less than half of the distance between two bfloat16 numbers, so what is published stays as it was."""
     lora: Literal["merged", "adapter"] = "merged"
     """With adapters (``learner.lora.rank`` above 0). ``merged``: whole weights with the adapters merged in, for every
-    engine. ``adapter``: only the adapters, for vLLM servers, which serve them under ``adapter_name``."""
-    adapter_name: str = Field("adapter", pattern=r"^[A-Za-z0-9._-]+$", max_length=100)
-    """Name under which engines serve published adapters, and under which actors request them."""
+    engine. ``adapter``: only the adapters, for vLLM servers, which serve them as the model ``adapter``."""
     timeout_seconds: float = Field(120.0, gt=0)
     """Seconds that an engine has to load a version. The run does not wait longer for a slow engine, which is tried
     again in the background."""
@@ -234,6 +227,11 @@ class PublishConfig(Section):
     """Largest mean difference, in nats, between the log-probabilities that learner and engine give the tokens of a
     short fixed text after a publication. An engine beyond it serves other weights: it gets no requests until it has
     loaded them again. Costs one prefill of 32 tokens in each engine and one forward pass of the learner. None: off."""
+
+    @property
+    def served_name(self) -> str | None:
+        """Name under which engines serve published adapters; None: the weights are whole and need none."""
+        return "adapter" if self.lora == "adapter" else None
 
 
 class CheckpointConfig(Section):

@@ -303,7 +303,8 @@ def _validate(data: dict[str, Any], sources: _Sources) -> RunConfig:
 
 def _check_group_size(config: RunConfig) -> list[str]:
     """An error message for a run that can learn nothing: each of its rollouts is compared with itself."""
-    estimator, learns_alone = config.advantage.estimator.name, config.evaluation.only or config.loss.supervised.weight
+    estimator = config.advantage.estimator.name
+    learns_alone = not config.trained_environments or config.loss.supervised.weight
     if config.groups.n_rollout > 1 or estimator not in COMPARING or learns_alone:
         return []
     return [

@@ -96,10 +96,10 @@ class EngineConfig(Section):
     per turn."""
     weight_transfer: Literal["files", "delta", "nccl", "ipc"] = "files"
     """Transfer of new weights to the engines. ``files``: a safetensors folder, on any device. ``delta``: a file of the
-    elements that changed since the version before, and a whole folder where an engine cannot use it
-    (``publish.whole_every``); workers of vLLM then keep the published weights in host memory too. ``nccl``: vLLM's
-    weight transfer straight from the learner's GPU, for which the next update waits; a folder only for engines that
-    cannot take part. ``ipc``: between processes on one GPU."""
+    elements that changed since the version before, and a whole folder every 20 versions and where an engine cannot use
+    it; workers of vLLM then keep the published weights in host memory too. ``nccl``: vLLM's weight transfer straight
+    from the learner's GPU, for which the next update waits; a folder only for engines that cannot take part. ``ipc``:
+    between processes on one GPU."""
     colocate: Literal["none", "split", "sleep"] = "none"
     """Sharing of one device between engine and learner. ``none``: each has its own. ``split``: both stay on it with a
     fixed share of the memory and work at the same time. ``sleep``: they take turns; while the learner trains, the
@@ -263,6 +263,13 @@ class EnvironmentConfig(Section):
         return self
 
 
+OUTBOX_BYTES_MAX = 256 * 1024 * 1024
+"""Memory of one actor for finished trajectories that wait for their acknowledgement. When it is full, the actor takes
+no new orders."""
+ANSWERS_BYTES_MAX = 256 * 1024 * 1024
+"""Memory of one actor for answers of engines that are read at the same time. Further answers wait."""
+
+
 class ActorConfig(Section):
     """Actor processes."""
 
@@ -274,23 +281,9 @@ class ActorConfig(Section):
     """Fewest episodes at the same time. The number then begins here, rises to ``concurrency`` while the engines keep
     up, and falls when requests wait there, KV caches are full, or prefixes are lost from them. None: always
     ``concurrency``."""
-    outbox_bytes_max: int = Field(256 * 1024 * 1024, ge=1024)
-    """Memory for finished trajectories that wait for their acknowledgement, in bytes. When it is full, the actor takes
-    no new orders."""
-    answers_bytes_max: int = Field(256 * 1024 * 1024, ge=1024)
-    """Memory for answers of engines that are read at the same time, in bytes. Further answers wait. One answer has at
-    most 64 KiB and 1 KiB for each token that may be sampled."""
-    sessions_max: int = Field(100_000, ge=1)
-    """Conversations whose engine the router remembers, so that the next turn finds its prefix cache. The least recently
-    used are forgotten first."""
     retries: int = Field(3, ge=0)
     """Retries of one generation request after an engine failure, before the episode fails. An engine that answers HTTP
-    429 or 503 is asked again for up to ``engine_wait_seconds_max`` instead."""
-    engine_wait_seconds_max: float = Field(300.0, gt=0)
-    """Seconds that an episode waits for a healthy engine before it fails."""
-    drain_seconds_max: float = Field(5.0, ge=0)
-    """Seconds that running episodes have to finish after SIGTERM. The others are aborted, and their orders are issued
-    again."""
+    429 or 503 is asked again for up to 5 minutes instead, as long as an episode waits for a healthy engine."""
 
     @model_validator(mode="after")
     def _bounds_of_concurrency(self) -> ActorConfig:

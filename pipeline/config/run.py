@@ -71,10 +71,6 @@ class SupervisorConfig(Section):
     restarts_max: int = Field(20, ge=0)
     """Restarts of one process within an hour before the run is given up. As many starts in a row without any work done
     end the run too, however long they took."""
-    backoff_seconds: float = Field(0.5, gt=0)
-    """Seconds before the first restart. Doubles with each failure."""
-    backoff_seconds_max: float = Field(30.0, gt=0)
-    """Upper bound of the wait between restarts, in seconds."""
     stuck_seconds_max: float = Field(300.0, gt=0)
     """Seconds without a health answer, or without progress beyond the limit of its state, after which a process is
     restarted. The alert comes at the limit."""
@@ -82,8 +78,6 @@ class SupervisorConfig(Section):
     """Shortest limit on the seconds that a process may spend without progress in what it does. The limit is 5 times the
     longest pause that it has had there, or this if that is more; 6 times this for the first training of a process,
     publishing and saving, 30 times for loading."""
-    log_bytes_max: int = Field(64 * 1024 * 1024, ge=4096)
-    """Size in bytes at which a process's log is copied to ``NAME.log.1``, in place of the older one, and emptied."""
 
 
 class RunConfig(Section):
@@ -120,7 +114,7 @@ class RunConfig(Section):
 
     @property
     def trained_environments(self) -> dict[str, EnvironmentConfig]:
-        """Environments that are trained; the others are only evaluated."""
+        """Environments that are trained; the others are only evaluated. None in the run of ``afterplay eval``."""
         return {name: section for name, section in self.environments.items() if section.weight > 0}
 
     @model_validator(mode="after")
@@ -134,11 +128,6 @@ class RunConfig(Section):
                 raise ValueError(
                     f"environments: expected names of at most 100 letters, digits, _, - and ., got {name!r:.120}"
                 )
-        if not self.trained_environments and not self.evaluation.only:
-            raise ValueError(
-                f"environments: expected one with a weight above 0 to train on, got weight: 0 for "
-                f"{', '.join(self.environments)}"
-            )
         if self.sampling.max_tokens >= self.model.max_length:
             raise ValueError(
                 f"sampling.max_tokens ({self.sampling.max_tokens}) must be below model.max_length "
@@ -271,10 +260,10 @@ class RunConfig(Section):
                 f"{what}, but engine.dtype {engine.dtype} cannot hold every value of publish.dtype {published}: "
                 "set both to one, or weight_transfer: files"
             )
-        if publish.at_end == "keep" or not self.checkpoint.at_end:
+        if not self.checkpoint.at_end:
             raise ValueError(
-                f"{what}, with which the last version may not be on disk as a whole: set publish.at_end: remove and "
-                "checkpoint.at_end: true, or weight_transfer: files"
+                f"{what}, with which the last version may not be on disk as a whole: set checkpoint.at_end: true, or "
+                "weight_transfer: files"
             )
 
     def _check_replay(self) -> None:

@@ -75,14 +75,6 @@ class TasksFromConfig(Section):
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """Treatment of a row that cannot be used (invalid JSON, a missing column, too large). ``refuse``: the start fails
     and names the row. ``skip``: the row is left out and counted."""
-    on_change: Literal["refuse", "restart"] = "refuse"
-    """Reaction of a resumed run to data, or a selection of data, that has changed. ``refuse``: the start fails.
-    ``restart``: begin the first pass over the new data. Task ids contain a hash of their row, so a changed row is
-    always a new task."""
-    row_bytes_max: int = Field(256 * 1024, ge=64, le=2 * 1024 * 1024)
-    """Largest payload, in bytes; a larger row is a bad row. The payload is part of every message about the task."""
-    cache_bytes: int = Field(256 * 1024 * 1024, ge=1024)
-    """With ``parquet``: memory for decoded row groups, in bytes. At least one is kept."""
 
     @model_validator(mode="after")
     def _splits_make_sense(self) -> TasksFromConfig:

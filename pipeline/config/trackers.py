@@ -23,5 +23,3 @@ class TrackersConfig(Section):
     """Most rollouts in a table, taken from those whose tokens are kept (``traces``). 0: no tables."""
     rollouts_every: int = Field(10, ge=1)
     """Steps between two tables of trained rollouts. Each evaluation has a table too."""
-    seconds: float = Field(2.0, gt=0, le=3600)
-    """Seconds between two looks at the run directory."""

@@ -66,6 +66,9 @@ class BestResults:
 
 Active = dict[str, Any]
 
+SLOTS_SHARE = 0.25
+"""Share of the actors' slots that an evaluation may use during training; at least one slot."""
+
 
 class Evaluations:
     """``meta``: what an earlier process has written; ``sources``: held-out rows of environments with data."""
@@ -82,6 +85,8 @@ class Evaluations:
     ) -> None:
         self._config = config
         self._section = config.evaluation
+        self.only = not config.trained_environments
+        """Nothing is trained in this run."""
         self._batches = batches
         self._journal = journal
         self._clock = clock
@@ -108,11 +113,6 @@ class Evaluations:
         """True if anything is to be evaluated."""
         return self._section.on
 
-    @property
-    def only(self) -> bool:
-        """True if nothing is trained in this run."""
-        return self._section.only
-
     def learn(self, own: Mapping[str, Splits]) -> None:
         """Find the tasks, given the splits of environments. Raises :class:`ConfigurationError`."""
         if self.on and self.tasks is None:
@@ -121,9 +121,9 @@ class Evaluations:
 
     def capacity(self, slots: int) -> int:
         """Orders that evaluation may have now, of all the actors' ``slots``."""
-        if self._batches.finished or self._section.only or self._section.strict:
+        if self._batches.finished or self.only or self._section.strict:
             return slots
-        return max(1, int(self._section.slots * slots))
+        return max(1, int(SLOTS_SHARE * slots))
 
     def holds_back(self, update: int) -> bool:
         """True if ``update`` must wait for an evaluation of the weights before it: the first update for that of the
@@ -216,7 +216,7 @@ class Evaluations:
         section, tasks = self._section, self.tasks
         assert tasks is not None
         total = self._config.run.total_steps
-        reason = "command" if section.only else "start" if live == 0 else "end" if live >= total else "schedule"
+        reason = "command" if self.only else "start" if live == 0 else "end" if live >= total else "schedule"
         step = section.every or 1
         passed = [u for u in range(max(0, self._begun + 1), live) if u % step == 0 and section.is_due(u, total)]
         self.active = {
@@ -248,13 +248,12 @@ class Evaluations:
         return {"tasks": self.tasks.fingerprint, **self._settings()}
 
     def _settings(self) -> dict[str, Any]:
-        section = self._section
-        temperature = section.temperature or self._config.sampling.temperature
+        section, sampling = self._section, self._config.sampling
         return {
             "split": section.split,
             "samples": section.samples,
             "greedy": section.greedy,
-            "temperature": 0.0 if section.greedy else temperature,
+            "temperature": sampling.temperature if section.temperature is None else section.temperature,
         }
 
     def _end(self, status: str) -> list[OrderRecord]:
@@ -273,9 +272,7 @@ class Evaluations:
         return stopped
 
     def _result(self, active: Active, status: str) -> Result:
-        threshold = self._section.success_threshold
-        if threshold is None:
-            threshold = self._config.replay.success_threshold
+        threshold = self._config.replay.success_threshold
         return Result(
             active["number"],
             active["updates"],

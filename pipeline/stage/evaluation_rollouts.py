@@ -1,7 +1,7 @@
 """Held-out tasks of an evaluation and their rollouts: one group in state ``evaluating`` or ``evaluated`` for each task.
 
 *consumes* answers and scores of its orders; *produces* slots to order, summaries. A rollout that failed is ordered
-again, up to ``evaluation.attempts_max`` times in all; after that it counts as missing. The tasks are the same in every
+again, up to ``groups.attempts_max`` times in all; after that it counts as missing. The tasks are the same in every
 evaluation of a run and are read when they are ordered.
 """
 
@@ -117,6 +117,7 @@ class EvaluationRollouts:
     ) -> None:
         self._config = config
         self._section = config.evaluation
+        self._attempts_max = config.groups.attempts_max
         self._records = records
         self._payloads = payloads
         self._journal = journal
@@ -185,11 +186,11 @@ class EvaluationRollouts:
         group = self._records[order.key.group]
         if group.state is not GroupState.EVALUATING:
             return
-        if group.slots[order.key.slot].failures < self._section.attempts_max:
+        if group.slots[order.key.slot].failures < self._attempts_max:
             heapq.heappush(self._wants, (group.group_number, order.key.slot))
             return
         log.warning("evaluation: rollout %d of %s failed %d times and is excluded", order.key.slot,
-                    group.task.task_id, self._section.attempts_max)  # fmt: skip
+                    group.task.task_id, self._attempts_max)  # fmt: skip
         if self._config.scorer.by_group:
             # a function that must see all of them never will
             self.stopped += self._end_group(group, "a rollout failed, and a reward function needs all")
@@ -210,7 +211,7 @@ class EvaluationRollouts:
         self._settle(group)
 
     def given_up(self, slot: Slot) -> bool:
-        return slot.failures >= self._section.attempts_max and not slot.leased
+        return slot.failures >= self._attempts_max and not slot.leased
 
     def summaries(self, pass_at: Sequence[int], threshold: float) -> dict[str, Summary]:
         """Results by environment, in the order of the tasks; tasks that were never ordered count as missing."""
@@ -269,7 +270,7 @@ class EvaluationRollouts:
 
     def _open(self, group: GroupRecord, index: int) -> bool:
         slot = group.slots[index]
-        free = not slot.leased and slot.trajectory is None and slot.failures < self._section.attempts_max
+        free = not slot.leased and slot.trajectory is None and slot.failures < self._attempts_max
         return free and group.state is GroupState.EVALUATING
 
     def _settle(self, group: GroupRecord) -> None:

@@ -19,7 +19,7 @@ from pipeline.store.traces import TraceWriter
 log = logging.getLogger("afterplay.replay")
 
 FAILED, EVALUATED = "failed", "evaluated"
-"""Kinds of traces that the stage writes: ``traces.failed`` and ``traces.evaluated``."""
+"""Kinds of traces that the stage writes."""
 
 
 class UntrainedTraces:
@@ -63,18 +63,17 @@ class UntrainedTraces:
 
 @contextmanager
 def untrained_traces(config: TracesConfig, directory: Path, *, evaluates: bool = False) -> Iterator[UntrainedTraces]:
-    """Traces that the run file asks for. ``evaluates``: the stage has evaluations."""
+    """Traces of failed rollouts, and those of evaluations where the run file asks for them. ``evaluates``: the stage
+    has evaluations."""
 
-    def writer(kind: str, on: bool) -> TraceWriter | None:
-        if not on:
-            return None
+    def writer(kind: str) -> TraceWriter | None:
         try:
             return TraceWriter(directory, kind, config.bytes_max)
         except OSError as error:
             log.warning("no traces of %s rollouts are written: %s", kind, error)
             return None
 
-    traces = UntrainedTraces(writer(FAILED, config.failed), writer(EVALUATED, evaluates and config.evaluated > 0))
+    traces = UntrainedTraces(writer(FAILED), writer(EVALUATED) if evaluates and config.evaluated else None)
     try:
         yield traces
     finally:

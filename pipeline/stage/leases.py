@@ -124,7 +124,7 @@ class Leases:
                 self._seconds_max(group),
                 greedy=section.greedy if group.evaluation else group.is_greedy(key),
                 evaluation=group.evaluation,
-                temperature=section.temperature if group.evaluation else None,
+                temperature=section.temperature or None if group.evaluation else None,
             )
         )
         self._journal.effect(Send(actor.name, Kind.ORDER, header))

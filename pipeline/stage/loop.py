@@ -171,7 +171,7 @@ class StageLoop:
 
     def _report(self) -> None:
         core, batches = self._core, self._core.batches
-        if core.evaluations.active is not None and (core.finished or core.config.evaluation.only):
+        if core.evaluations.active is not None and (core.finished or core.evaluations.only):
             state, waiting = RoleState.EVALUATING, core.evaluations.progress
         elif core.finished:
             state, waiting = RoleState.FINISHED, ""

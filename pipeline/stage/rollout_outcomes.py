@@ -25,7 +25,7 @@ class RolloutOutcomes:
     run."""
 
     def __init__(self, config: RunConfig, journal: Journal, clock: Clock) -> None:
-        self._trained = frozenset() if config.evaluation.only else frozenset(config.trained_environments)
+        self._trained = frozenset(config.trained_environments)
         self._failures_max = config.groups.failures_max
         self._journal = journal
         self._clock = clock

@@ -134,12 +134,9 @@ def evaluation_config(
     raw = config.model_dump()
     options: dict[str, Any] = {"split": request.split, "tasks": request.tasks, "samples": request.samples}
     section = {**raw["evaluation"], **{key: value for key, value in options.items() if value is not None}}
-    greedy = request.greedy
-    if greedy is None and section["samples"] > 1:
-        greedy = False
-    if greedy is not None:
-        section["greedy"] = greedy
-    if section["greedy"]:
+    if request.greedy:
+        section["temperature"] = 0.0
+    elif section["temperature"] == 0 and (request.greedy is False or section["samples"] > 1):
         section["temperature"] = None
     if request.pass_at:
         section["pass_at"] = request.pass_at
@@ -147,7 +144,7 @@ def evaluation_config(
         section["pass_at"] = tuple(
             sorted({1, *(k for k in section["pass_at"] if k <= request.samples), request.samples})
         )
-    section |= {"every": 1, "start": True, "end": False, "only": True, "strict": False, "keep_best": None}
+    section |= {"every": 1, "start": True, "end": False, "strict": False, "keep_best": None}
     raw["evaluation"] = section
     raw["run"] |= {
         "directory": directory.path.parent, "name": directory.path.name, "total_steps": weights.updates + 1,
@@ -166,8 +163,7 @@ def evaluation_config(
     if not raw["engine"]["urls"]:
         raw["engine"]["port"] = 0
     for environment in raw["environments"].values():
-        if environment["tasks_from"] is not None:
-            environment["tasks_from"]["epochs"] = None
+        environment["weight"] = 0.0
     if weights.model is not None:
         raw["model"] |= {"source": str(weights.model), "tiny": {}}
     try:

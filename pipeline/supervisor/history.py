@@ -200,17 +200,16 @@ def disk_usage(directory: RunDirectory) -> dict[str, int]:
 
 
 def remove_published(config: RunConfig, directory: RunDirectory) -> list[str]:
-    """Remove the weight folders of a finished run, as ``publish.at_end`` says; their names. No engine may run."""
-    folders = sorted(path for path in (directory.path / "weights").glob("v*") if path.is_dir())
-    if config.publish.at_end == "keep":
-        return []
+    """Remove the weight folders of a finished run, unless they are its only result, without a last checkpoint; their
+    names. No engine may run."""
     for delta in (directory.path / "weights").glob("delta-*"):
         delta.unlink(missing_ok=True)
-    spared = 0 if config.checkpoint.at_end and any(directory.checkpoints.glob("u*[0-9]/state.json")) else 1
-    removed = folders[: len(folders) - spared]
-    for folder in removed:
+    if not config.checkpoint.at_end or not any(directory.checkpoints.glob("u*[0-9]/state.json")):
+        return []
+    folders = sorted(path for path in (directory.path / "weights").glob("v*") if path.is_dir())
+    for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-    return [folder.name for folder in removed]
+    return [folder.name for folder in folders]
 
 
 def describe_disk(

@@ -16,6 +16,7 @@ from itertools import cycle
 
 from pipeline.config import RunConfig
 from pipeline.config.explain import split_address
+from pipeline.config.rollouts import ANSWERS_BYTES_MAX, OUTBOX_BYTES_MAX
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.process import metrics_port, role_name
 from pipeline.runtime.rundir import PREPARE_SECONDS_MAX
@@ -144,6 +145,11 @@ def plan(config: RunConfig, inventory: Inventory, center: str = "learner") -> Pl
     Engines and learner spend most of their start on imports, so they start beside the preparation of the model and
     wait for it afterwards.
     """
+    if center == "learner" and not config.trained_environments:
+        raise ConfigurationError(
+            f"environments: expected one with a weight above 0 to train on, got weight: 0 for "
+            f"{', '.join(config.environments)}"
+        )
     division = divide(config, inventory, trains=center == "learner")
     config, head = division.config, inventory.nodes[0]
     stuck = config.supervisor.stuck_seconds_max
@@ -164,14 +170,13 @@ def plan(config: RunConfig, inventory: Inventory, center: str = "learner") -> Pl
         *_learner(config, division, head, center),
         *_engines(config, division, inventory),
     ]
-    actor = config.actor
-    for i, node in zip(range(actor.replicas), cycle(inventory.nodes), strict=False):
+    for i, node in zip(range(config.actor.replicas), cycle(inventory.nodes), strict=False):
         place = Place(
             "actor",
             i,
             node.name,
             Rule(role_name("actor", i), WORKERS, depends=(PREPARE, "replay"), stuck_seconds_max=stuck),
-            memory_bytes=actor.outbox_bytes_max + actor.answers_bytes_max,
+            memory_bytes=OUTBOX_BYTES_MAX + ANSWERS_BYTES_MAX,
             environment=_environment(node),
             ports={"metrics": metrics_port("actor", i, config.metrics.port)},
             wish=Wish.SPREAD,

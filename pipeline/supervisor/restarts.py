@@ -125,6 +125,7 @@ class Process:
 class RestartLimits:
     restarts_max: int = 20
     backoff_seconds: float = 0.5
+    """Before the first restart; doubles with each failure."""
     backoff_seconds_max: float = 30.0
     drain_seconds_max: float = 60.0
 

@@ -217,17 +217,14 @@ def supervise(
     live; None: on this machine."""
     tail = MetricsTail(directory.metrics_file)
     tail.skip()
-    section = config.supervisor
-    limits = RestartLimits(
-        section.restarts_max, section.backoff_seconds, section.backoff_seconds_max, config.checkpoint.drain_seconds_max
-    )
+    limits = RestartLimits(config.supervisor.restarts_max, drain_seconds_max=config.checkpoint.drain_seconds_max)
 
     def work_done() -> bool:
         tail_now = MetricsTail(directory.metrics_file)
         tail_now.read()
         return reached(tail_now.last, config.run.total_steps)
 
-    supervisor = Supervisor(specs, limits, directory, reaper, is_done or work_done, section.log_bytes_max, host)
+    supervisor = Supervisor(specs, limits, directory, reaper, is_done or work_done, host)
     directory.outcome_file.unlink(missing_ok=True)
     started_at = time.monotonic()
     console.print(f"run directory {directory.path}  (logs in {directory.logs})", soft_wrap=True)
@@ -272,8 +269,7 @@ def _failures(config: RunConfig, directory: RunDirectory) -> dict[str, bool]:
         outcomes = read_ledger(store_path(config, directory)).outcomes
     except (StoreError, OSError):
         return {}
-    trained = {} if config.evaluation.only else config.trained_environments
-    failing = {name: found for name, found in outcomes.items() if found.failed and name in trained}
+    failing = {n: found for n, found in outcomes.items() if found.failed and n in config.trained_environments}
     return {found.describe(name): found.succeeded > 0 for name, found in failing.items()}
 
 

@@ -26,6 +26,8 @@ from pipeline.supervisor.processes import Child, HealthAnswer, LocalHost, Proces
 from pipeline.supervisor.restarts import Action, Machine, Phase, Process, RestartLimits, Start
 
 PROBE_EVERY_SECONDS = 1.0
+LOG_BYTES_MAX = 64 * 1024 * 1024
+"""Size at which a process's log is copied to ``NAME.log.1``, in place of the older one, and emptied."""
 LOG_TAIL_LINES = 15
 MESSAGE_CHARACTERS_MAX = 500
 """Part of the message of a process that failed, on the console."""
@@ -44,7 +46,6 @@ class Supervisor:
         directory: RunDirectory,
         reaper: OrphanReaper,
         work_done: Callable[[], bool] = lambda: True,
-        log_bytes_max: int = 64 * 1024 * 1024,
         host: ProcessHost | None = None,
     ) -> None:
         """``host``: where the processes live; None: on this machine."""
@@ -54,7 +55,6 @@ class Supervisor:
         self._directory = directory
         self._reaper = reaper
         self._work_done = work_done
-        self._log_bytes_max = log_bytes_max
         self._host = host or LocalHost(directory, reaper)
         self._children: dict[str, Child] = {}
         self._starts: dict[str, anyio.CancelScope] = {}
@@ -214,7 +214,7 @@ class Supervisor:
 
     def _bound_logs(self) -> None:
         for name in self._specs:
-            bound_log(self._directory.log_file(name), self._log_bytes_max)
+            bound_log(self._directory.log_file(name), LOG_BYTES_MAX)
 
     async def _probe(self, name: str, child: Child) -> None:
         self._probing.add(name)

@@ -105,7 +105,7 @@ def _rows(name: str, data: TasksFromConfig, path: Path | None, split: str, readi
         if data.kind == "parquet":
             from pipeline.tasks.parquet import ParquetRows
 
-            return ParquetRows(files, reading.columns, data.cache_bytes)
+            return ParquetRows(files, reading.columns)
         return JsonlRows(files)
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}: {error}") from error
@@ -126,7 +126,7 @@ def _check_epochs(config: RunConfig, splits: Mapping[str, TaskSplit]) -> None:
     limits = [splits[name].tasks_max if name in splits else None for name in config.trained_environments]
     known = [limit for limit in limits if limit is not None]
     needed = config.run.total_steps * config.groups.groups_per_step
-    if config.replay.enabled or len(known) < len(limits) or sum(known) >= needed:
+    if not known or config.replay.enabled or len(known) < len(limits) or sum(known) >= needed:
         return
     steps = sum(known) // config.groups.groups_per_step
     raise ConfigurationError(

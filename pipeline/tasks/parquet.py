@@ -12,17 +12,19 @@ from pipeline.errors import ConfigurationError
 from pipeline.tasks.reader import BadRow, Row, Rows
 
 BATCH_ROWS = 1024
+CACHE_BYTES = 256 * 1024 * 1024
+"""Memory for decoded row groups. At least one is kept."""
 
 
 class ParquetRows(Rows):
     """The rows of ``files``, one after another. ``columns``: top-level ones to read, empty for all.
 
-    A row group is decoded whole and kept while ``cache_bytes`` allows, so a shuffled file whose groups do not fit is
+    A row group is decoded whole and kept while ``CACHE_BYTES`` allows, so a shuffled file whose groups do not fit is
     decoded again and again: write it with smaller row groups, or read it as ``kind: huggingface``, which is mapped
     into memory. Raises :class:`ConfigurationError` for what is no Parquet or lacks a column.
     """
 
-    def __init__(self, files: Sequence[Path], columns: Collection[str], cache_bytes: int) -> None:
+    def __init__(self, files: Sequence[Path], columns: Collection[str]) -> None:
         try:
             import pyarrow
             import pyarrow.parquet as parquet
@@ -35,7 +37,7 @@ class ParquetRows(Rows):
         self._columns = sorted(columns) or None
         self._files: list[Any] = []
         self._cache: OrderedDict[tuple[int, int], Any] = OrderedDict()
-        self._cache_bytes, self._held = cache_bytes, 0
+        self._held = 0
         self._groups: list[tuple[int, int]] = []
         """File and row group, of every row group."""
         self._starts: list[int] = []
@@ -95,6 +97,6 @@ class ParquetRows(Rows):
             raise BadRow(f"its row group cannot be read any more: {error}") from error
         self._cache[key] = table
         self._held += table.nbytes
-        while self._held > self._cache_bytes and len(self._cache) > 1:
+        while self._held > CACHE_BYTES and len(self._cache) > 1:
             self._held -= self._cache.popitem(last=False)[1].nbytes
         return table

@@ -23,6 +23,8 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
+ROW_BYTES_MAX = 256 * 1024
+"""Largest payload. It is part of every message about the task."""
 QUESTION = ("messages", "prompt")
 """Columns of ours that make a question; the same question always falls into the same split."""
 
@@ -57,7 +59,6 @@ class Reading:
         self._question = question
         self._columns = dict(section.columns)
         self._filters = section.filter
-        self._bytes_max = section.row_bytes_max
 
     @property
     def columns(self) -> set[str]:
@@ -87,8 +88,8 @@ class Reading:
                 f"expected JSON values, got {type(chosen.get(bad)).__name__} as {bad!r} ({error}): name the columns "
                 "that are used in tasks_from.columns. Images and audio cannot be trained"
             ) from error
-        if len(content) > self._bytes_max:
-            raise BadRow(f"expected at most row_bytes_max={self._bytes_max} bytes of JSON, got {len(content)}")
+        if len(content) > ROW_BYTES_MAX:
+            raise BadRow(f"expected at most {ROW_BYTES_MAX} bytes of JSON, got {len(content)}")
         payload = orjson.loads(content)
         if self._question:
             _check_question(payload)

@@ -189,18 +189,12 @@ class TaskSampler:
     def _compare(self, before: Mapping[str, str]) -> None:
         """Refuse data other than that which the positions were counted in."""
         for name, source in self._sources.items():
-            if not self._drawn[name] or before.get(name) == source.fingerprint:
-                continue
-            if not source.restarts:
+            if self._drawn[name] and before.get(name) != source.fingerprint:
                 raise ConfigurationError(
                     f"environments.{name}.tasks_from: expected the data that this run began with, got other rows, "
                     f"another order or another content in {source.where}: it was changed, or filter, columns, limit, "
-                    "splits or shuffle were. Restore it, or start a new run (another run.name, or --fresh), or set "
-                    f"environments.{name}.tasks_from.on_change: restart to begin the first pass over the new data"
+                    "splits or shuffle were. Restore it, or start a new run (another run.name, or --fresh)"
                 )
-            log.warning("environments.%s: %s has changed: the first pass over it begins", name, source.where)
-            self._base[name] -= self._drawn[name]
-            self._drawn[name] = 0
 
     def _next_environment(self, closed: Collection[str] = ()) -> str:
         counts = {name: self._drawn[name] - self._base[name] for name in self._environments if name not in closed}

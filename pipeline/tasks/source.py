@@ -117,11 +117,6 @@ class TaskSplit:
         return f"{self._section.where} (split {self.split})"
 
     @property
-    def restarts(self) -> bool:
-        """True if changed data starts over instead of being refused."""
-        return self._section.on_change == "restart"
-
-    @property
     def tasks_max(self) -> int | None:
         """Tasks in all passes that the section allows; None: no end."""
         return None if self._section.epochs is None else self._section.epochs * len(self)

@@ -122,10 +122,9 @@ def evaluated_environments(
                 f"environments.{name} has splits of its own ({', '.join(there)}), and held_out.{split} would add "
                 "seeds that it may map to tasks of train: set evaluation.split to one of its own"
             )
+    trained = config.trained_environments
     wanted = evaluation.environments or tuple(
-        name
-        for name in config.environments
-        if name in having or not (evaluation.only or name in config.trained_environments)
+        name for name in config.environments if name in having or (trained and name not in trained)
     )
     if missing := [name for name in wanted or config.environments if name not in having]:
         names = split_names(config, own)

@@ -27,6 +27,9 @@ from pipeline.trackers.tracker import ADAPTERS, TrackedRun, Tracker, open_tracke
 
 log = logging.getLogger("afterplay.report")
 
+INTERVAL_SECONDS = 2.0
+"""Between two looks at the run directory."""
+
 Open = Callable[[str, TrackedRun], Tracker]
 
 
@@ -136,7 +139,7 @@ def report(name: str, config: RunConfig, directory: RunDirectory, alive: Callabl
         reporter = Reporter(name, config, directory)
         while alive() and not ended.is_set():
             reporter.advance()
-            ended.wait(config.trackers.seconds)
+            ended.wait(INTERVAL_SECONDS)
         reporter.close()
     except AfterplayError:
         raise

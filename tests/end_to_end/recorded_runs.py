@@ -36,7 +36,6 @@ COIN = [
     "checkpoint.every=1000",  # payloads are kept until a checkpoint covers them
     "checkpoint.at_end=false",
     "publish.keep=100",
-    "publish.at_end=keep",
     "replay.enabled=true",
     "replay.mode=mix",
     "replay.start_ratio=0",

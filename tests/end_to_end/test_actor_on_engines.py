@@ -70,9 +70,7 @@ async def test_multi_turn_rollouts_are_complete_and_stay_in_one_branch(engine: R
     settings |= {"environments": {"game": game}, "sampling": {"max_tokens": 6}}
     config = type(engine.config).model_validate(settings)
     metrics = ActorMetrics(CollectorRegistry(), environments=("game",))
-    pool = EnginePool(
-        [EngineClient(engine.url, key=engine.key("actor"))], sessions_max=100, wait_seconds_max=30, metrics=metrics
-    )
+    pool = EnginePool([EngineClient(engine.url, key=engine.key("actor"))], wait_seconds_max=30, metrics=metrics)
     renderer = Renderer(*load_tokenizer(RunDirectory(config.run.path).model))
     hosts = {"game": EnvironmentHost("game", config.environments["game"])}
     services = Services.of(config, "actor-0", renderer, pool, hosts, metrics)

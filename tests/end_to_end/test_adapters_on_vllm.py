@@ -1,6 +1,6 @@
 """Adapters alone published to a real vLLM server, and the same server as reference policy.
 
-One server serves both: under its own name the initial model, under ``publish.adapter_name`` the policy in training.
+One server serves both: under its own name the initial model, under ``adapter`` the policy in training.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ PROMPT = list(range(10, 40))
 
 async def test_published_adapters_are_what_is_sampled_from(engine: RunningEngine, policy: Policy) -> None:
     """Version 0 is the initial policy, the next two are others."""
-    name = engine.config.publish.adapter_name
+    name = engine.config.publish.served_name
     async with publishing(engine, policy) as publisher, EngineClient(engine.url, model=name) as client:
         seen = []
         for version in (0, 1, 2):
@@ -133,7 +133,7 @@ async def test_a_request_in_flight_goes_on_with_the_new_adapters(engine: Running
     config, answers = engine.config.publish, []
     async with (
         publishing(engine, policy) as publisher,
-        EngineClient(engine.url, model=config.adapter_name) as client,
+        EngineClient(engine.url, model=config.served_name) as client,
         anyio.create_task_group() as tasks,
     ):
         await publisher.publish(10, weights_to_publish(policy, config))

@@ -121,7 +121,7 @@ async def play(engine: RunningEngine, client: Watched, program: Program) -> tupl
     settings |= {"environments": {"game": section}, "sampling": {"max_tokens": 16}}
     config = type(engine.config).model_validate(settings)
     metrics = ActorMetrics(CollectorRegistry(), environments=("game",))
-    pool = EnginePool([client], sessions_max=100, wait_seconds_max=30, metrics=metrics)
+    pool = EnginePool([client], wait_seconds_max=30, metrics=metrics)
     renderer = Renderer(*load_tokenizer(RunDirectory(config.run.path).model))
     hosts = {"game": EnvironmentHost("game", config.environments["game"])}
     services = Services.of(config, "actor-0", renderer, pool, hosts, metrics)

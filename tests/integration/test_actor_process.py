@@ -123,6 +123,7 @@ async def test_an_actor_whose_environment_hangs_goes_on_is_started_again_and_ans
 ) -> None:
     """Half of the orders meet a call that never returns: four of them would take all slots for ever."""
     monkeypatch.setattr(plugin_guard, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("actors.role.DRAIN_SECONDS_MAX", 1.0)
     (tmp_path / "hangs.py").write_text(HANGS)
     settings: dict[str, Any] = {
         "run": {"name": "run", "directory": str(tmp_path)},
@@ -130,7 +131,7 @@ async def test_an_actor_whose_environment_hangs_goes_on_is_started_again_and_ans
         "engine": {"kind": "embedded", "port": engine_port},
         "sampling": {"max_tokens": 2},
         "environments": {"hangs": {"name": f"{tmp_path / 'hangs.py'}:Hangs", "step_seconds_max": 0.5}},
-        "actor": {"concurrency": 4, "drain_seconds_max": 1.0},
+        "actor": {"concurrency": 4},
     }
     found: dict[str, Trajectory] = {}
     orders = [Order(f"g{i}.0.0", f"g{i}", Task(f"hangs/{i}", "hangs", i), 0, 0, 3, 30.0) for i in range(24)]

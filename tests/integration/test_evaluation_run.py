@@ -17,7 +17,7 @@ SECONDS_MAX = 400
 """A guard against hanging, far above what a run takes."""
 SECTIONS = [
     "run.total_steps=12", "model.tiny.hidden_size=32", "groups.groups_per_step=4", "checkpoint.every=100",
-    "environments.guess.held_out.eval=24", "evaluation.every=4", "evaluation.tasks=16", "evaluation.greedy=false",
+    "environments.guess.held_out.eval=24", "evaluation.every=4", "evaluation.tasks=16", "evaluation.temperature=1",
     "evaluation.samples=2", "evaluation.pass_at=[1,2]", "evaluation.keep_best=score", "evaluation.strict=true",
 ]  # fmt: skip
 

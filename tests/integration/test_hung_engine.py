@@ -83,7 +83,7 @@ async def test_requests_of_a_stopped_engine_are_made_again_elsewhere_and_it_is_u
                 body = {"new_version": "3"}
                 async with session.post(f"{engine.url}/update_weight_version", json=body) as response:
                     assert response.status == 200
-        pool = EnginePool(clients, sessions_max=99, wait_seconds_max=SECONDS_MAX, metrics=metrics)
+        pool = EnginePool(clients, wait_seconds_max=SECONDS_MAX, metrics=metrics)
         hung = pool.router.engines[engines[0].url]
         other = engines[1].url
         async with anyio.create_task_group() as watching:

@@ -99,7 +99,7 @@ def test_the_store_of_a_tracker_has_each_step_once_after_a_kill(
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.chdir(tmp_path)
     directory = RunDirectory(tmp_path / "some").create()
-    trackers = f"report_to: [{name}]\ntrackers: {{rollouts: 0, seconds: 0.1}}"
+    trackers = f"report_to: [{name}]\ntrackers: {{rollouts: 0}}"
     config = loads(f"{trackers}\nenvironments: {{guess: {{name: number_guess}}}}")
     run = config.run.model_copy(update={"directory": tmp_path, "name": "some"})
     directory.config_file.write_text(dump(config.model_copy(update={"run": run})))

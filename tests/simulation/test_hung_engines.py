@@ -61,7 +61,7 @@ class RemoteEngine(StubEngine):
 
 def pool_of(engines: Sequence[RemoteEngine], rng: random.Random) -> EnginePool:
     metrics = ActorMetrics(CollectorRegistry(), (), [engine.name for engine in engines])
-    return EnginePool(engines, sessions_max=1000, wait_seconds_max=300.0, metrics=metrics, jitter=rng)
+    return EnginePool(engines, wait_seconds_max=300.0, metrics=metrics, jitter=rng)
 
 
 def player(pool: EnginePool, name: str, version: int = 0) -> Policy:

@@ -41,6 +41,7 @@ from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.stage import loop, role
 from pipeline.stage.core import StageCore
+from pipeline.stage.failed_rollouts import UntrainedTraces
 from tests.support.memory_transport import Faults, MemoryHub, MemoryLink, MemoryNetwork
 from tests.support.shell_auditor import Auditor, Violation
 from tests.support.shell_faults import FAULTS
@@ -304,7 +305,10 @@ class ShellSimulation:
                 (aiohttp, "ClientSession", lambda **more: self.fleet.session(**more)),
                 (aiohttp, "TCPConnector", lambda **_: None),
                 (actor_role, "engine_addresses", lambda *_: self.fleet),
+                (actor_role, "ENGINE_WAIT_SECONDS_MAX", 20.0),
+                (actor_role, "DRAIN_SECONDS_MAX", 2.0),
                 (role, "StageCore", core),
+                (role, "untrained_traces", lambda *_, **__: nullcontext(UntrainedTraces())),
                 (role, "interrupting_blocks", nullcontext),
                 (loop, "time", clock),
             ):
@@ -321,9 +325,8 @@ def _config(folder: Path, seed: int, rng: random.Random) -> RunConfig:
             "staleness": {"max": rng.choice((0, 1, 2))},
             "environments": {"a": {"name": "tests.support.simulated_actor:Turns", "max_seconds": 5}},
             "stage": {"synchronous": "NORMAL", "silence_seconds_max": SILENCE_SECONDS_MAX},
-            "traces": {"failed": False},
             "sampling": {"max_tokens": 4},
-            "actor": {"concurrency": SLOTS, "engine_wait_seconds_max": 20.0, "drain_seconds_max": 2.0},
+            "actor": {"concurrency": SLOTS},
             "engine": {
                 "kind": "external",
                 "urls": [f"http://engine-{number}:8000" for number in range(engines)],

@@ -22,7 +22,7 @@ FREED = (
     "its tokens are not kept: the stage frees them once a checkpoint covers the update, and it is not among the "
     "trajectories of each update that traces.trained keeps"
 )
-NOT_STORED = "its tokens are not kept: a failed rollout is kept only where traces.failed is on"
+NOT_STORED = "its tokens are not kept: the oldest failed rollouts are deleted (traces.bytes_max)"
 NOT_EVALUATED = (
     "its tokens are not kept: an evaluated rollout is freed at once, and it is not among those of each evaluation that "
     "traces.evaluated keeps"

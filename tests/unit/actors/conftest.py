@@ -124,9 +124,7 @@ def make_services(words: Any, metrics: ActorMetrics) -> Callable[..., Services]:
                 "actor": {"retries": retries},
             }
         )
-        pool = EnginePool(
-            engines, sessions_max=1000, wait_seconds_max=wait_seconds_max, metrics=metrics, probe_seconds=probe_seconds
-        )
+        pool = EnginePool(engines, wait_seconds_max=wait_seconds_max, metrics=metrics, probe_seconds=probe_seconds)
         host = EnvironmentHost(
             "game", section_config, environment=environment if isinstance(environment, Environment) else None
         )

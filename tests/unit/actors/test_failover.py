@@ -32,7 +32,6 @@ async def watched(engines: Sequence[Engine], metrics: ActorMetrics, **more: Any)
     """A pool whose engines have been probed."""
     pool = EnginePool(
         engines,
-        sessions_max=1000,
         wait_seconds_max=5,
         metrics=metrics,
         probe_seconds=0.01,

@@ -48,7 +48,7 @@ async def main() -> None:
     host = EnvironmentHost("mine", config.environments["mine"])
     replies = iter(["\\n".join(SAID), "I dug everywhere."])
     engine = StubEngine(script=lambda ids, sampling: [*tokenizer.encode(next(replies)), tokenizer.eos_token_id])
-    pool = EnginePool([engine], sessions_max=10, wait_seconds_max=5, metrics=metrics)
+    pool = EnginePool([engine], wait_seconds_max=5, metrics=metrics)
     services = Services.of(config, "actor-0", Renderer(tokenizer), pool, {"mine": host}, metrics)
     async with anyio.create_task_group() as group:
         group.start_soon(pool.watch)

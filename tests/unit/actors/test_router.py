@@ -346,7 +346,7 @@ def test_an_engine_that_left_and_comes_back_is_probed_before_it_gets_anything() 
 async def test_engines_come_and_go_and_no_request_is_lost(metrics: ActorMetrics) -> None:
     engines = {name: StubEngine(f"stub://{name}") for name in "abc"}
     pool = EnginePool(
-        connect=lambda url: engines[url[-1]], sessions_max=9, wait_seconds_max=1000, metrics=metrics,
+        connect=lambda url: engines[url[-1]], wait_seconds_max=1000, metrics=metrics,
         probe_seconds=0.01, report_seconds=0.01,
     )  # fmt: skip
 
@@ -381,7 +381,7 @@ async def test_engines_come_and_go_and_no_request_is_lost(metrics: ActorMetrics)
 
 
 async def test_lease_is_released_however_the_block_ends(metrics: ActorMetrics) -> None:
-    pool = EnginePool([StubEngine()], sessions_max=9, wait_seconds_max=5, metrics=metrics)
+    pool = EnginePool([StubEngine()], wait_seconds_max=5, metrics=metrics)
     async with anyio.create_task_group() as group:
         group.start_soon(pool.watch)
         with pytest.raises(ValueError):
@@ -398,7 +398,7 @@ async def test_lease_is_released_however_the_block_ends(metrics: ActorMetrics) -
 async def test_wait_for_an_engine_ends_with_what_each_engine_lacks(metrics: ActorMetrics) -> None:
     dead, old = StubEngine("stub://dead"), StubEngine("stub://old", version=2)
     dead.alive = False
-    pool = EnginePool([dead, old], sessions_max=9, wait_seconds_max=0.05, metrics=metrics, probe_seconds=0.01)
+    pool = EnginePool([dead, old], wait_seconds_max=0.05, metrics=metrics, probe_seconds=0.01)
     async with anyio.create_task_group() as group:
         group.start_soon(pool.watch)
         with pytest.raises(NoEngineFit, match=r"stub://dead .*is dead.*stub://old \(version 2 < 3\)"):
@@ -410,7 +410,7 @@ async def test_wait_for_an_engine_ends_with_what_each_engine_lacks(metrics: Acto
 
 async def test_engine_that_came_back_is_used_again_without_waiting_for_the_next_probe(metrics: ActorMetrics) -> None:
     engine = StubEngine()
-    pool = EnginePool([engine], sessions_max=9, wait_seconds_max=1000, metrics=metrics, probe_seconds=1000)
+    pool = EnginePool([engine], wait_seconds_max=1000, metrics=metrics, probe_seconds=1000)
     async with anyio.create_task_group() as group:
         group.start_soon(pool.watch)
         with pytest.raises(EngineGone):
@@ -429,4 +429,4 @@ async def test_engine_that_came_back_is_used_again_without_waiting_for_the_next_
 def test_no_engine_or_one_twice_is_a_configuration_error(metrics: ActorMetrics) -> None:
     for engines in ([], [StubEngine("x"), StubEngine("x")]):
         with pytest.raises(ConfigurationError, match=r"engine\.urls"):
-            EnginePool(engines, sessions_max=9, wait_seconds_max=1, metrics=metrics)
+            EnginePool(engines, wait_seconds_max=1, metrics=metrics)

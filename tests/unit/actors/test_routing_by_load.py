@@ -223,7 +223,7 @@ class SlowToAnswer(StubEngine):
 
 def pool_of(engines: Sequence[StubEngine], **more: Any) -> EnginePool:
     metrics = ActorMetrics(CollectorRegistry())
-    return EnginePool(engines, sessions_max=1000, wait_seconds_max=60, metrics=metrics, **more)
+    return EnginePool(engines, wait_seconds_max=60, metrics=metrics, **more)
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["conversations", "new ones"])

@@ -45,12 +45,15 @@ def train(policy, seed: int) -> None:
 
 
 @pytest.mark.slow
-async def test_an_engine_serves_after_each_delta_what_it_serves_after_a_whole_load(kit, engine, tmp_path, caplog):
+async def test_an_engine_serves_after_each_delta_what_it_serves_after_a_whole_load(
+    kit, engine, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr("learner.weights.delta_loader.WHOLE_EVERY", 4)
     generator, url = engine
     config = kit.run_config(
         run={"directory": tmp_path, "name": "run", "id": "r"},
         engine={"kind": "embedded", "urls": [url], "weight_transfer": "delta"},
-        publish={"probe_nats_max": None, "whole_every": 4, "dtype": "bfloat16"},
+        publish={"probe_nats_max": None, "dtype": "bfloat16"},
     )
     directory, policy = (
         RunDirectory(config.run.path),

@@ -91,9 +91,7 @@ async def test_a_request_to_an_engine_that_is_only_slow_fails_in_time() -> None:
 async def test_the_pool_takes_a_sleeping_engine_for_well_and_a_dead_one_not_for_asleep() -> None:
     engine, patience = StubEngine(), PausableTimeout()
     metrics = ActorMetrics(CollectorRegistry(), environments=())
-    pool = EnginePool(
-        [engine], sessions_max=4, wait_seconds_max=5.0, metrics=metrics, probe_seconds=0.01, patience=patience
-    )
+    pool = EnginePool([engine], wait_seconds_max=5.0, metrics=metrics, probe_seconds=0.01, patience=patience)
     async with anyio.create_task_group() as group:
         group.start_soon(pool.watch)
         engine.sleeping = True

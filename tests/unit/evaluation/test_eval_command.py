@@ -88,7 +88,8 @@ def test_its_run_file_only_evaluates_and_touches_nothing_of_the_run(run: RunDire
     made = evaluation_config(config, weights, EvaluationRequest(tasks=7, samples=8), folder)
     assert made.run.path == folder.path and made.run.total_steps == 21
     section = made.evaluation
-    assert (section.only, section.tasks, section.samples, section.greedy, section.split) == (True, 7, 8, False, "test")
+    assert (section.tasks, section.samples, section.greedy, section.split) == (7, 8, False, "test")
+    assert not made.trained_environments
     assert section.pass_at == (1, 8) and section.keep_best is None and not section.strict
     assert section.is_due(20, 21)
     assert made.stage.store is None and made.stage.address == "ipc://"

@@ -42,8 +42,8 @@ class Stage:
         self.sections: dict[str, Any] = {
             "run": {"total_steps": 4},
             "environments": {"a": {"max_seconds": 10}},
-            "groups": {"n_rollout": 2, "groups_per_step": 4},
-            "evaluation": {"every": 2, "tasks": 4, "slots": 0.25, "attempts_max": 2, **evaluation},
+            "groups": {"n_rollout": 2, "groups_per_step": 4, "attempts_max": 2},
+            "evaluation": {"every": 2, "tasks": 4, **evaluation},
         }
         self.sent: list[Send] = []
         self.results: list[dict[str, Any]] = []
@@ -238,7 +238,8 @@ def test_evaluation_that_is_switched_on_in_the_middle_holds_nothing_back_before_
 
 
 def test_only_evaluating_orders_nothing_else(tmp_path: Any) -> None:
-    stage = Stage(tmp_path / "r.sqlite", only=True)
+    stage = Stage(tmp_path / "r.sqlite")
+    stage.restart(environments={"a": {"max_seconds": 10, "weight": 0}})
     stage.version(0, 0)
     assert len(stage.evaluating()) == len(stage.leased()) == 4
     stage.answer_all(reward=1.0)
@@ -246,7 +247,7 @@ def test_only_evaluating_orders_nothing_else(tmp_path: Any) -> None:
 
 
 def test_samples_and_temperature_are_told_with_the_order(tmp_path: Any) -> None:
-    stage = Stage(tmp_path / "r.sqlite", slots=40, greedy=False, samples=4, temperature=0.5, pass_at=(1, 4))
+    stage = Stage(tmp_path / "r.sqlite", slots=40, samples=4, temperature=0.5, pass_at=(1, 4))
     stage.version(0, 0)
     while orders := stage.evaluating():
         assert not orders[0].greedy and orders[0].temperature == 0.5
@@ -320,7 +321,7 @@ def test_every_held_out_task_is_evaluated_once_and_training_goes_on_beside() -> 
         {
             "environments": {"a": {"held_out": {"eval": 7}}, "b": {"held_out": {"eval": 3}}},
             "groups": {"n_rollout": 2, "groups_per_step": 4}, "run": {"total_steps": 1},
-            "evaluation": {"every": 1, "samples": 2, "greedy": False, "strict": True},
+            "evaluation": {"every": 1, "samples": 2, "temperature": 1, "strict": True},
         }
     )  # fmt: skip
     played: list[tuple[str, int]] = []
@@ -354,7 +355,7 @@ def test_every_held_out_task_is_evaluated_once_and_training_goes_on_beside() -> 
 
 @pytest.mark.parametrize("wanted", [0, 1, 3, 4, 6, 100])
 def test_so_many_rollouts_are_shown_of_the_same_tasks_each_time(tmp_path: Any, wanted: int) -> None:
-    stage = Stage(tmp_path / "r.sqlite", slots=200, greedy=False, samples=2)
+    stage = Stage(tmp_path / "r.sqlite", slots=200, temperature=None, samples=2)
     stage.restart(run={"total_steps": 100}, traces={"evaluated": wanted})
     shown: list[set[tuple[str, int]]] = []
     for updates in (0, 2):
@@ -369,7 +370,7 @@ def test_so_many_rollouts_are_shown_of_the_same_tasks_each_time(tmp_path: Any, w
 
 
 def test_a_reward_function_of_whole_groups_never_waits_for_a_rollout_that_was_given_up(tmp_path: Any) -> None:
-    stage = Stage(tmp_path / "r.sqlite", slots=200, greedy=False, samples=3)
+    stage = Stage(tmp_path / "r.sqlite", slots=200, temperature=None, samples=3)
     stage.sections["scorer"] = {"functions": [{"path": "tests.nowhere:group", "per": "group"}]}
     stage.restart()
     stage.core.ingest._score_now = None

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from actors.adapters.bfcl import BFCL
 from actors.environments.host import EnvironmentHost
@@ -16,6 +15,8 @@ from pipeline.config.rollouts import HELD_OUT_SEED, EnvironmentConfig
 from pipeline.errors import ConfigurationError
 from pipeline.stage.core import StageCore
 from pipeline.stage.evaluation_rollouts import HeldOut
+from pipeline.supervisor.inventory import local_inventory
+from pipeline.supervisor.plan import plan
 from pipeline.tasks.open import open_source, open_sources
 from pipeline.tasks.sampler import TaskSampler
 from pipeline.tasks.splits import Seeds, decode_splits, encode_splits
@@ -145,8 +146,8 @@ def test_an_environment_of_weight_0_is_evaluated_and_never_drawn(tmp_path: Any) 
     sections["environments"]["train"]["held_out"] = {"test": 3}
     with pytest.raises(ConfigurationError, match="benchmark has eval"):
         HeldOut(RunConfig.model_validate(sections), {}, {})
-    with pytest.raises(ValidationError, match="weight above 0 to train on"):
-        RunConfig.model_validate({"environments": {"a": {"weight": 0}}})
+    with pytest.raises(ConfigurationError, match="weight above 0 to train on"):
+        plan(RunConfig.model_validate({"environments": {"a": {"weight": 0}}}), local_inventory())
 
 
 def test_the_tasks_are_spread_over_the_split_and_always_the_same() -> None:

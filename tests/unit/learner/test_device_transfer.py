@@ -280,7 +280,7 @@ async def test_an_engine_that_joins_late_gets_the_newest_version_without_a_folde
 
 
 async def test_copies_in_host_memory_go_the_same_way(world):
-    """As with ``publish.at_end: keep``, where each version is a folder too."""
+    """As with ``checkpoint.at_end: false``, where each version is a folder too."""
     world.publisher._write = world.write
     snapshot = world.policy.snapshot("bfloat16")
     async with working(world):

@@ -441,7 +441,7 @@ async def test_an_engine_that_is_still_starting_is_asked_at_short_intervals(engi
             await keeper.until_served(0)
 
 
-@pytest.mark.parametrize(("sections", "files"), [({}, []), ({"publish": {"at_end": "keep"}}, ["model.safetensors"])])
+@pytest.mark.parametrize(("sections", "files"), [({}, []), ({"checkpoint": {"at_end": False}}, ["model.safetensors"])])
 def test_weights_that_travel_between_gpus_pass_through_no_file(kit, weights, tmp_path, sections, files):
     """Unless the run shall leave them."""
     config = kit.run_config(engine={"weight_transfer": "nccl"}, **sections)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import anyio
 import numpy as np
@@ -160,9 +161,8 @@ class FakeEngine:
 class History:
     """A learner that publishes, and engines that follow when they are there."""
 
-    def __init__(self, folder: Path, engines: int, every: int):
+    def __init__(self, folder: Path, engines: int):
         self.directory = RunDirectory(folder).create()
-        self.every = every
         self.tensors = random_weights(0)
         self.version = 0
         self.engines = [FakeEngine(f"http://{i}", self.tensors) for i in range(engines)]
@@ -175,7 +175,7 @@ class History:
             return sum(t.nbytes for t in tensors.values())
 
         initial = CheckedLoader(FolderLoader(), write)
-        self.loader = DeltaLoader(self.directory.weights, write, initial, self.every)
+        self.loader = DeltaLoader(self.directory.weights, write, initial)
 
     def publish(self, seed: int, share: float):
         self.tensors = stepped(self.tensors, seed, share)
@@ -208,8 +208,8 @@ EVENTS = st.one_of(
 @given(events=st.lists(EVENTS, min_size=1, max_size=14), every=st.integers(1, 4))
 @settings(max_examples=20, deadline=None)
 def test_every_history_ends_with_the_weights_of_whole_loads(events, every):
-    with tempfile.TemporaryDirectory() as folder:
-        history = History(Path(folder), 3, every)
+    with tempfile.TemporaryDirectory() as folder, mock.patch("learner.weights.delta_loader.WHOLE_EVERY", every):
+        history = History(Path(folder), 3)
         for event in events:
             match event:
                 case ("publish", seed, share, present):
@@ -234,7 +234,7 @@ def test_every_history_ends_with_the_weights_of_whole_loads(events, every):
 
 
 def test_an_engine_that_follows_reads_one_delta_for_each_version(tmp_path):
-    history = History(tmp_path, 1, every=100)
+    history = History(tmp_path, 1)
     engine = history.engines[0]
     for seed in range(5):
         history.publish(seed, 0.01)
@@ -244,8 +244,9 @@ def test_an_engine_that_follows_reads_one_delta_for_each_version(tmp_path):
     assert not history.directory.weights(5).exists()
 
 
-def test_an_engine_that_missed_versions_reads_their_deltas_and_one_that_starts_the_newest_whole(tmp_path):
-    history = History(tmp_path, 2, every=4)
+def test_an_engine_that_missed_versions_reads_their_deltas_and_one_that_starts_the_newest_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("learner.weights.delta_loader.WHOLE_EVERY", 4)
+    history = History(tmp_path, 2)
     late, fresh = history.engines
     for seed in range(8):
         history.publish(seed, 0.01)
@@ -258,7 +259,7 @@ def test_an_engine_that_missed_versions_reads_their_deltas_and_one_that_starts_t
 
 
 def test_a_refused_delta_is_told_once_and_the_version_is_loaded_whole(tmp_path, caplog):
-    history = History(tmp_path, 1, every=100)
+    history = History(tmp_path, 1)
     engine = history.engines[0]
     history.publish(0, 0.01)
     history.load(engine)
@@ -273,7 +274,7 @@ def test_a_refused_delta_is_told_once_and_the_version_is_loaded_whole(tmp_path, 
 
 
 def test_a_delta_that_saves_too_little_is_not_written(tmp_path, caplog):
-    history = History(tmp_path, 1, every=100)
+    history = History(tmp_path, 1)
     history.publish(0, 0.01)
     history.publish(1, 0.95)
     assert history.directory.weights(2).is_dir()
@@ -289,7 +290,6 @@ def test_a_delta_that_saves_too_little_is_not_written(tmp_path, caplog):
         ({"engine": {"kind": "external", "urls": ["http://a:1"]}}, "external engines"),
         ({"publish": {"dtype": "float32"}}, "publish.dtype: bfloat16"),
         ({"engine": {"dtype": "float16"}}, "cannot hold"),
-        ({"publish": {"at_end": "keep"}}, "publish.at_end: remove"),
         ({"checkpoint": {"at_end": False}}, "checkpoint.at_end: true"),
         ({"learner": {"lora": {"rank": 2}}, "publish": {"lora": "adapter"}}, "weight_transfer to files"),
         ({"engine": {"kind": "embedded", "colocate": "sleep", "sleep_level": 2}}, "sleep_level: 1"),
@@ -301,7 +301,7 @@ def test_what_deltas_cannot_serve_is_refused_with_the_remedy(sections, words):
 
 
 def test_a_finished_run_leaves_no_delta(tmp_path):
-    history = History(tmp_path, 1, every=100)
+    history = History(tmp_path, 1)
     for seed in range(3):
         history.publish(seed, 0.01)
     assert remove_published(RunConfig(), history.directory) == []

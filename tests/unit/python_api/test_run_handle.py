@@ -129,14 +129,14 @@ def test_the_policy_of_a_run_that_has_ended_is_in_its_checkpoints(run: Run) -> N
         run.endpoint()
 
 
-@pytest.mark.parametrize(("lora", "model"), [("merged", "policy"), ("adapter", "mine")])
+@pytest.mark.parametrize(("lora", "model"), [("merged", "policy"), ("adapter", "adapter")])
 def test_the_endpoint_names_the_model_with_the_newest_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: str, model: str
 ) -> None:
     sections = {
         "engine": {"kind": "vllm", "port": 8000},
         "learner": {"lora": {"rank": 4}},
-        "publish": {"lora": lora, "adapter_name": "mine"},
+        "publish": {"lora": lora},
     }
     run = load(make_run(tmp_path / "some", (), **sections))
     monkeypatch.setattr("afterplay.run.check_health", lambda url: SimpleNamespace(healthy=True))

@@ -66,8 +66,7 @@ def test_the_account_names_what_is_kept_and_counts_what_was_removed(directory: R
     ("sections", "left"),
     [
         ({}, []),
-        ({"publish": {"at_end": "keep"}}, ["v000002", "v000003"]),
-        ({"checkpoint": {"at_end": False}}, ["v000003"]),
+        ({"checkpoint": {"at_end": False}}, ["v000002", "v000003"]),
     ],
 )
 def test_published_weights_of_a_finished_run_are_removed_unless_they_are_its_only_result(

@@ -35,6 +35,7 @@ from rich.console import Console
 from pipeline.config.load import loads
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory
+from pipeline.supervisor import shell
 from pipeline.supervisor.run import run_lock
 from pipeline.supervisor.restarts import Rule
 from pipeline.supervisor.run import supervise
@@ -42,9 +43,10 @@ from pipeline.supervisor.processes import ProcessSpec
 from pipeline.runtime.children import OrphanReaper
 
 root = Path(sys.argv[1])
+shell.LOG_BYTES_MAX = 4096
 config = loads(
     "run: {total_steps: 2}\\nenvironments: {arithmetic: {name: arithmetic}}\\n"
-    "supervisor: {restarts_max: 2, backoff_seconds: 0.05, log_bytes_max: 4096}\\n"
+    "supervisor: {restarts_max: 2}\\n"
     "checkpoint: {drain_seconds_max: 2}"
 )
 directory = RunDirectory(root).create()

@@ -75,7 +75,7 @@ def test_a_number_in_a_path_is_a_place_in_a_list(path: str, value: Any) -> None:
           for role in ("human", "gpt", "User", "", 3, ["user"], None)],
         ({"q": b"\x00"}, "expected JSON values, got bytes as 'prompt'.*Images and audio cannot be trained"),
         ({"q": [{"role": "user", "content": [{"type": "image_url"}]}]}, "Content is text: images and audio cannot"),
-        ({"q": "x" * 300_000}, "row_bytes_max"),
+        ({"q": "x" * 300_000}, "at most 262144 bytes"),
     ],
 )  # fmt: skip
 def test_a_bad_row_says_what_was_expected_and_what_came(row: dict[str, Any], says: str) -> None:

@@ -104,13 +104,12 @@ def test_other_data_is_refused_when_a_run_goes_on(tmp_path: Path, data: Path, ho
         state = one.state()
     section = changed(tmp_path / "q.jsonl", data, how)
     with (
-        pytest.raises(ConfigurationError, match="expected the data that this run began with") as caught,
+        pytest.raises(ConfigurationError, match="expected the data that this run began with"),
         sampler_of({"q": environment(**section)}, state=state),
     ):
         pass
-    assert "on_change: restart" in str(caught.value)
-    with sampler_of({"q": environment(**section, on_change="restart"), "b": EnvironmentConfig()}, state=state) as two:
-        after = [task for task in (two.draw() for _ in range(60)) if task.environment == "q"]
+    with sampler_of({"q": environment(**section)}) as two:
+        after = [two.draw() for _ in range(30)]
     ids = {task.task_id: task for task in before}
     assert all(ids[task.task_id] == task for task in after if task.task_id in ids), "an id means one content for ever"
 

@@ -36,7 +36,7 @@ def saved(path: Path, n: int) -> Path:
 def test_all_kinds_give_the_same_tasks(tmp_path: Path, opened: Opened) -> None:
     jsonl = opened(kind="jsonl", path=write_jsonl(tmp_path / "q.jsonl", questions(20))).splits["train"]
     others = [
-        opened(kind="parquet", path=parquet(tmp_path / "q.parquet", 20), cache_bytes=1024).splits["train"],
+        opened(kind="parquet", path=parquet(tmp_path / "q.parquet", 20)).splits["train"],
         opened(kind="huggingface", path=saved(tmp_path / "saved", 20)).splits["train"],
     ]
     assert jsonl[3].payload == {"prompt": "What is 3 + 1?", "answer": 4}
@@ -190,8 +190,11 @@ def test_a_file_that_changes_under_a_run_is_noticed(tmp_path: Path, opened: Open
         split[899]
 
 
-def test_parquet_keeps_few_row_groups_in_memory(tmp_path: Path, opened: Opened) -> None:
-    source = opened(kind="parquet", path=parquet(tmp_path / "q.parquet", 400, group=10), cache_bytes=2048)
+def test_parquet_keeps_few_row_groups_in_memory(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.tasks.parquet.CACHE_BYTES", 2048)
+    source = opened(kind="parquet", path=parquet(tmp_path / "q.parquet", 400, group=10))
     split, rows = source.splits["train"], source.rows[0]
     assert sorted(split[split.order(i)].payload["answer"] for i in range(400)) == list(range(1, 401))
     assert rows._held <= 2048 and len(rows._cache) < 10  # type: ignore[attr-defined]
