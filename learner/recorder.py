@@ -302,17 +302,15 @@ def step_line(update: Update) -> dict[str, Any]:
 def trained_facts(
     batch: Batch, report: StepReport, choice: ReplayChoice, guard_level: Literal["token", "sequence"] = "token"
 ) -> Trained:
-    """Facts of the update for the message CONSUMED, entropies of candidates that were not chosen among them. Those of
-    trajectories of which only one turn was trained are left out: they are not means over the trajectory.
+    """Facts of the update for the message CONSUMED, entropies of candidates that were not chosen among them.
     ``guard_level``: ratios that the ESS guard goes by."""
     s = report.statistics
-    partial = {row.trajectory_index for row in batch.rows if not row.whole}
     groups, trajectory_index = {}, 0
     for group in batch.groups:
         entropy = dict(choice.entropies.get(group.group_id, {}))
         for trajectory in group.trajectories:
             value = s.entropy_by_trajectory.get(trajectory_index)
-            if value is not None and trajectory_index not in partial:
+            if value is not None:
                 entropy[trajectory.trajectory_id] = value
             trajectory_index += 1
         replayed = tuple(t.trajectory_id for t in group.candidates)

@@ -15,13 +15,12 @@ def trained_line(batch: Batch, report: StepReport) -> dict[str, Any]:
     A row whose prompt is not that of the rollout has no digest: its actor saw another one.
     """
     n = len(batch.trajectories)
-    in_rows, version_max, whole = [0] * n, [-1] * n, [True] * n
+    in_rows, version_max = [0] * n, [-1] * n
     digests: list[list[str] | None] = [[] for _ in range(n)]
     for row in batch.rows:
         i, sampled = row.trajectory_index, row.loss_mask
         in_rows[i] += row.n_sampled
         version_max[i] = max(version_max[i], int(row.policy_versions[sampled].max()))
-        whole[i] &= row.whole
         known = digests[i]
         if row.discarded or not row.recorded:
             digests[i] = None
@@ -41,7 +40,6 @@ def trained_line(batch: Batch, report: StepReport) -> dict[str, Any]:
                     "reward": trajectory.reward,
                     "environment": trajectory.rewards.get("environment"),
                     "digests": None if known is None else " ".join(known),
-                    "whole": whole[index],
                     "version_max": version_max[index],
                     "tokens": in_rows[index],
                     "tokens_in_loss": in_loss[index],

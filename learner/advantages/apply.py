@@ -92,7 +92,6 @@ def scored_of(batch: Batch, scores: TokenScores, penalties: TokenArray | None = 
                     reward=trajectory.reward,
                     turns=turns[tokens].astype(np.int32),
                     turn_rewards=trajectory.turn_rewards or (),
-                    sampled=trajectory.n_sampled,
                     baseline=group.plan.baseline,
                     replayed=group.is_replayed(trajectory),
                     behaviour=behaviour[tokens] if trajectory.recorded else None,

@@ -33,8 +33,6 @@ class ScoredTrajectory:
     """int32 ``[S]``: the turn that sampled each token."""
     turn_rewards: tuple[float, ...] = ()
     """``[K]``: reward given for each turn; empty where the environment gives none, or nobody recorded it."""
-    sampled: int | None = None
-    """Tokens that the whole trajectory sampled; more than S where only one turn is trained. None: S."""
     replayed: bool = False
     baseline: float | None = None
     """Reward of the group's greedy rollout (ReMax)."""

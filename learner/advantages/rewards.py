@@ -103,7 +103,7 @@ def shaped(
     Raises :class:`TrainingError` for what the user's function gave, :class:`PlugInError` for what it raised, and
     :class:`ConfigurationError` when its path leads to none.
     """
-    out = [replace(p, reward=p.reward - overlong_loss(_sampled(p), config)) for p in scored]
+    out = [replace(p, reward=p.reward - overlong_loss(p.n_tokens, config)) for p in scored]
     if config.shaping is not None:
         out = _by_user(resolve(config.shaping, "reward shaping"), config.shaping, out, trajectories)
     return _normalised(out, config)
@@ -127,10 +127,6 @@ def overlong_loss(n_tokens: int, config: AdvantageConfig) -> float:
 def overlong_count(lengths: Sequence[int], config: AdvantageConfig) -> int:
     """Number of these lengths in sampled tokens that are penalised."""
     return sum(overlong_loss(n, config) > 0 for n in lengths)
-
-
-def _sampled(p: ScoredTrajectory) -> int:
-    return p.n_tokens if p.sampled is None else p.sampled
 
 
 def _by_user(

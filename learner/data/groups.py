@@ -15,7 +15,7 @@ from pipeline.schema import GroupPlan, Trajectory
 class StoredRollout:
     """Facts of one trajectory from the experience pool, as DELIVERY has them.
 
-    Raises :class:`TrainingError` for a weight or turn that cannot be.
+    Raises :class:`TrainingError` for a weight that cannot be.
     """
 
     weight: float = 1.0
@@ -24,29 +24,26 @@ class StoredRollout:
     """Stored entropy, mean over sampled tokens, nats."""
     entropy_age: int | None = None
     """Versions since it was measured, when it was dispatched."""
-    turn: int | None = None
-    """The one turn that is trained; None: all."""
     age: int = 0
     """Age in versions when it was dispatched."""
     success_rate: float | None = None
     """Success rate of the fresh rollouts of its first group."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.weight) and self.weight >= 0) or (self.turn is not None and self.turn < 0):
-            raise TrainingError(f"expected a finite weight >= 0 and a turn >= 0 of a replayed trajectory, got {self}")
+        if not (math.isfinite(self.weight) and self.weight >= 0):
+            raise TrainingError(f"expected a finite weight >= 0 of a replayed trajectory, got {self}")
 
     @classmethod
     def of(cls, header: Mapping[str, Any] | None) -> StoredRollout:
         """Facts in the ``replay`` part of a DELIVERY header. Raises TypeError or ValueError where it is malformed."""
         if header is None:
             return cls()
-        entropy, turn, rate = header.get("entropy"), header.get("turn"), header.get("success_rate")
+        entropy, rate = header.get("entropy"), header.get("success_rate")
         entropy_age = header.get("entropy_age")
         return cls(
             weight=float(header.get("weight", 1.0)),
             entropy=None if entropy is None else float(entropy),
             entropy_age=None if entropy_age is None else int(entropy_age),
-            turn=None if turn is None else int(turn),
             age=int(header.get("age", 0)),
             success_rate=None if rate is None else float(rate),
         )

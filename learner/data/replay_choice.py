@@ -117,9 +117,7 @@ def choose_replays(
             settled.append(group.with_planned_replays())
             continue
         entropies[group.group_id] = {
-            name: value
-            for name, value, facts in zip(names, measured, stored, strict=True)
-            if value is not None and facts.turn is None
+            name: value for name, value in zip(names, measured, strict=True) if value is not None
         }
         known = [facts.entropy if value is None else value for value, facts in zip(measured, stored, strict=True)]
         settled.append(group.with_replayed(names[i] for i in ranked(known, config.select)[: group.n_replayed]))

@@ -53,8 +53,6 @@ class Row:
     """log μ was recorded. False: a demonstration, whose ``behaviour_logprobs`` are 0 and mean nothing."""
     replay_weight: float = 1.0
     """Multiplies the loss of its tokens; denominators do not change."""
-    whole: bool = True
-    """False: only one turn of the trajectory is trained."""
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -172,14 +170,12 @@ def build_batch(update: int, groups: Sequence[Group]) -> Batch:
 def trajectory_rows(trajectory: Trajectory, trajectory_index: int, stored: StoredRollout | None = None) -> list[Row]:
     """One row per branch that has sampled tokens, advantages 0.
 
-    ``stored``: facts of a trajectory from the pool; with a turn, only that turn's completion is trained and everything
-    else is context. Raises :class:`TrainingError` when that turn sampled nothing, or a row cannot be trained.
+    ``stored``: facts of a trajectory from the pool. Raises :class:`TrainingError` for a row that cannot be trained.
     """
     guidance = trajectory.guidance
     discarded = guidance is not None and not guidance.keep
     temperatures = np.asarray([turn.temperature for turn in trajectory.turns], dtype=np.float32)
-    turn = stored.turn if stored is not None else None
-    rows = [
+    return [
         Row(
             trajectory_id=trajectory.trajectory_id,
             trajectory_index=trajectory_index,
@@ -198,17 +194,10 @@ def trajectory_rows(trajectory: Trajectory, trajectory_index: int, stored: Store
             discarded=discarded,
             recorded=trajectory.recorded,
             replay_weight=stored.weight if stored is not None else 1.0,
-            whole=turn is None,
         )
         for branch in (without_lessons(trajectory) if discarded else trajectory).branches()
-        if len(tokens := _trimmed(branch if turn is None else _only_turn(branch, turn)))
+        if len(tokens := _trimmed(branch))
     ]
-    if turn is not None and not rows:
-        raise TrainingError(
-            f"expected sampled tokens in turn {turn} of {trajectory.trajectory_id}, which has "
-            f"{len(trajectory.turns)} turns, got none"
-        )
-    return rows
 
 
 def without_lessons(trajectory: Trajectory) -> Trajectory:
@@ -233,11 +222,6 @@ def with_contexts(trajectory: Trajectory, contexts: Mapping[int, tuple[int, ...]
         for i, turn in enumerate(trajectory.turns)
     ]
     return replace(trajectory, turns=tuple(turns))
-
-
-def _only_turn(tokens: FlatTokens, turn: int) -> FlatTokens:
-    """The tokens with ``loss_mask`` on that turn's completion only."""
-    return replace(tokens, loss_mask=tokens.loss_mask & (tokens.turn_index == turn))
 
 
 def _trimmed(tokens: FlatTokens) -> FlatTokens:

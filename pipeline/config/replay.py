@@ -181,9 +181,6 @@ class ReplayConfig(Section):
     """Oldest trajectory that may be replayed, in versions at the time of training. None: no limit."""
     window: int = Field(0, ge=0)
     """Replay only from this number of most recently stored trajectories. 0: from all."""
-    unit: Literal["trajectory", "turn"] = "trajectory"
-    """Unit that one replay trains. ``trajectory``: all turns. ``turn``: one turn, drawn uniformly over the turns of the
-    candidates, with the preceding turns as context."""
     retire_after: int | None = Field(1, ge=1, le=16)
     """A task retires when all fresh rollouts of this many consecutive groups succeeded. A replay group counts by its
     fresh rollouts: one with half of ``groups.n_rollout`` is half a group. Retired tasks are only drawn
@@ -217,11 +214,6 @@ class ReplayConfig(Section):
 
     def _groups_can_come_back(self) -> None:
         """Raises ValueError for what whole groups cannot do."""
-        if self.unit == "turn":
-            raise ValueError(
-                "replay.unit: turn is for replay.mode: mix, got groups, which come back whole: set replay.mode: mix, "
-                "or replay.unit: trajectory"
-            )
         if self.task_ratio >= 1:
             raise ValueError(
                 "replay.mode: groups needs fresh groups in each update, but replay.task_ratio is "
@@ -236,11 +228,6 @@ class ReplayConfig(Section):
             raise ValueError(
                 f"replay.correction {self.correction.name} is a product of π/μ, but replay.use_recorded_logprobs is "
                 "false: set it to true, or replay.correction: token"
-            )
-        if self.unit == "turn":
-            raise ValueError(
-                f"replay.correction {self.correction.name} is over all turns of a trajectory, but replay.unit is turn: "
-                "set replay.unit: trajectory, or replay.correction: token"
             )
         return self
 

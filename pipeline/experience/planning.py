@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
+from functools import partial
 
 from pipeline.config import RunConfig
 from pipeline.experience.difficulty import Difficulty
@@ -12,11 +12,9 @@ from pipeline.experience.selection import (
     Draws,
     TaskIndex,
     choose,
-    choose_turns,
     draw_normal,
     draw_uniform,
     log_priority,
-    rank,
     sampling_correction,
 )
 from pipeline.experience.sum_tree import Priorities
@@ -37,7 +35,6 @@ class Planner:
         self._index = TaskIndex()
         self._priorities = Priorities()
         self._by_priority = config.replay.task_sampling == "priority"
-        self._by_turns = config.replay.unit == "turn" and config.replay.task_sampling == "uniform"
 
     def reindex(self) -> None:
         """Bring the index up to date with the shelves that changed."""
@@ -53,8 +50,6 @@ class Planner:
                 born = shelf.mean_version
                 log_weight = self._log_priority(task_id) + (born or 0.0) / self._replay.priority.tau
                 self._priorities.put(task_id, log_weight, decays=born is not None)
-            elif self._by_turns:
-                self._priorities.put(task_id, math.log(shelf.n_turns))
             else:
                 self._index.put(task_id, bucket)
         self._pool.touched.clear()
@@ -80,9 +75,9 @@ class Planner:
     def _draw_task(self, batch: Collection[str], progress: float, version: int) -> tuple[str, float] | None:
         """A task and the importance correction of having drawn it."""
         rng = self._draws.next("task")
-        if self._by_priority or self._by_turns:
+        if self._by_priority:
             priority = self._replay.priority
-            beta = priority.beta + (1 - priority.beta) * min(1.0, max(0.0, progress)) if self._by_priority else 0.0
+            beta = priority.beta + (1 - priority.beta) * min(1.0, max(0.0, progress))
             drawn = self._priorities.draw(batch, rng, version / priority.tau)
             return None if drawn is None else (drawn[0], sampling_correction(drawn[1], beta))
         if self._replay.task_sampling == "normal":
@@ -101,17 +96,8 @@ class Planner:
         """The k that are replayed, first; behind them, if the learner chooses, the others."""
         replay, usable = self._replay, shelf.usable
         n = len(usable) if replay.entropy == "current" and replay.select != "random" else k
-        turns: list[tuple[PoolEntry, int | None]]
-        if replay.unit == "trajectory" and replay.select != "random":  # takes no generator: making one costs most
-            turns = [(e, None) for e in sorted(usable, key=rank(replay.select))[:n]]
-        else:
-            rng = self._draws.next("trajectory")
-            if replay.unit == "turn" and replay.select == "random":
-                turns = [*choose_turns(usable, k, rng)]
-            else:
-                chosen = choose(usable, n, replay.select, rng)
-                turns = [(e, rng.randrange(e.n_turns) if replay.unit == "turn" else None) for e in chosen]
-        return tuple(Candidate(e, correction * self._bias(e), turn) for e, turn in turns)
+        chosen = choose(usable, n, replay.select, partial(self._draws.next, "trajectory"))
+        return tuple(Candidate(e, correction * self._bias(e)) for e in chosen)
 
     def _bias(self, entry: PoolEntry) -> float:
         return entry.success_rate if self._replay.bias_correction and entry.success_rate is not None else 1.0

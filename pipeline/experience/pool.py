@@ -25,8 +25,6 @@ class TaskEntries:
     entries: list[PoolEntry] = field(default_factory=list)
     """In ``saved`` order."""
     usable: tuple[PoolEntry, ...] = ()
-    n_turns: int = 0
-    """Units of the usable entries together."""
     n_recorded: int = 0
     version_sum: int = 0
     """Sum of ``version_min`` over the recorded ones."""
@@ -194,7 +192,6 @@ class Pool:
             shelf = self._shelves.get(task_id)
             if shelf is not None:
                 shelf.usable = tuple(entry for entry in shelf.entries if self._usable(entry))
-                shelf.n_turns = sum(entry.n_turns for entry in shelf.usable)
 
     def _worst(self, entries: list[PoolEntry]) -> PoolEntry:
         return max(entries, key=rank(self._replay.select))

@@ -6,7 +6,6 @@ Random numbers come from :class:`Draws`, whose whole state is a few counters: a 
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -129,36 +128,11 @@ def sampling_correction(ratio: float, beta: float) -> float:
     return float(min(1.0, ratio) ** beta)
 
 
-def choose(entries: Sequence[PoolEntry], k: int, select: Select, rng: random.Random) -> list[PoolEntry]:
+def choose(entries: Sequence[PoolEntry], k: int, select: Select, rng: Callable[[], random.Random]) -> list[PoolEntry]:
     """``k`` of ``entries`` (or as many as there are), best first: the first k of a sorted copy, older first on ties;
-    ``random`` draws without replacement."""
+    ``random`` draws without replacement. ``rng`` makes the generator, which costs more than all the rest."""
     k = min(k, len(entries))
-    return rng.sample(list(entries), k) if select == "random" else sorted(entries, key=rank(select))[:k]
-
-
-def choose_turns(entries: Sequence[PoolEntry], k: int, rng: random.Random) -> list[tuple[PoolEntry, int]]:
-    """``k`` turns of different trajectories: each uniform over all turns of the trajectories that are left."""
-    left = list(entries)
-    chosen: list[tuple[PoolEntry, int]] = []
-    while left and len(chosen) < k:
-        i, turn = unit_at(cumulative_ends(left), rng.randrange(sum(e.n_turns for e in left)))
-        chosen.append((left.pop(i), turn))
-    return chosen
-
-
-def cumulative_ends(entries: Sequence[PoolEntry]) -> list[int]:
-    """``ends[i]``: turns of entries 0 to i together."""
-    return list(itertools.accumulate(entry.n_turns for entry in entries))
-
-
-def unit_at(ends: Sequence[int], index: int) -> tuple[int, int]:
-    """(entry, turn) of a global turn index.
-
-    >>> [unit_at([2, 3], i) for i in range(3)]
-    [(0, 0), (0, 1), (1, 0)]
-    """
-    i = bisect.bisect_right(ends, index)
-    return i, index - (ends[i - 1] if i else 0)
+    return rng().sample(list(entries), k) if select == "random" else sorted(entries, key=rank(select))[:k]
 
 
 def _from_logs(logs: Sequence[float]) -> list[float]:

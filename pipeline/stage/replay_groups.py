@@ -194,7 +194,6 @@ class ReplayGroups:
         return {
             "weight": candidate.weight,
             "entropy": entry.entropy,
-            "turn": candidate.turn,
             "age": replay.age,
             "entropy_age": entry.entropy_age(self._batches.policy_version),
             "success_rate": entry.success_rate,
@@ -302,9 +301,8 @@ def _fresh(record: TrajectoryRecord) -> Fresh:
 
 def _share(groups: Sequence[GroupRecord]) -> float:
     fresh = sum(slot.trajectory.facts.n_sampled for g in groups for slot in g.slots if slot.trajectory is not None)
-    chosen = [replay.candidate for group in groups for replay in group.replays if replay.chosen]
-    # of a single turn the stage does not know the length: the mean one of its trajectory
-    replayed = sum(c.entry.n_sampled / (c.entry.n_turns if c.turn is not None else 1) for c in chosen)
+    chosen = (replay.candidate.entry for group in groups for replay in group.replays if replay.chosen)
+    replayed = sum(entry.n_sampled for entry in chosen)
     return replayed / (fresh + replayed) if replayed else 0.0
 
 

@@ -136,8 +136,6 @@ class Candidate:
     entry: PoolEntry
     weight: float = 1.0
     """Multiplies the loss of its tokens: bias correction and importance correction of the sampling."""
-    turn: int | None = None
-    """With ``replay.unit: turn``: the one turn that is trained."""
 
 
 @dataclass(frozen=True, slots=True)

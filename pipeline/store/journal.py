@@ -33,7 +33,7 @@ def replay_rows(g: GroupRecord) -> Iterator[Row]:
     for position, replay in enumerate(g.replays):
         candidate, entry = replay.candidate, replay.candidate.entry
         yield (
-            g.group_number, position, entry.row_id, candidate.weight, candidate.turn, replay.chosen, replay.age,
+            g.group_number, position, entry.row_id, candidate.weight, replay.chosen, replay.age,
             entry.saved, entry.entropy, entry.entropy_version, entry.success_rate, entry.recorded,
         )  # fmt: skip
 

@@ -64,7 +64,7 @@ POOL_COLUMNS = (
 STORED_GROUP_COLUMNS = f"s.group_number, s.task, s.saved, s.uses, s.success_rate, t.row_id, t.entropy, {_FACTS}"
 """Columns of one member. The members of a group follow one another."""
 REPLAY_COLUMNS = (
-    "r.group_number, r.weight, r.turn, r.chosen, r.age, r.row_id, r.saved, r.entropy, r.entropy_version, "
+    "r.group_number, r.weight, r.chosen, r.age, r.row_id, r.saved, r.entropy, r.entropy_version, "
     f"r.success_rate, r.recorded, {_FACTS}"
 )
 
@@ -170,12 +170,12 @@ def _stored_groups(rows: Iterable[Sequence[Any]]) -> list[StoredGroup]:
 
 def _replay(row: Sequence[Any], task: Task, pooled: Mapping[int, PoolEntry]) -> PinnedCandidate:
     """A replay of a group; the pool may have let go of it since."""
-    _, weight, turn, chosen, age, row_id, saved, entropy, version, success_rate, recorded, trajectory_id, *facts = row
+    _, weight, chosen, age, row_id, saved, entropy, version, success_rate, recorded, trajectory_id, *facts = row
     entry = pooled.get(row_id)
     if entry is None:
         marks = _marks(entropy, version, success_rate, recorded)
         entry = PoolEntry(row_id, trajectory_id, task, saved, *facts, **marks)
-    return PinnedCandidate(Candidate(entry, weight, turn), bool(chosen), age)
+    return PinnedCandidate(Candidate(entry, weight), bool(chosen), age)
 
 
 def _order(row: Sequence[Any]) -> OrderRecord:

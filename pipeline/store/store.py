@@ -88,7 +88,7 @@ saved = excluded.saved, crc = excluded.crc"""
 _SAMPLED = "UPDATE trajectories SET samples = samples + 1, crc = crc + 1 WHERE row_id = ?"
 _REPLACED = {
     table: f"INSERT OR REPLACE INTO {table} VALUES ({','.join('?' * width)})"
-    for table, width in (("group_replays", 13), ("orders", 12), ("pool", 10), ("stored_groups", 7), ("tasks", 9))
+    for table, width in (("group_replays", 12), ("orders", 12), ("pool", 10), ("stored_groups", 7), ("tasks", 9))
 }
 _LOST = (
     ("groups", "", {"state": "cancelled", "reason": CancelReason.LOST.value, "update_number": None}),

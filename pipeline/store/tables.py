@@ -27,7 +27,7 @@ CREATE TABLE groups (
 CREATE INDEX groups_kept ON groups (group_number) WHERE kept = 1;
 CREATE TABLE group_replays (
     group_number INTEGER NOT NULL, position INTEGER NOT NULL, row_id INTEGER NOT NULL, weight REAL NOT NULL,
-    turn INTEGER, chosen INTEGER NOT NULL, age INTEGER NOT NULL, saved INTEGER NOT NULL, entropy REAL,
+    chosen INTEGER NOT NULL, age INTEGER NOT NULL, saved INTEGER NOT NULL, entropy REAL,
     entropy_version INTEGER, success_rate REAL, recorded INTEGER NOT NULL,
     crc INTEGER NOT NULL, PRIMARY KEY (group_number, position)
 ) WITHOUT ROWID;

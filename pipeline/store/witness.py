@@ -43,8 +43,6 @@ class TrainedRollout:
     environment: float | None
     digests: str | None
     """None: its rows are not those of its rollout."""
-    whole: bool
-    """False: one of its turns was trained."""
     version_max: int
     tokens: int
     tokens_in_loss: int
@@ -393,4 +391,4 @@ def _audit_rollout(
 
 def _same_content(rollout: TrainedRollout, answer: MadeRollout) -> bool:
     trained, sent = set((rollout.digests or "").split()), set(answer.digests.split())
-    return trained == sent if rollout.whole else bool(trained) and trained <= sent
+    return trained == sent

@@ -32,7 +32,6 @@ def config_of(rng: random.Random, _: int) -> RunConfig:
         "task_sampling": rng.choice(("uniform", "normal", "priority")),
         "max_age": rng.choice((None, None, eta + 2, eta + 6)),
         "window": rng.choice((0, 0, 5)),
-        "unit": rng.choice(("trajectory", "turn")),
         "retest_ratio": rng.choice((0.0, 0.2)),
         "bias_correction": rng.random() < 0.5,
         "ess_guard": {"enabled": rng.random() < 0.5},
@@ -65,7 +64,6 @@ def config_with_groups(rng: random.Random, number: int) -> RunConfig:
             "tau": rng.choice((0.5, 8.0)),
         },
         "task_ratio": rng.choice((0.25, 0.5, 0.75)),
-        "unit": "trajectory",
     }
     return RunConfig.model_validate(config)
 

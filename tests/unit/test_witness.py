@@ -108,9 +108,7 @@ class Run:
 
     def trained(self, name: str, version: int, *, replayed: bool = False) -> TrainedRollout:
         made, stored = self.witness.made[name][0], self.stored.rollouts[name]
-        whole = not replayed or self.rng.random() < 0.5
-        digests = made.digests if whole else made.digests.split()[0]
-        return TrainedRollout(name, replayed, stored.reward, made.environment, digests, whole, version, 4, 4)
+        return TrainedRollout(name, replayed, stored.reward, made.environment, made.digests, version, 4, 4)
 
     def learn(self) -> list[TrainedUpdate]:
         """One learner process, until it is killed."""
@@ -345,8 +343,8 @@ FACTS: list[tuple[dict[str, object], str]] = [
     ({"reward": None}, "another reward than the store has"),
     ({"environment": 77.0}, "another score than their environment gave"),
     ({"environment": None}, "another score than their environment gave"),
-    ({"digests": "0:altered", "whole": True}, "other tokens than their actor sent"),
-    ({"digests": "", "whole": False}, "other tokens than their actor sent"),
+    ({"digests": "0:altered"}, "other tokens than their actor sent"),
+    ({"digests": ""}, "other tokens than their actor sent"),
     ({"version_max": 10**6}, "tokens of a version to come"),
     ({"tokens": 0, "tokens_in_loss": 0}, "tokens were not in its loss"),
     ({"tokens_in_loss": 3}, "tokens were not in its loss"),
@@ -373,7 +371,7 @@ def test_an_imported_trajectory_is_trained_although_no_actor_made_it() -> None:
     changed = history(0, trained=1)
     update = changed.weights[0]
     name = sorted(update.groups)[0]
-    imported = TrainedRollout("g000777.0.0", True, 1.0, None, None, True, 0, 4, 4)
+    imported = TrainedRollout("g000777.0.0", True, 1.0, None, None, 0, 4, 4)
     replace_update(changed, update, {**update.groups, name: [(*update.groups[name][0], imported)]})
     group = changed.stored.groups[int(name[1:])]
     trained_with = dataclasses.replace(group, replayed=group.replayed | {imported.id})

@@ -210,8 +210,6 @@ class History:
             entry = candidate.entry
             assert entry.row_id in latest
             assert 0 <= candidate.weight <= 1
-            assert (candidate.turn is None) == (replay.unit == "trajectory")
-            assert candidate.turn is None or 0 <= candidate.turn < entry.n_turns
         self.check_ages(candidate.entry for candidate in candidates)
 
     def check_ages(self, entries) -> None:

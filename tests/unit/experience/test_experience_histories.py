@@ -18,7 +18,6 @@ def config_of(make, rng):
     n = rng.randint(2, 5)
     per_task = rng.randint(1, 4)
     mode = rng.choice(["mix", "mix", "groups"])
-    unit = rng.choice(["trajectory", "turn"]) if mode == "mix" else "trajectory"
     start = rng.choice([{}, {}, {"start_ratio": 0.5}, {"start_solve_rate": 0.5}])
     return make.config(
         n=n,
@@ -33,7 +32,7 @@ def config_of(make, rng):
             "select": rng.choice(["priority", "priority", "uniform", "newest"]),
             "tau": rng.choice([0.1, 8.0]),
         },
-        correction="token" if unit == "turn" else rng.choice(["token", "sequence", "geometric", "soft"]),
+        correction=rng.choice(["token", "sequence", "geometric", "soft"]),
         task_ratio=rng.choice([0.0, 0.3, 0.5, 1.0 if mode == "mix" else 0.75]),
         trajectories_per_task=rng.randint(1, min(n - 1, per_task)),
         max_trajectories_per_task=per_task,
@@ -47,7 +46,6 @@ def config_of(make, rng):
         difficulty=rng.choice([None, None, None, 1]),
         max_age=rng.choice([None, 2, 4]),
         window=rng.choice([0, 1, 4]),
-        unit=unit,
         retest_ratio=rng.choice([0.0, 0.3]),
         bias_correction=rng.random() < 0.5,
         ess_guard={"enabled": rng.random() < 0.5},
@@ -61,7 +59,7 @@ def operations_of(rng):
 
 def shape(plans):
     """What of a plan a later draw may differ in."""
-    return [(p.task, p.k, [(c.entry.row_id, c.weight, c.turn) for c in p.candidates]) for p in plans]
+    return [(p.task, p.k, [(c.entry.row_id, c.weight) for c in p.candidates]) for p in plans]
 
 
 @settings(max_examples=200)

@@ -14,7 +14,6 @@ from pipeline.experience.experience import Experience
 from pipeline.experience.selection import (
     TaskIndex,
     choose,
-    choose_turns,
     draw_normal,
     draw_uniform,
     log_priority,
@@ -178,7 +177,7 @@ def test_the_smallest_or_largest_entropies_are_chosen_and_unknown_ones_last(make
     entries = [make.entry(i, entropy=entropy) for i, entropy in enumerate(entropies)]
     before = list(entries)
     for select, sign in (("argmin", 1), ("argmax", -1)):
-        chosen = choose(entries, k, select, random.Random(0))
+        chosen = choose(entries, k, select, lambda: random.Random(0))
         known = [e for e in entries if e.entropy is not None and not math.isnan(e.entropy)]
         unknown = [e for e in entries if e not in known]
         assert chosen == [*sorted(known, key=lambda e: sign * e.entropy), *unknown][:k]
@@ -188,20 +187,7 @@ def test_the_smallest_or_largest_entropies_are_chosen_and_unknown_ones_last(make
 def test_random_choice_is_uniform_over_sets(make):
     entries = [make.entry(i) for i in range(4)]
     pairs = {frozenset((i, j)): 1 for i in range(4) for j in range(i)}
-    assert_frequencies(lambda rng: frozenset(e.row_id for e in choose(entries, 2, "random", rng)), pairs)
-
-
-def test_a_turn_is_uniform_over_all_turns(make):
-    entries = [make.entry(i, n_turns=n) for i, n in enumerate((1, 4, 2))]
-    turns = {(e.row_id, t): 1 for e in entries for t in range(e.n_turns)}
-    assert_frequencies(lambda rng: next((e.row_id, t) for e, t in choose_turns(entries, 1, rng)), turns)
-
-
-def test_several_turns_are_of_different_trajectories(make):
-    entries = [make.entry(i, n_turns=n) for i, n in enumerate((1, 4, 2))]
-    for seed in range(50):
-        chosen = choose_turns(entries, 3, random.Random(seed))
-        assert sorted(e.row_id for e, _ in chosen) == [0, 1, 2] and all(0 <= t < e.n_turns for e, t in chosen)
+    assert_frequencies(lambda rng: frozenset(e.row_id for e in choose(entries, 2, "random", lambda: rng)), pairs)
 
 
 def pooled(make, config, turns):
@@ -212,15 +198,6 @@ def pooled(make, config, turns):
 def draws(experience, config, n, **keywords):
     sampler = TaskSampler(config.environments, 0)
     return [experience.next_group(sampler, **({"progress": 0.5, "version": 0} | keywords)) for _ in range(n)]
-
-
-def test_uniform_over_turns_of_the_whole_window(make):
-    config = make.config(batch=1, task_ratio=1.0, task_sampling="uniform", unit="turn", select="random")
-    experience = pooled(make, config, [(0, 3), (0, 1), (1, 2), (2, 5)])
-    turns = {(i, t): 1 for i, n in enumerate((3, 1, 2, 5)) for t in range(n)}
-    assert len(turns) == 11
-    plans = iter(draws(experience, config, 6000))
-    assert_frequencies(lambda _: next((c.entry.row_id, c.turn) for c in next(plans).candidates), turns)
 
 
 def test_within_a_batch_tasks_are_drawn_without_replacement(make):

@@ -182,7 +182,6 @@ def test_groups_are_stored_only_where_they_come_back_whole(make, mode, kept):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"replay": {"unit": "turn"}}, "which come back whole"),
         ({"replay": {"task_ratio": 1.0}}, "set it below 1"),
         ({"advantage": {"estimator": "remax"}}, "greedy rollout"),
     ],

@@ -193,13 +193,6 @@ def batch_statistics_of(batch, entropies):
     )
 
 
-def test_the_entropy_of_one_turn_is_not_reported_as_that_of_its_trajectory(kit):
-    group = with_facts(group_of(kit), turn=[0, 0, 0])
-    choice = choose_replays([group], ReplayConfig(scoring_share=None), scorer([0.3, 0.1, 0.2]))
-    assert [t.trajectory_id for t in choice.groups[0].candidates] == ["g.b"]
-    assert choice.entropies == {"g": {}}
-
-
 class Waiting:
     """A session whose groups of an update become complete when a test says so."""
 
@@ -302,35 +295,26 @@ def test_masks_lie_on_sampled_tokens_and_follow_them_through_every_change(kit, d
     for i in range(n_turns):
         branch += int(i > 0 and data.draw(st.booleans()))
         turns.append(kit.make_turn(rng, int(rng.integers(1, 5)), int(rng.integers(1, 5)), version=i, branch=branch))
-    only = data.draw(st.none() | st.integers(0, n_turns - 1)) if replayed else None
     plain = {i: (7,) * int(rng.integers(1, 4)) for i in range(n_turns) if rng.random() < 0.5} or {0: (7, 7)}
     guidance = data.draw(st.sampled_from([None, Guidance(("l",), keep, {} if keep else plain)]))
     t = replace(kit.make_trajectory("t", turns=turns), guidance=guidance)
-    rows = trajectory_rows(t, 0, StoredRollout(turn=only) if replayed else None)
-    trained = [i for i in range(n_turns) if only is None or i == only]
+    rows = trajectory_rows(t, 0, StoredRollout() if replayed else None)
     for name, field in (("token_ids", "token_ids"), ("behaviour_logprobs", "behaviour_logprobs")):
         came = np.concatenate([getattr(row, name)[row.loss_mask] for row in rows])
-        np.testing.assert_array_equal(came, np.concatenate([getattr(turns[i].completion, field) for i in trained]))
+        np.testing.assert_array_equal(came, np.concatenate([getattr(turn.completion, field) for turn in turns]))
     versions = np.concatenate([row.policy_versions[row.loss_mask] for row in rows])
-    np.testing.assert_array_equal(versions, np.repeat(trained, [len(turns[i].completion) for i in trained]))
+    np.testing.assert_array_equal(versions, np.repeat(range(n_turns), [len(turn.completion) for turn in turns]))
     for row in rows:
         np.testing.assert_array_equal(row.replay_mask, row.loss_mask & replayed)
         np.testing.assert_array_equal(row.guided_mask, row.loss_mask & (guidance is not None))
-        assert row.whole == (only is None)
         assert row.discarded == (guidance is not None and not keep)
-    if only is None:
-        spans = []
-        for i, turn in enumerate(turns):
-            context = turn.context.token_ids
-            if guidance is not None and not keep and i in plain:
-                context = np.asarray(plain[i])
-            spans += [context, turn.completion.token_ids]
-        np.testing.assert_array_equal(np.concatenate([row.token_ids for row in rows]), np.concatenate(spans))
-
-
-def test_a_turn_that_is_not_there_is_an_error(kit):
-    with pytest.raises(TrainingError, match="turn 7"):
-        trajectory_rows(kit.make_trajectory(), 0, StoredRollout(turn=7))
+    spans = []
+    for i, turn in enumerate(turns):
+        context = turn.context.token_ids
+        if guidance is not None and not keep and i in plain:
+            context = np.asarray(plain[i])
+        spans += [context, turn.completion.token_ids]
+    np.testing.assert_array_equal(np.concatenate([row.token_ids for row in rows]), np.concatenate(spans))
 
 
 def test_facts_survive_a_checkpoint_and_json():

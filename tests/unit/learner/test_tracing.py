@@ -25,13 +25,13 @@ def trainer_of(kit, **learner) -> Trainer:
 
 
 def batch_of(kit):
-    """Branches, several lengths, and a group of which one trajectory is replayed by a single turn."""
+    """Branches, several lengths, and a group of which one trajectory is replayed."""
     rng = np.random.default_rng(1)
     turns = [kit.make_turn(rng, 4, 3), kit.make_turn(rng, 2, 5), kit.make_turn(rng, 6, 2, branch=1)]
     plain = kit.make_group("g0", [1.0, 0.0, 0.0, 1.0])
     branched = replace(plain.trajectories[2], turns=tuple(turns))
     replayed = replace(
-        kit.make_group("g1", [1.0, 0.0, 0.0, 1.0], seed=1, replay=[3]), stored_rollouts={"g1.3": StoredRollout(turn=1)}
+        kit.make_group("g1", [1.0, 0.0, 0.0, 1.0], seed=1, replay=[3]), stored_rollouts={"g1.3": StoredRollout()}
     )
     first = Group(plain.plan, (*plain.trajectories[:2], branched, plain.trajectories[3]))
     return build_batch(0, (first, replayed))
@@ -43,22 +43,17 @@ def test_every_token_has_its_own_value(kit, learner):
     alone = {s: [row for row in batch.rows if row.trajectory_index == s] for s in range(len(batch.trajectories))}
     before = {s: trainer.score(rows) for s, rows in alone.items()}
     report = trainer.train(batch, policy_version=0)
-    for sequence, rows in alone.items():
+    for sequence in alone:
         trajectory = batch.trajectories[sequence]
         seen = UpdateTokens(batch, report.statistics.values).of(sequence, trajectory)
         assert len(seen) == trajectory.n_sampled
-        at = seen.flags > 0
-        if rows[0].whole:
-            assert at.all()
-        else:
-            np.testing.assert_array_equal(np.flatnonzero(at), [2, 3, 4])  # its second turn
-            assert np.isnan(seen.log_ratios[~at]).all()
-        behaviour = np.concatenate([turn.completion.behaviour_logprobs for turn in trajectory.turns])[at]
+        assert (seen.flags > 0).all()
+        behaviour = np.concatenate([turn.completion.behaviour_logprobs for turn in trajectory.turns])
         if learner.get("minibatches", 1) == 1:
-            np.testing.assert_allclose(seen.log_ratios[at] + behaviour, before[sequence], atol=2e-5)
-        assert (seen.entropies[at] > 0).all()
-        assert ((seen.flags[at] & Flag.TRAINED) > 0).all()
-        signs = {np.sign(a) for a in seen.advantages[at]}
+            np.testing.assert_allclose(seen.log_ratios + behaviour, before[sequence], atol=2e-5)
+        assert (seen.entropies > 0).all()
+        assert ((seen.flags & Flag.TRAINED) > 0).all()
+        signs = {np.sign(a) for a in seen.advantages}
         assert signs == {1.0 if trajectory.reward else -1.0}
 
 

@@ -123,9 +123,9 @@ def test_a_replay_group_has_fewer_fresh_slots_and_sends_its_candidates_behind_th
     assert [d["index"] for d in sent] == list(range(plan.delivered))
     assert [d["trajectory_id"] for d in sent[3:]] == list(plan.candidates)
     assert all("replay" not in d for d in sent[:3])
-    assert [set(d["replay"]) for d in sent[3:]] == [
-        {"weight", "entropy", "entropy_age", "turn", "age", "success_rate"}
-    ] * len(plan.candidates)
+    assert [set(d["replay"]) for d in sent[3:]] == [{"weight", "entropy", "entropy_age", "age", "success_rate"}] * len(
+        plan.candidates
+    )
     assert sent[3]["replay"]["entropy"] == pytest.approx(0.375)
     assert sent[3]["replay"]["success_rate"] == pytest.approx(0.5)
     assert sent[3]["reward"] == 1.0 and sent[3]["replay"]["age"] > 0
