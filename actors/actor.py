@@ -28,8 +28,9 @@ from pipeline.runtime.witness import WitnessFile
 from pipeline.schema import SCHEMA_VERSION, Failure, Order, Trajectory, TrajectoryStatus
 from pipeline.schema.state import RoleState
 from pipeline.transport.codec import check_limits, decode_order, encode_trajectory
+from pipeline.transport.link import Link
+from pipeline.transport.messages import Event, EventKind, Frames, Kind, Limits, WireMessage
 from pipeline.transport.outbox import Outbox
-from pipeline.transport.protocol import Event, EventKind, Frames, Kind, Limits, Link, WireMessage
 
 
 def count_trajectory(

@@ -41,7 +41,7 @@ from pipeline.runtime.plugin_guard import interrupting_blocks
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.witness import open_witness
 from pipeline.schema.state import RoleState
-from pipeline.transport.protocol import Limits
+from pipeline.transport.messages import Limits
 from pipeline.transport.zeromq import open_link
 
 YOUNG_OBJECTS_MAX = 5_000

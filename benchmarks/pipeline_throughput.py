@@ -34,10 +34,9 @@ from pipeline.config.explain import resolve
 from pipeline.config.load import dump, loads
 from pipeline.config.rollouts import OUTBOX_BYTES_MAX
 from pipeline.schema import SCHEMA_VERSION, FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
-from pipeline.transport import protocol
 from pipeline.transport.codec import decode_order, decode_plan, decode_trajectory, encode_trajectory
+from pipeline.transport.messages import EventKind, Kind, WireMessage
 from pipeline.transport.outbox import Outbox
-from pipeline.transport.protocol import EventKind, Kind
 from pipeline.transport.zeromq import open_link
 
 GROUPS, ROLLOUTS, SLOTS = 32, 8, 1024
@@ -71,7 +70,7 @@ def ready_made(tokens: int, turns: int) -> Trajectory:
 async def act(config: RunConfig, tokens: int, turns: int) -> None:
     """An actor whose episodes take no time."""
     template = ready_made(tokens, turns)
-    outbox: Outbox[str, protocol.WireMessage] = Outbox(OUTBOX_BYTES_MAX)
+    outbox: Outbox[str, WireMessage] = Outbox(OUTBOX_BYTES_MAX)
     async with open_link(config, "actor-0") as link:
         link.describe(
             {"role": "actor", "name": "actor-0", "schema_version": SCHEMA_VERSION, "slots": SLOTS, "holding": []}
@@ -84,9 +83,7 @@ async def act(config: RunConfig, tokens: int, turns: int) -> None:
             elif event.kind is EventKind.MESSAGE and message is not None and message.kind is Kind.ORDER:
                 order = decode_order(message.header)
                 played = replace(template, trajectory_id=order.order_id, group_id=order.group_id, task=order.task)
-                answer = protocol.WireMessage(
-                    Kind.TRAJECTORY, {"trajectory_id": order.order_id}, encode_trajectory(played)
-                )
+                answer = WireMessage(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, encode_trajectory(played))
                 outbox.add(order.order_id, answer, answer.n_bytes)
             elif event.kind is EventKind.MESSAGE and message is not None and message.kind is Kind.ACK:
                 for name in message.header["trajectory_ids"]:
@@ -118,7 +115,7 @@ async def learn(config: RunConfig) -> tuple[float, int]:
         update, numbers = 0, itertools.count(1)
 
         async def tell(kind: Kind, header: dict[str, Any]) -> None:
-            await link.send(protocol.WireMessage(kind, {**header, "number": next(numbers)}))
+            await link.send(WireMessage(kind, {**header, "number": next(numbers)}))
 
         while update < steps:
             event = await link.receive()
@@ -144,7 +141,7 @@ async def learn(config: RunConfig) -> tuple[float, int]:
                 await tell(Kind.VERSION, {"policy_version": update, "updates": update})
                 await tell(Kind.CHECKPOINTED, {"updates": update})
         seconds = time.perf_counter() - started
-        await link.send(protocol.WireMessage(Kind.BYE, {"reason": "finished"}))
+        await link.send(WireMessage(Kind.BYE, {"reason": "finished"}))
     return seconds, n_bytes
 
 

@@ -23,7 +23,7 @@ from pipeline.stage.core import StageCore
 from pipeline.store.journal import Send
 from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import encode_trajectory
-from pipeline.transport.protocol import Frames, Kind, WireMessage
+from pipeline.transport.messages import Frames, Kind, WireMessage
 
 TURNS, TOKENS = 8, 2000
 

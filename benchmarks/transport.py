@@ -35,11 +35,10 @@ import zmq.asyncio
 
 from pipeline.config import RunConfig
 from pipeline.schema import FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn, VersionSpan
-from pipeline.transport import protocol
 from pipeline.transport.codec import decode_trajectory, encode_trajectory
 from pipeline.transport.curve import make_keys
+from pipeline.transport.messages import Event, EventKind, Frames, Kind, WireMessage
 from pipeline.transport.outbox import Outbox
-from pipeline.transport.protocol import Event, EventKind, Kind
 from pipeline.transport.zeromq import open_hub, open_link
 
 ADDRESS = "tcp://127.0.0.1:0"
@@ -165,7 +164,7 @@ def consume_hub(n: int, pipe: Connection, folder: str, bind: str, decode: bool) 
         async with open_hub(config_of(folder, bind)) as hub:
             pipe.send(hub.address)
             up = await hub.receive()
-            await hub.send(up.peer, protocol.WireMessage(Kind.WELCOME, {"credit_bytes": CREDIT_BYTES}))
+            await hub.send(up.peer, WireMessage(Kind.WELCOME, {"credit_bytes": CREDIT_BYTES}))
             done: list[str] = []
             for i in range(1, n + 1):
                 message = (await hub.receive()).message
@@ -174,7 +173,7 @@ def consume_hub(n: int, pipe: Connection, folder: str, bind: str, decode: bool) 
                     decode_trajectory(message.frames)
                 done.append(message.header["trajectory_id"])
                 if i % ACK_EVERY == 0 or i == n:
-                    await hub.send(up.peer, protocol.WireMessage(Kind.ACK, {"trajectory_ids": done}))
+                    await hub.send(up.peer, WireMessage(Kind.ACK, {"trajectory_ids": done}))
                     done = []
             while (await hub.receive()).kind is not EventKind.PEER_DOWN:
                 pass
@@ -187,7 +186,7 @@ def produce_link(n: int, address: str, pipe: Connection, folder: str, bind: str,
         trajectory = example()
         payload = encode_trajectory(trajectory)
         n_bytes = sum(memoryview(f).nbytes for f in payload)
-        outbox: Outbox[str, protocol.Frames] = Outbox(2 * CREDIT_BYTES)
+        outbox: Outbox[str, Frames] = Outbox(2 * CREDIT_BYTES)
         made = 0
 
         def settle(event: Event) -> int:
@@ -207,7 +206,7 @@ def produce_link(n: int, address: str, pipe: Connection, folder: str, bind: str,
                     outbox.add(f"g{made}", frames, n_bytes)
                     taken = outbox.take()
                     assert taken is not None
-                    await link.send(protocol.WireMessage(Kind.TRAJECTORY, {"trajectory_id": taken[0]}, taken[1]))
+                    await link.send(WireMessage(Kind.TRAJECTORY, {"trajectory_id": taken[0]}, taken[1]))
                 acknowledged += settle(await link.receive())
             pipe.send("done")
 

@@ -18,7 +18,8 @@ from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import read_json
 from pipeline.schema.state import RoleState
-from pipeline.transport.protocol import Limits, Link
+from pipeline.transport.link import Link
+from pipeline.transport.messages import Limits
 from pipeline.transport.zeromq import open_link
 
 

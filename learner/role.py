@@ -35,7 +35,8 @@ from pipeline.runtime.process import RoleContext, working_seconds
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.runtime.witness import open_witness
 from pipeline.schema.state import RoleState
-from pipeline.transport.protocol import Limits, Link
+from pipeline.transport.link import Link
+from pipeline.transport.messages import Limits
 from pipeline.transport.zeromq import open_link
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,9 @@ from pipeline.config.learner import GroupsConfig
 from pipeline.errors import TrainingError, TransportClosed, TransportError, WireError
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.transport.codec import decode_plan, decode_trajectory, whole
+from pipeline.transport.link import Link
+from pipeline.transport.messages import EventKind, Kind, Limits, WireMessage
 from pipeline.transport.outbox import ControlLog
-from pipeline.transport.protocol import EventKind, Kind, Limits, Link, WireMessage
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,8 @@ from pipeline.errors import AfterplayError, PeerGone, PlugInTimeout, WireError, 
 from pipeline.experience.memory import NAME, QUERY_CHARACTERS_MAX, Lesson, decode_lessons, first_user
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import Guidance, Message, Order
-from pipeline.transport.protocol import Kind, Link, WireMessage
+from pipeline.transport.link import Link
+from pipeline.transport.messages import Kind, WireMessage
 
 
 class MemorySource(Protocol):

@@ -18,7 +18,7 @@ from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Trajectory
 from pipeline.store import tables
 from pipeline.transport.codec import decode_trajectory
-from pipeline.transport.protocol import Limits
+from pipeline.transport.messages import Limits
 
 
 def played(store: Path, per_update: int) -> dict[int, list[Trajectory]]:

@@ -18,7 +18,7 @@ from pipeline.schema import Trajectory
 from pipeline.store.archive import is_archive, read_archive
 from pipeline.store.demonstrations import Render, read_demonstrations
 from pipeline.transport.codec import decode_trajectory
-from pipeline.transport.protocol import Limits
+from pipeline.transport.messages import Limits
 
 log = logging.getLogger(__name__)
 RENDERER = "actors.env_commands.demonstrate:Demonstrator"

@@ -33,7 +33,7 @@ from pipeline.store.queries import meta, origin, pooled, reading
 from pipeline.store.records import OrderKey, TrajectoryRecord, TrajectoryState, facts_of
 from pipeline.store.store import ReplayStore, store_path
 from pipeline.transport.codec import decode_trajectory, encode_trajectory
-from pipeline.transport.protocol import Frames, Limits
+from pipeline.transport.messages import Frames, Limits
 
 CHUNK, CHUNK_TOKENS = 256, 1 << 20
 """Trajectories of one transaction, and about how many tokens they have."""

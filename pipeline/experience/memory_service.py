@@ -33,7 +33,7 @@ from pipeline.store.journal import Finished, Send
 from pipeline.store.payload_refs import PayloadCache
 from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import decode_trajectory, whole
-from pipeline.transport.protocol import Frames, Kind, Limits
+from pipeline.transport.messages import Frames, Kind, Limits
 
 log = logging.getLogger("afterplay.lessons")
 

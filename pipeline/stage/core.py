@@ -37,7 +37,7 @@ from pipeline.tasks.sampler import TaskSampler
 from pipeline.tasks.source import TaskSplit
 from pipeline.tasks.splits import Seeds, decode_splits
 from pipeline.transport.codec import whole
-from pipeline.transport.protocol import CREDIT_BYTES, Kind, Limits, WireMessage
+from pipeline.transport.messages import CREDIT_BYTES, Kind, Limits, WireMessage
 
 log = logging.getLogger("afterplay.replay")
 

@@ -29,7 +29,7 @@ from pipeline.store.records import (
     parse_group_id,
 )
 from pipeline.transport.codec import encode_plan
-from pipeline.transport.protocol import Kind
+from pipeline.transport.messages import Kind
 
 log = logging.getLogger("afterplay.replay")
 

@@ -32,7 +32,7 @@ from pipeline.store.records import (
 )
 from pipeline.tasks.source import TaskSplit
 from pipeline.tasks.splits import Seeds, SeedSplit, Splits, evaluated_environments
-from pipeline.transport.protocol import Frames
+from pipeline.transport.messages import Frames
 
 log = logging.getLogger("afterplay.replay")
 

@@ -37,7 +37,7 @@ from pipeline.store.records import (
     TrajectoryRecord,
     TrajectoryState,
 )
-from pipeline.transport.protocol import Frames
+from pipeline.transport.messages import Frames
 
 log = logging.getLogger("afterplay.replay")
 

@@ -21,7 +21,8 @@ from pipeline.stage.staleness import StalenessLedger
 from pipeline.store.journal import Journal, Score, UntrainedRollout
 from pipeline.store.records import Drop, Facts, OrderKey, OrderRecord, OrderState, TrajectoryRecord, facts_of, group_id
 from pipeline.transport.codec import decode_trajectory
-from pipeline.transport.protocol import Buffer, Frames, Limits
+from pipeline.transport.frames import Buffer
+from pipeline.transport.messages import Frames, Limits
 
 log = logging.getLogger("afterplay.replay")
 

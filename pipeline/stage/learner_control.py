@@ -25,7 +25,7 @@ from pipeline.stage.staleness import StalenessLedger
 from pipeline.store.journal import Journal, Send
 from pipeline.store.records import GroupRecord, GroupState, group_id, parse_group_id
 from pipeline.transport.codec import WHOLE_MAX, whole
-from pipeline.transport.protocol import Kind, WireMessage
+from pipeline.transport.messages import Kind, WireMessage
 
 VERSIONS_AHEAD_MAX = 1000
 """Versions that learner processes may have published and not announced before they ended: about one for each start."""

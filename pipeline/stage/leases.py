@@ -21,7 +21,7 @@ from pipeline.stage.staleness import StalenessLedger
 from pipeline.store.journal import Journal, Send
 from pipeline.store.records import GroupRecord, OrderKey, OrderRecord, OrderState
 from pipeline.transport.codec import encode_order
-from pipeline.transport.protocol import Kind
+from pipeline.transport.messages import Kind
 
 LEASE_MARGIN_SECONDS = 30.0
 """An order's deadline is 1.5 times its ``seconds_max`` plus this: for queueing, sending and scoring."""

@@ -30,7 +30,7 @@ from pipeline.store.journal import Changes, Effect, Evaluated, Finished, GivenUp
 from pipeline.store.payload_refs import PayloadCache
 from pipeline.store.records import TrajectoryRecord
 from pipeline.store.store import ReplayStore
-from pipeline.transport.protocol import Event, EventKind
+from pipeline.transport.messages import Event, EventKind
 
 COMMIT_BATCH_MAX = 256
 """Events committed in one transaction."""

@@ -20,7 +20,8 @@ from pipeline.runtime.disk_wait import when_room
 from pipeline.store.journal import Send
 from pipeline.store.payload_refs import PayloadCache
 from pipeline.store.store import ReplayStore
-from pipeline.transport.protocol import Frames, Hub, Kind, WireMessage
+from pipeline.transport.hub import Hub
+from pipeline.transport.messages import Frames, Kind, WireMessage
 
 log = logging.getLogger("afterplay.replay")
 

@@ -34,7 +34,8 @@ from pipeline.store.records import TrajectoryRecord
 from pipeline.store.store import ReplayStore, store_path
 from pipeline.tasks.open import open_sources
 from pipeline.tasks.source import TaskSource
-from pipeline.transport.protocol import EventKind, Hub, Kind, Limits
+from pipeline.transport.hub import Hub
+from pipeline.transport.messages import EventKind, Kind, Limits
 from pipeline.transport.zeromq import open_hub
 
 log = logging.getLogger("afterplay.replay")

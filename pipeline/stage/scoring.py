@@ -21,7 +21,7 @@ from pipeline.store.journal import Score
 from pipeline.store.records import TrajectoryRecord
 from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import decode_trajectory
-from pipeline.transport.protocol import Limits
+from pipeline.transport.messages import Limits
 
 T = TypeVar("T")
 

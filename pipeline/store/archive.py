@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.errors import ConfigurationError, StoreError, WireError
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.transport import frames
-from pipeline.transport.protocol import Frames, Limits
+from pipeline.transport.messages import Frames, Limits
 
 KIND = frames.FileKind(
     "replay export", 2, "an export of Afterplay", "export it again with this Afterplay; nothing was imported"

@@ -17,7 +17,7 @@ from pipeline.schema.counters import FAILED, INSERTED, SUCCEEDED, Count
 from pipeline.store.experience_records import ExperienceChanges, PoolEntry, StoredGroup, TaskRecord
 from pipeline.store.ledger import CAUSES_MAX, FAILURES, OTHER_CAUSE
 from pipeline.store.records import GroupRecord, OrderRecord, TrajectoryRecord, frame_size
-from pipeline.transport.protocol import Frames, Kind
+from pipeline.transport.messages import Frames, Kind
 
 Row = tuple[Any, ...]
 

@@ -10,7 +10,7 @@ from pipeline.schema.counters import Count
 from pipeline.store.experience_records import PoolEntry, StoredGroup
 from pipeline.store.journal import Journal
 from pipeline.store.records import GroupRecord, GroupState, TrajectoryState, frame_size
-from pipeline.transport.protocol import Frames
+from pipeline.transport.messages import Frames
 
 _FREED = (TrajectoryState.BASELINE, TrajectoryState.EVALUATED)
 

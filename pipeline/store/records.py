@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.schema import Task, Trajectory
 from pipeline.schema.tokens import NO_VERSION
 from pipeline.store.experience_records import Candidate
-from pipeline.transport.protocol import Buffer
+from pipeline.transport.frames import Buffer
 
 _ORDER_ID = re.compile(r"g(\d{6,18})\.(\d{1,9})\.(\d{1,9})")
 _GROUP_ID = re.compile(r"g(\d{6,18})")

@@ -29,7 +29,7 @@ import orjson
 from pipeline.errors import StoreError
 from pipeline.runtime.rundir import sync
 from pipeline.transport import frames
-from pipeline.transport.protocol import Buffer
+from pipeline.transport.frames import Buffer
 
 KIND = frames.FileKind(
     "segment",

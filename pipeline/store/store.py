@@ -40,7 +40,8 @@ from pipeline.store.records import CancelReason, Drop
 from pipeline.store.snapshot import POOL_COLUMNS, REPLAY_COLUMNS, STORED_GROUP_COLUMNS, Snapshot, SnapshotRows, build
 from pipeline.store.sqlite import users_of
 from pipeline.store.tables import STORE
-from pipeline.transport.protocol import Buffer, Frames
+from pipeline.transport.frames import Buffer
+from pipeline.transport.messages import Frames
 
 log = logging.getLogger("afterplay.replay")
 

@@ -26,7 +26,8 @@ import numpy.typing as npt
 from pipeline.errors import StoreError, WireError
 from pipeline.runtime.disk_wait import whole_or_nothing
 from pipeline.transport import frames
-from pipeline.transport.protocol import Buffer, Frames
+from pipeline.transport.frames import Buffer
+from pipeline.transport.messages import Frames
 
 FLOAT = np.dtype("<f2")
 FloatArray = npt.NDArray[np.floating]

@@ -23,7 +23,7 @@ from pipeline.runtime.rundir import PREPARE_SECONDS_MAX
 from pipeline.supervisor.division import Division, Share, divide
 from pipeline.supervisor.inventory import VISIBLE, Inventory, Node
 from pipeline.supervisor.restarts import Rule
-from pipeline.transport.protocol import CREDIT_BYTES
+from pipeline.transport.messages import CREDIT_BYTES
 
 WORKERS, REPLAY, ENGINES = range(3)
 """Stages of the drain. The workers are actors and learner: none waits for what the other finishes last."""

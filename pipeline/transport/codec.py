@@ -49,9 +49,8 @@ from pipeline.schema import (
     VersionSpan,
 )
 from pipeline.schema.tokens import are_sampled_logprobs
-from pipeline.transport import protocol
-from pipeline.transport.frames import array_bytes, json_object, n_bytes
-from pipeline.transport.protocol import Buffer, Frames, Kind, Limits
+from pipeline.transport.frames import Buffer, array_bytes, json_object, n_bytes
+from pipeline.transport.messages import Frames, Kind, Limits, WireMessage
 
 Record = TypeVar("Record")
 _CONTEXT, _SAMPLED = SpanSource.CONTEXT, SpanSource.SAMPLED
@@ -137,7 +136,7 @@ _DEFAULT_LIMITS = Limits()
 _KINDS = {kind.value.encode(): kind for kind in Kind}
 
 
-def encode_message(message: protocol.WireMessage, limits: Limits = _DEFAULT_LIMITS) -> list[Buffer]:
+def encode_message(message: WireMessage, limits: Limits = _DEFAULT_LIMITS) -> list[Buffer]:
     """``[kind, header, frame …]`` for one multipart send. Raises :class:`LimitExceeded`."""
     header = orjson.dumps(message.header, option=orjson.OPT_SERIALIZE_NUMPY)
     frames: list[Buffer] = [message.kind.value.encode(), header, *message.frames]
@@ -148,7 +147,7 @@ def encode_message(message: protocol.WireMessage, limits: Limits = _DEFAULT_LIMI
     return frames
 
 
-def decode_message(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS) -> protocol.WireMessage:
+def decode_message(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS) -> WireMessage:
     """The inverse. Raises :class:`WireError` that says which part is not understood, :class:`LimitExceeded` for
     size."""
     if len(frames) < 2:
@@ -157,7 +156,7 @@ def decode_message(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS) -
     kind = _KINDS.get(bytes(frames[0][:32]))
     if kind is None:
         raise WireError(f"expected one of the message kinds {[k.value for k in Kind]}, got {bytes(frames[0][:32])!r}")
-    return protocol.WireMessage(kind, json_object(frames[1], "message header"), tuple(frames[2:]))
+    return WireMessage(kind, json_object(frames[1], "message header"), tuple(frames[2:]))
 
 
 def whole(

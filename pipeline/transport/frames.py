@@ -31,8 +31,8 @@ import numpy as np
 import orjson
 
 from pipeline.errors import FormatMismatch, StoreError, WireError
-from pipeline.transport.protocol import Buffer
 
+Buffer = bytes | memoryview
 INFLATED_BYTES_MAX = 1 << 30
 """Largest size of a body after decompression."""
 _LEVELS_MAX = 254

@@ -24,15 +24,20 @@ from pipeline.errors import (
 )
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.schema.tokens import require_id
-from pipeline.transport.channel import CLOSE_SECONDS_MAX, Endpoint, HubWire, Mailbox, Silence
 from pipeline.transport.codec import decode_message, encode_message
-from pipeline.transport.protocol import (
-    Buffer,
+from pipeline.transport.frames import Buffer
+from pipeline.transport.messages import (
+    CLOSE_SECONDS_MAX,
+    HEARTBEAT_SECONDS,
+    Endpoint,
     Event,
     EventKind,
+    HubWire,
     Kind,
     Limits,
+    Mailbox,
     MessageFault,
+    Silence,
     TransportStatistics,
     WireMessage,
 )
@@ -235,8 +240,8 @@ _SENDS_PER_YIELD = 64
 _HEARTBEAT = encode_message(WireMessage(Kind.HEARTBEAT))
 
 
-class WireHub(Endpoint):
-    """Keeps the contract of :class:`pipeline.transport.protocol.Hub`.
+class Hub(Endpoint):
+    """The side that binds. Use as an async context manager: entering binds, leaving closes within a second.
 
     *Consumes* messages from the wire while its mailbox has room, so a slow stage slows its peers down instead of
     growing. *Produces* events in order of arrival; PEER_DOWN of a lost connection comes after everything that it had
@@ -245,7 +250,13 @@ class WireHub(Endpoint):
     the peer reading, or its loss (PeerGone).
     """
 
-    def __init__(self, wire: HubWire, limits: Limits, heartbeat_seconds: float, silence_seconds_max: float) -> None:
+    def __init__(
+        self,
+        wire: HubWire,
+        limits: Limits,
+        silence_seconds_max: float,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
+    ) -> None:
         super().__init__()
         self._wire = wire
         self._limits = limits
@@ -269,10 +280,12 @@ class WireHub(Endpoint):
 
     @property
     def address(self) -> str:
+        """Address that links connect to; with port 0 in the configuration, the port that was taken."""
         return self._wire.address
 
     def refuse(self, refuses: Callable[[Mapping[str, Any]], str | None]) -> None:
-        """Ask ``refuses`` about each HELLO before it may take the place of an older connection."""
+        """Ask ``refuses`` about each HELLO before it may take the place of an older connection: the reason for which it
+        is refused for good, or None."""
         self._peers.refuses = refuses
 
     @property
@@ -281,9 +294,12 @@ class WireHub(Endpoint):
         return tuple(peer.name for peer in self._peers.all() if not peer.gone)
 
     async def receive(self) -> Event:
+        """The next event. Raises :class:`TransportClosed` after the hub was closed."""
         return await self._mailbox.get()
 
     async def send(self, peer: str, message: WireMessage) -> None:
+        """Queue for ``peer``; waits while its queue is full. Raises :class:`PeerGone` when it is not connected,
+        :class:`LimitExceeded` when the message is too large."""
         frames = encode_message(message, self._limits)
         if self._closing or self._group is None:
             raise TransportClosed("the hub is closed")

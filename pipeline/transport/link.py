@@ -17,9 +17,22 @@ import anyio.lowlevel
 from pipeline.errors import LimitExceeded, TransportClosed, WireError
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.schema.tokens import require_id
-from pipeline.transport.channel import CLOSE_SECONDS_MAX, Endpoint, LinkWire, Mailbox, Silence
 from pipeline.transport.codec import decode_message, encode_message
-from pipeline.transport.protocol import Buffer, Event, EventKind, Kind, Limits, TransportStatistics, WireMessage
+from pipeline.transport.frames import Buffer
+from pipeline.transport.messages import (
+    CLOSE_SECONDS_MAX,
+    HEARTBEAT_SECONDS,
+    Endpoint,
+    Event,
+    EventKind,
+    Kind,
+    Limits,
+    LinkWire,
+    Mailbox,
+    Silence,
+    TransportStatistics,
+    WireMessage,
+)
 
 HUB = "hub"
 
@@ -132,8 +145,9 @@ _HEARTBEAT = encode_message(WireMessage(Kind.HEARTBEAT))
 _KEY = HUB.encode()
 
 
-class WireLink(Endpoint):
-    """Keeps the contract of :class:`pipeline.transport.protocol.Link`.
+class Link(Endpoint):
+    """The side that connects, under a name that is stable over restarts of the connection. Use as an async context
+    manager.
 
     The first HELLO goes out after the first ``describe``. A mapping given to it is read at each HELLO, so a live one
     stays true.
@@ -145,7 +159,12 @@ class WireLink(Endpoint):
     """
 
     def __init__(
-        self, wire: LinkWire, name: str, limits: Limits, heartbeat_seconds: float, silence_seconds_max: float
+        self,
+        wire: LinkWire,
+        name: str,
+        limits: Limits,
+        silence_seconds_max: float,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
     ) -> None:
         super().__init__()
         require_id("the name of a link", name)
@@ -192,20 +211,24 @@ class WireLink(Endpoint):
         )
 
     def describe(self, hello: Mapping[str, Any]) -> None:
+        """Set the header of the HELLO that is sent on every (re)connection; call it whenever the state changes."""
         self._hello = hello
         self._is_described = True
         if self._described is not None:
             self._described.set()
 
     def reconnect(self, reason: str) -> None:
+        """Give up the connection and say HELLO on a new one: the two sides disagree on what was said."""
         if self._session.state is State.CONNECTED:
             self._lose(reason)
             self._wire.signal.fire()
 
     async def receive(self) -> Event:
+        """The next event. Raises :class:`TransportClosed` after the link was closed."""
         return await self._mailbox.get()
 
     async def send(self, message: WireMessage) -> None:
+        """Queue for the hub; waits while the queue is full. Raises :class:`LimitExceeded`."""
         frames = encode_message(message, self._limits)
         session = self._session
         connection = session.counters.peers_dropped

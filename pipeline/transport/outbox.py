@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from pipeline.errors import SchemaError
-from pipeline.transport.protocol import Kind, WireMessage
+from pipeline.transport.messages import Kind, WireMessage
 
 Key = TypeVar("Key", bound=Hashable)
 Item = TypeVar("Item")

@@ -26,11 +26,11 @@ from zmq.utils.monitor import parse_monitor_message
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, HandshakeFailed, PeerGone, WireError
-from pipeline.transport.channel import LINGER_SECONDS_MAX, Broadcast
 from pipeline.transport.curve import PeerKeys, ServerKeys, peer_keys, serve_zap, server_keys
-from pipeline.transport.hub import WireHub
-from pipeline.transport.link import WireLink
-from pipeline.transport.protocol import HEARTBEAT_SECONDS, Buffer, Hub, Limits, Link
+from pipeline.transport.frames import Buffer
+from pipeline.transport.hub import Hub
+from pipeline.transport.link import Link
+from pipeline.transport.messages import LINGER_SECONDS_MAX, Broadcast, Limits
 from pipeline.transport.socket_folder import SCHEME, address_to_bind, address_to_connect, remove_socket_folder, restore
 
 _NOW = int(zmq.NOBLOCK)
@@ -40,7 +40,6 @@ _VIEW_BYTES_MIN = 8193
 """Frames from here on are views of ZeroMQ's memory, which is aligned. Smaller ones may be unaligned slices of a shared
 receive buffer, so they are copied."""
 _ZERO_COPY_SEND_BYTES_MIN = 256 * 1024
-_HERE = Path()
 _SLASH = b"/"
 """Between the user id of a connection, which has none, and its routing id."""
 _LINGER_MS = int(LINGER_SECONDS_MAX * 1000)
@@ -67,11 +66,16 @@ class HubSocketWire:
 
     A connection is known by its user id, if it has a key (:func:`pipeline.transport.curve.serve_zap`), and ZeroMQ's
     routing id, which a client may choose.
+
+    Binds ``address``: ``tcp://127.0.0.1:0`` takes a free port, ``ipc://`` a socket in a new private folder, which a
+    link in the run directory ``run`` leads to. Raises :class:`ConfigurationError` for TCP without keys, and on opening
+    when it cannot bind or others may enter the folder.
     """
 
     def __init__(
         self, address: str, limits: Limits, silence_seconds_max: float, keys: ServerKeys | None, run: Path
     ) -> None:
+        _require_keys(address, keys)
         self.signal = Broadcast()
         self._address = address
         self._limits = limits
@@ -210,6 +214,7 @@ class LinkSocketWire:
     def __init__(
         self, address: str, limits: Limits, silence_seconds_max: float, keys: PeerKeys | None, run: Path
     ) -> None:
+        _require_keys(address, keys)
         self.signal = Broadcast()
         self.address = address if address != SCHEME else f"the replay stage of {run}"
         self._place = address
@@ -388,69 +393,26 @@ def _send_all(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
         socket.send(frame, _NOW if index == last else _NOW_MORE, copy=copy)
 
 
-_LIMITS = Limits()
-
-
-class ZmqHub(WireHub):
-    """Binds ``address``: ``tcp://127.0.0.1:0`` takes a free port, ``ipc://`` a socket in a new private folder, which a
-    link in the run directory ``run`` leads to. See ``address`` once it is entered.
-
-    Raises :class:`ConfigurationError` for TCP without keys, and on entering when it cannot bind or others may enter the
-    folder.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        keys: ServerKeys | None = None,
-        limits: Limits = _LIMITS,
-        heartbeat_seconds: float = 1.0,
-        silence_seconds_max: float = 10.0,
-        run: Path = _HERE,
-    ) -> None:
-        _require_keys(address, keys)
-        wire = HubSocketWire(address, limits, silence_seconds_max, keys, run)
-        super().__init__(wire, limits, heartbeat_seconds, silence_seconds_max)
-
-
-class ZmqLink(WireLink):
-    """Connects to a hub's ``address`` under ``name``, which must be that of the key; ``ipc://`` is the hub of the run
-    directory ``run``."""
-
-    def __init__(
-        self,
-        address: str,
-        name: str,
-        keys: PeerKeys | None = None,
-        limits: Limits = _LIMITS,
-        heartbeat_seconds: float = 1.0,
-        silence_seconds_max: float = 10.0,
-        run: Path = _HERE,
-    ) -> None:
-        _require_keys(address, keys)
-        wire = LinkSocketWire(address, limits, silence_seconds_max, keys, run)
-        super().__init__(wire, name, limits, heartbeat_seconds, silence_seconds_max)
-
-
 def open_hub(config: RunConfig) -> Hub:
     """The end of the replay stage, at ``stage.address``. Raises :class:`ConfigurationError` (also on entering)."""
-    folder = _keys(config)
+    folder, limits, silence = _keys(config), Limits.of(config), config.stage.silence_seconds_max
     keys = None if folder is None else server_keys(folder)
-    times = (HEARTBEAT_SECONDS, config.stage.silence_seconds_max)
-    return ZmqHub(config.stage.address, keys, Limits.of(config), *times, config.run.path.absolute())
+    wire = HubSocketWire(config.stage.address, limits, silence, keys, config.run.path.absolute())
+    return Hub(wire, limits, silence)
 
 
 def open_link(config: RunConfig, name: str) -> Link:
     """The end of an actor or the learner. ``name`` must be unique in the run and the same after a restart."""
     address, folder = config.stage.address, _keys(config)
     keys = None if folder is None else peer_keys(folder, name)
-    times = (HEARTBEAT_SECONDS, config.stage.silence_seconds_max)
     if keys is not None and not urlsplit(address).port:
         raise ConfigurationError(
             f"stage.address {address} has no port to connect to: set the stage's actual address, for example "
             "--set stage.address=tcp://127.0.0.1:7100 (`afterplay run` does it for its processes)"
         )
-    return ZmqLink(address, name, keys, Limits.of(config), *times, config.run.path.absolute())
+    limits, silence = Limits.of(config), config.stage.silence_seconds_max
+    wire = LinkSocketWire(address, limits, silence, keys, config.run.path.absolute())
+    return Link(wire, name, limits, silence)
 
 
 def _keys(config: RunConfig) -> Path | None:

@@ -29,7 +29,7 @@ from pipeline.runtime.processor import fast_dtype
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import FlatTokens, Trajectory
 from pipeline.stage.role import serve
-from pipeline.transport.protocol import Limits
+from pipeline.transport.messages import Limits
 from tests.end_to_end.recorded_runs import COMPARED_MAX, FLOAT32_UPDATES, TWO_ENGINES_STEPS, StoppedRun, stored
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
 

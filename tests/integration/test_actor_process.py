@@ -20,7 +20,8 @@ from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Order, Task, Trajectory, TrajectoryStatus
 from pipeline.schema.state import RoleState
 from pipeline.transport.codec import decode_trajectory, encode_order
-from pipeline.transport.protocol import EventKind, Hub, Kind, WireMessage
+from pipeline.transport.hub import Hub
+from pipeline.transport.messages import EventKind, Kind, WireMessage
 from pipeline.transport.zeromq import open_hub
 from tests.support.running_engine import start_engine
 

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = tuple(str(ROOT / package) + "/" for package in ("afterplay", "pipeline", "actors", "learner"))
 CARRIERS = (
     "pipeline.schema.",
-    "pipeline.transport.protocol",
+    "pipeline.transport.messages",
     "pipeline.store.records",
     "pipeline.store.journal",
     "learner.data.rows",

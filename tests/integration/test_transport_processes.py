@@ -15,8 +15,8 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.transport.curve import make_keys
+from pipeline.transport.messages import HEARTBEAT_SECONDS, EventKind, Kind, WireMessage
 from pipeline.transport.outbox import Outbox
-from pipeline.transport.protocol import HEARTBEAT_SECONDS, EventKind, Kind, WireMessage
 from pipeline.transport.socket_folder import remove_socket_folder
 from pipeline.transport.zeromq import open_hub, open_link
 
@@ -27,7 +27,7 @@ HUB = """
 import json, os, sys, asyncio, uvloop
 from pipeline.config import RunConfig
 from pipeline.transport.zeromq import open_hub
-from pipeline.transport.protocol import EventKind, Kind, WireMessage
+from pipeline.transport.messages import EventKind, Kind, WireMessage
 
 async def main(config, store):
     file = open(store, "a")
@@ -51,7 +51,7 @@ LINK = """
 import json, sys, uvloop
 from pipeline.config import RunConfig
 from pipeline.transport.zeromq import open_link
-from pipeline.transport.protocol import EventKind, Kind, WireMessage
+from pipeline.transport.messages import EventKind, Kind, WireMessage
 
 async def main(config):
     async with open_link(RunConfig.model_validate(json.loads(config)), "actor-0") as link:

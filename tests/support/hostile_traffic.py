@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from pipeline.schema import SCHEMA_VERSION
-from pipeline.transport.protocol import Kind
+from pipeline.transport.messages import Kind
 
 _RAW = "\u0001"
 """Begins and ends the name of a value that is no JSON of orjson's: it is written into the bytes afterwards."""

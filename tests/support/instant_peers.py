@@ -11,7 +11,8 @@ from learner.session import LearnerProgress, LearnerSession
 from pipeline.config.learner import GroupsConfig
 from pipeline.schema import SCHEMA_VERSION, Order, TrajectoryStatus
 from pipeline.transport.codec import decode_order, encode_trajectory
-from pipeline.transport.protocol import EventKind, Frames, Kind, Limits, Link, WireMessage
+from pipeline.transport.link import Link
+from pipeline.transport.messages import EventKind, Frames, Kind, Limits, WireMessage
 from tests.support.simulated_roles import rollout
 
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 import anyio
 
 from pipeline.errors import ConfigurationError, PeerGone
-from pipeline.transport.channel import Broadcast
-from pipeline.transport.hub import WireHub
-from pipeline.transport.link import WireLink
-from pipeline.transport.protocol import Buffer, Kind, Limits
+from pipeline.transport.frames import Buffer
+from pipeline.transport.hub import Hub
+from pipeline.transport.link import Link
+from pipeline.transport.messages import Broadcast, Kind, Limits
 
 _GREETINGS = frozenset(kind.value.encode() for kind in (Kind.HELLO, Kind.WELCOME, Kind.BYE, Kind.REFUSED))
 _HEARTBEAT = Kind.HEARTBEAT.value.encode()
@@ -315,7 +315,7 @@ class MemoryLinkWire:
 _LIMITS = Limits()
 
 
-class MemoryHub(WireHub):
+class MemoryHub(Hub):
     """The hub of ``network``; one at a time."""
 
     def __init__(
@@ -325,10 +325,10 @@ class MemoryHub(WireHub):
         heartbeat_seconds: float = 1.0,
         silence_seconds_max: float = 10.0,
     ) -> None:
-        super().__init__(MemoryHubWire(network), limits, heartbeat_seconds, silence_seconds_max)
+        super().__init__(MemoryHubWire(network), limits, silence_seconds_max, heartbeat_seconds)
 
 
-class MemoryLink(WireLink):
+class MemoryLink(Link):
     """A link to the hub of ``network``."""
 
     def __init__(
@@ -339,4 +339,4 @@ class MemoryLink(WireLink):
         heartbeat_seconds: float = 1.0,
         silence_seconds_max: float = 10.0,
     ) -> None:
-        super().__init__(MemoryLinkWire(network, name), name, limits, heartbeat_seconds, silence_seconds_max)
+        super().__init__(MemoryLinkWire(network, name), name, limits, silence_seconds_max, heartbeat_seconds)

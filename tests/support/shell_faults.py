@@ -11,7 +11,7 @@ import anyio
 
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.transport.codec import encode_message
-from pipeline.transport.protocol import Kind, WireMessage
+from pipeline.transport.messages import Kind, WireMessage
 from tests.support.memory_transport import MemoryLinkWire
 from tests.support.simulated_engine import BUSY, CONTROL, HALF_LOADED, RELOAD, SimulatedEngine
 

@@ -1,7 +1,7 @@
 """The real shells of stage, hub, links, actors, engine pools, learner session and publisher on virtual time, over an
 in-memory wire, with faults.
 
-What runs is :func:`pipeline.stage.role.serve` over a store and :class:`WireHub`, :func:`actors.role.main` with its
+What runs is :func:`pipeline.stage.role.serve` over a store and the hub, :func:`actors.role.main` with its
 pool, router and client, and :mod:`tests.support.simulated_learner` around the learner's session, publisher, keepers and
 checkpoints. Simulated are the wire, HTTP and the engines behind it, training, the time that the disk takes, and what it
 refuses or loses; what threads do happens in the event loop. A history draws faults for its first seconds

@@ -16,7 +16,7 @@ from actors.environments.base import Environment, Episode, Reply, Step
 from actors.rendering.renderer import Renderer
 from pipeline.runtime.witness import WitnessFile
 from pipeline.schema import Message, Task
-from pipeline.transport.protocol import Link
+from pipeline.transport.link import Link
 from tests.support.simulated_engine import FIRST_TOKEN, PROCESS
 from tests.support.word_tokenizer import SPECIAL, word_tokenizer
 

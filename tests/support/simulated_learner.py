@@ -33,7 +33,8 @@ from pipeline.metrics.base import CollectorRegistry
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.atomic_folder import atomic_folder, remove_leftovers
 from pipeline.runtime.rundir import RunDirectory
-from pipeline.transport.protocol import Limits, Link
+from pipeline.transport.link import Link
+from pipeline.transport.messages import Limits
 from tests.support.simulated_engine import INITIAL, WEIGHTS_FILE, EngineFleet, probe_logprob
 
 CHECKPOINT_EVERY = 2

@@ -25,8 +25,8 @@ from pipeline.schema import (
     VersionSpan,
 )
 from pipeline.transport.codec import decode_order, decode_plan, decode_trajectory, encode_trajectory
+from pipeline.transport.messages import Frames, Kind, WireMessage
 from pipeline.transport.outbox import ControlLog
-from pipeline.transport.protocol import Frames, Kind, WireMessage
 
 if TYPE_CHECKING:
     from tests.support.simulation import Simulation

@@ -20,7 +20,7 @@ from pipeline.store.journal import Score, Send
 from pipeline.store.records import GroupState
 from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import decode_trajectory
-from pipeline.transport.protocol import WireMessage
+from pipeline.transport.messages import WireMessage
 from tests.support.simulated_roles import Faults, Peer, SimulatedActor, SimulatedLearner
 
 

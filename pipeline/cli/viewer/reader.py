@@ -16,7 +16,7 @@ from pipeline.store.queries import Filters, Listed, Sort, Span, list_store, stor
 from pipeline.store.store import store_path
 from pipeline.store.traces import SeenTokens, TraceEntry, scan_traces, trace_files
 from pipeline.transport.codec import decode_trajectory
-from pipeline.transport.protocol import Frames, Limits
+from pipeline.transport.messages import Frames, Limits
 
 FREED = (
     "its tokens are not kept: the stage frees them once a checkpoint covers the update, and it is not among the "

@@ -10,7 +10,7 @@ import anyio
 
 from pipeline.schema import Order, Trajectory
 from pipeline.transport.codec import decode_trajectory, encode_order
-from pipeline.transport.protocol import EventKind, Kind, WireMessage
+from pipeline.transport.messages import EventKind, Kind, WireMessage
 from tests.support.memory_transport import MemoryHub, MemoryNetwork
 from tests.unit.actors.conftest import SECONDS_MAX
 

@@ -16,7 +16,7 @@ from actors.rollout.services import Services
 from pipeline.schema import Order, TrajectoryStatus
 from pipeline.schema.state import RoleState
 from pipeline.transport.codec import encode_order
-from pipeline.transport.protocol import Kind, Limits, WireMessage
+from pipeline.transport.messages import Kind, Limits, WireMessage
 from tests.support.memory_transport import MemoryLink, MemoryNetwork
 from tests.support.stub_engine import StubEngine
 from tests.support.virtual_time import run_virtually

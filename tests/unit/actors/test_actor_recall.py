@@ -17,7 +17,7 @@ from pipeline.config.replay import LessonsConfig
 from pipeline.errors import PeerGone, WireError
 from pipeline.schema import Order, TrajectoryStatus
 from pipeline.transport.codec import encode_order
-from pipeline.transport.protocol import Kind, Limits, WireMessage
+from pipeline.transport.messages import Kind, Limits, WireMessage
 from tests.support.memory_transport import MemoryLink, MemoryNetwork
 from tests.support.stub_engine import StubEngine
 from tests.unit.actors.stage import Stage

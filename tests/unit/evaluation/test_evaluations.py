@@ -17,7 +17,7 @@ from pipeline.store.journal import Evaluated, Send, UntrainedRollout
 from pipeline.store.records import GroupState
 from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import decode_order, encode_trajectory
-from pipeline.transport.protocol import Kind, WireMessage
+from pipeline.transport.messages import Kind, WireMessage
 from tests.support.simulated_roles import rollout
 
 SPLITS = {"a": {"train": [[0, 10, 1]], "eval": [[10, 14, 1]]}}

@@ -41,7 +41,7 @@ from pipeline.store.evaluation_results import read_results
 from pipeline.store.ledger import read_ledger
 from pipeline.supervisor.history import describe_disk, disk_usage, remove_published
 from pipeline.transport.codec import decode_order, encode_trajectory
-from pipeline.transport.protocol import EventKind, Kind, WireMessage
+from pipeline.transport.messages import EventKind, Kind, WireMessage
 from tests.support.damage import flip
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
 from tests.support.nccl_endpoint import BroadcastEndpoint, NcclPeer, work_of

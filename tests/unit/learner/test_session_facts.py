@@ -15,7 +15,7 @@ from pipeline.errors import TrainingError, WireError
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import GroupPlan, Task
 from pipeline.transport.codec import encode_plan, encode_trajectory
-from pipeline.transport.protocol import Event, EventKind, Kind, Limits, WireMessage
+from pipeline.transport.messages import Event, EventKind, Kind, Limits, WireMessage
 from tests.unit.learner.test_learner_role import config_of
 
 FACTS = Trained(

@@ -21,7 +21,7 @@ from pipeline.metrics.replay import ReplayMetrics
 from pipeline.schema import Trajectory
 from pipeline.store.journal import Finished, Send
 from pipeline.transport.codec import encode_trajectory
-from pipeline.transport.protocol import Frames, Kind, Limits
+from pipeline.transport.messages import Frames, Kind, Limits
 
 MakePlayed = Callable[..., Trajectory]
 PLUGINS = str(Path(__file__).parent / "plugins_for_lessons.py")

@@ -15,7 +15,7 @@ from pipeline.store import archive
 from pipeline.store.archive import ArchivedTrajectory, Header, read_archive, write_archive
 from pipeline.store.store import ReplayStore
 from pipeline.transport import frames
-from pipeline.transport.protocol import Limits
+from pipeline.transport.messages import Limits
 from tests.unit.portable.conftest import demonstration, exported, refuses_unharmed, write_lines
 
 

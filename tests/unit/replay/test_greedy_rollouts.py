@@ -18,7 +18,7 @@ from pipeline.store.ledger import Ledger, build_ledger
 from pipeline.store.records import TrajectoryState
 from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import decode_order, decode_plan, encode_order, encode_plan, encode_trajectory
-from pipeline.transport.protocol import Kind, WireMessage
+from pipeline.transport.messages import Kind, WireMessage
 from tests.support.simulated_roles import rollout
 
 

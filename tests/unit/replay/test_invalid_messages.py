@@ -19,7 +19,7 @@ from pipeline.store.store import ReplayStore
 from pipeline.tasks.splits import decode_splits
 from pipeline.transport.codec import decode_message, encode_message, encode_trajectory
 from pipeline.transport.hub import Peers, Reaction
-from pipeline.transport.protocol import EventKind, Kind, Limits, MessageFault, WireMessage
+from pipeline.transport.messages import EventKind, Kind, Limits, MessageFault, WireMessage
 from tests.support.hostile_traffic import HELLO_OF_AN_ACTOR, as_json, messages, mutated_frames, values
 from tests.support.simulated_roles import rollout
 from tests.unit.replay.test_replay_core import Stage, started

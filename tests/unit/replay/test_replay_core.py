@@ -15,7 +15,7 @@ from pipeline.store.journal import Changes, Score, Send
 from pipeline.store.ledger import Ledger, build_ledger
 from pipeline.store.records import GroupState
 from pipeline.transport.codec import decode_order, encode_trajectory
-from pipeline.transport.protocol import Kind, WireMessage
+from pipeline.transport.messages import Kind, WireMessage
 from tests.support.simulated_roles import rollout
 
 ALONE = {"advantage": {"estimator": "reinforce_pp"}}

@@ -21,7 +21,7 @@ from pipeline.store.ledger import read_ledger
 from pipeline.store.records import facts_of
 from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import decode_plan, decode_trajectory, encode_trajectory
-from pipeline.transport.protocol import Kind, WireMessage
+from pipeline.transport.messages import Kind, WireMessage
 from tests.support.simulated_roles import rollout
 
 BASE: dict[str, Any] = {

@@ -16,7 +16,7 @@ from pipeline.runtime.process import RoleContext
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.stage.role import serve
 from pipeline.store.ledger import read_ledger
-from pipeline.transport.protocol import MessageFault
+from pipeline.transport.messages import MessageFault
 from tests.support.instant_peers import InstantActor, InstantLearner
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryLinkWire, MemoryNetwork
 

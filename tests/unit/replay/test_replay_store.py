@@ -35,7 +35,7 @@ from pipeline.stage.core import StageCore
 from tests.support.simulated_roles import rollout
 from pipeline.store.store import ReplayStore
 from pipeline.scorer.scorer import Scorer
-from pipeline.transport.protocol import Kind, WireMessage
+from pipeline.transport.messages import Kind, WireMessage
 
 config = RunConfig.model_validate({
     "run": {"total_steps": 10**6}, "groups": {"n_rollout": 4, "groups_per_step": 10_000}, "environments": {"a": {}},

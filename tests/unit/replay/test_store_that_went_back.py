@@ -16,7 +16,7 @@ from pipeline.store import store
 from pipeline.store.high_water import BLOCK, HighWaterFile, Mark
 from pipeline.store.ledger import read_ledger
 from pipeline.store.store import ReplayStore, marks_path
-from pipeline.transport.protocol import Kind
+from pipeline.transport.messages import Kind
 from tests.unit.replay.test_replay_core import Stage
 
 UPDATES = 5

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.store.records import GroupState
 from pipeline.transport.codec import encode_message, encode_trajectory
-from pipeline.transport.protocol import Kind, Limits, WireMessage
+from pipeline.transport.messages import Kind, Limits, WireMessage
 from tests.support.simulated_roles import rollout
 from tests.unit.replay.test_replay_core import started
 from tests.unit.uninformative.conftest import Stage

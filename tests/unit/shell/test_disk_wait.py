@@ -32,7 +32,7 @@ from pipeline.store.evaluation_results import read_results, write_results
 from pipeline.supervisor import shell
 from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shell import bound_log
-from pipeline.transport.protocol import Kind
+from pipeline.transport.messages import Kind
 from tests.support.full_disk import full_writes
 from tests.unit.replay.test_replay_core import started
 

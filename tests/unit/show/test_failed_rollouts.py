@@ -8,7 +8,7 @@ from pipeline.stage.failed_rollouts import UntrainedTraces, untrained_traces
 from pipeline.store.journal import UntrainedRollout
 from pipeline.store.traces import TraceWriter, scan_traces, trace_files
 from pipeline.transport.codec import decode_trajectory, encode_trajectory
-from pipeline.transport.protocol import Kind, WireMessage
+from pipeline.transport.messages import Kind, WireMessage
 from tests.support.full_disk import full_writes
 from tests.support.simulated_roles import rollout
 from tests.unit.replay.test_replay_core import started

@@ -9,13 +9,14 @@ import pytest
 import uvloop
 import zmq
 
-from pipeline.transport.curve import make_keys, peer_keys, server_keys
-from pipeline.transport.hub import WireHub
-from pipeline.transport.link import WireLink
-from pipeline.transport.protocol import EventKind, Kind, Limits, WireMessage
-from pipeline.transport.zeromq import HubSocketWire, ZmqLink
+from pipeline.transport.curve import PeerKeys, ServerKeys, make_keys, peer_keys, server_keys
+from pipeline.transport.hub import Hub
+from pipeline.transport.link import Link
+from pipeline.transport.messages import EventKind, Kind, Limits, WireMessage
+from pipeline.transport.zeromq import HubSocketWire, LinkSocketWire
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryLinkWire, MemoryNetwork
 
+HERE = Path()
 HEARTBEAT_SECONDS = 0.05
 SILENCE_SECONDS_MAX = 1.0  # of a loaded machine: with less, a stall of the test looks like a lost peer
 LIMITS = Limits(header_bytes_max=2000, message_bytes_max=200_000, frames_max=8, queue_messages_max=16)
@@ -23,6 +24,18 @@ LIMITS = Limits(header_bytes_max=2000, message_bytes_max=200_000, frames_max=8, 
 
 def pytest_asyncio_loop_factories(config, item):
     return {"uvloop": uvloop.new_event_loop}
+
+
+def zmq_hub(address: str, keys: ServerKeys | None = None, silence_seconds_max: float = 10.0, run: Path = HERE) -> Hub:
+    wire = HubSocketWire(address, Limits(), silence_seconds_max, keys, run)
+    return Hub(wire, Limits(), silence_seconds_max)
+
+
+def zmq_link(
+    address: str, name: str, keys: PeerKeys | None = None, silence_seconds_max: float = 10.0, run: Path = HERE
+) -> Link:
+    wire = LinkSocketWire(address, Limits(), silence_seconds_max, keys, run)
+    return Link(wire, name, Limits(), silence_seconds_max)
 
 
 class RawPeer:
@@ -40,7 +53,7 @@ class Face:
         """Let all hubs from now on have one address."""
 
     @staticmethod
-    async def greet(hub: WireHub, link: WireLink, **hello) -> None:
+    async def greet(hub: Hub, link: Link, **hello) -> None:
         """HELLO, WELCOME and their events."""
         link.describe({"role": "actor", **hello})
         event = await hub.receive()
@@ -70,15 +83,16 @@ class TcpFace(Face):
         async with self.hub() as hub:
             self.address = hub.address
 
-    def hub(self, limits: Limits = LIMITS) -> WireHub:
+    def hub(self, limits: Limits = LIMITS) -> Hub:
         wire = AnyNameWire(self.address, limits, SILENCE_SECONDS_MAX, self.server_keys, self.run)
-        return WireHub(wire, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX)
+        return Hub(wire, limits, SILENCE_SECONDS_MAX, HEARTBEAT_SECONDS)
 
-    def link(self, name: str, hub: WireHub | None = None, limits: Limits = LIMITS) -> WireLink:
+    def link(self, name: str, hub: Hub | None = None, limits: Limits = LIMITS) -> Link:
         address = self.address if hub is None else hub.address
-        return ZmqLink(address, name, self.keys, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX, self.run)
+        wire = LinkSocketWire(address, limits, SILENCE_SECONDS_MAX, self.keys, self.run)
+        return Link(wire, name, limits, SILENCE_SECONDS_MAX, HEARTBEAT_SECONDS)
 
-    def raw(self, hub: WireHub) -> RawPeer:
+    def raw(self, hub: Hub) -> RawPeer:
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
         if self.keys is not None:
@@ -113,13 +127,13 @@ class MemoryFace(Face):
     def __init__(self, folder):
         self.network = MemoryNetwork(messages_max=LIMITS.queue_messages_max)
 
-    def hub(self, limits: Limits = LIMITS) -> WireHub:
+    def hub(self, limits: Limits = LIMITS) -> Hub:
         return MemoryHub(self.network, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX)
 
-    def link(self, name: str, hub: WireHub | None = None, limits: Limits = LIMITS) -> WireLink:
+    def link(self, name: str, hub: Hub | None = None, limits: Limits = LIMITS) -> Link:
         return MemoryLink(self.network, name, limits, HEARTBEAT_SECONDS, SILENCE_SECONDS_MAX)
 
-    def raw(self, hub: WireHub) -> RawPeer:
+    def raw(self, hub: Hub) -> RawPeer:
         wire = MemoryLinkWire(self.network, "raw")
         wire.connect()
 

@@ -28,7 +28,6 @@ from pipeline.schema import (
     VersionSpan,
 )
 from pipeline.schema.tokens import LOGPROB_MIN
-from pipeline.transport import protocol
 from pipeline.transport.codec import (
     decode_message,
     decode_order,
@@ -40,7 +39,7 @@ from pipeline.transport.codec import (
     encode_trajectory,
 )
 from pipeline.transport.frames import array_bytes
-from pipeline.transport.protocol import Kind, Limits
+from pipeline.transport.messages import Kind, Limits, WireMessage
 
 names = st.text("abcxyz0189.-_/é", min_size=1, max_size=12)
 texts = st.text(max_size=20)
@@ -200,7 +199,7 @@ def test_foreign_frames_raise_wire_error(frames):
 @fast
 @given(payloads, st.lists(st.binary(max_size=30), max_size=5), st.sampled_from(Kind))
 def test_any_message_round_trips(header, frames, kind):
-    message = protocol.WireMessage(kind, header, tuple(frames))
+    message = WireMessage(kind, header, tuple(frames))
     assert decode_message(encode_message(message)) == message
 
 

@@ -13,8 +13,9 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, TransportClosed
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.transport.curve import make_keys, peer_keys, server_keys
-from pipeline.transport.protocol import EventKind, Kind, MessageFault, WireMessage
-from pipeline.transport.zeromq import ZmqHub, ZmqLink, open_hub, open_link
+from pipeline.transport.messages import EventKind, Kind, MessageFault, WireMessage
+from pipeline.transport.zeromq import open_hub, open_link
+from tests.unit.transport.conftest import zmq_hub, zmq_link
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -65,8 +66,8 @@ async def test_a_known_client_talks_to_a_hub_with_keys_without_a_new_thread(keys
 )
 async def test_a_key_is_good_for_its_own_role_and_name_only(keys, key, name, role):
     async with (
-        ZmqHub("tcp://127.0.0.1:0", server_keys(keys)) as hub,
-        ZmqLink(hub.address, name, peer_keys(keys, key)) as link,
+        zmq_hub("tcp://127.0.0.1:0", server_keys(keys)) as hub,
+        zmq_link(hub.address, name, peer_keys(keys, key)) as link,
     ):
         link.describe({"role": role})
         event = await hub.receive()
@@ -78,7 +79,7 @@ async def test_a_key_is_good_for_its_own_role_and_name_only(keys, key, name, rol
 
 
 async def test_an_owner_of_a_key_cannot_take_the_routing_id_of_another_peer(keys):
-    async with ZmqHub("tcp://127.0.0.1:0", server_keys(keys)) as hub:
+    async with zmq_hub("tcp://127.0.0.1:0", server_keys(keys)) as hub:
         learner = raw(hub, keys, "learner", b"\0chosen")
         learner.send_multipart([b"hello", b'{"name":"learner","role":"learner","schema_version":%d}' % SCHEMA_VERSION])
         assert (await hub.receive()).kind is EventKind.PEER_UP
@@ -101,15 +102,15 @@ async def test_an_unknown_client_is_told_that_its_key_is_not_accepted_until_it_i
     theirs = tmp_path / "theirs"
     make_keys(theirs, actors=3)
     (theirs / "server.key").write_bytes((keys / "server.key").read_bytes())
-    async with ZmqHub("tcp://127.0.0.1:0", server_keys(keys)) as hub:
-        async with ZmqLink(hub.address, "actor-2", peer_keys(theirs, "actor-2")) as link:
+    async with zmq_hub("tcp://127.0.0.1:0", server_keys(keys)) as hub:
+        async with zmq_link(hub.address, "actor-2", peer_keys(theirs, "actor-2")) as link:
             link.describe({"role": "actor"})
             with pytest.raises(TransportClosed, match="does not accept our CURVE key"):
                 await link.receive()
         event = await hub.receive()
         assert (event.kind, event.fault) == (EventKind.CORRUPT, MessageFault.HANDSHAKE) and hub.peers == ()
         (keys / "actor-2.key").write_bytes((theirs / "actor-2.key").read_bytes())
-        async with ZmqLink(hub.address, "actor-2", peer_keys(theirs, "actor-2")) as link:
+        async with zmq_link(hub.address, "actor-2", peer_keys(theirs, "actor-2")) as link:
             link.describe({"role": "actor"})
             assert (await hub.receive()).peer == "actor-2", "a hub that runs accepts new keys"
 
@@ -136,7 +137,7 @@ async def test_a_key_file_that_cannot_be_read_keeps_nobody_else_out(keys):
 
 
 async def test_a_peer_without_keys_is_refused_and_counted(keys):
-    async with ZmqHub("tcp://127.0.0.1:0", server_keys(keys), silence_seconds_max=0.3) as hub:
+    async with zmq_hub("tcp://127.0.0.1:0", server_keys(keys), silence_seconds_max=0.3) as hub:
         dealer = zmq.Context.instance().socket(zmq.DEALER)
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(hub.address)
@@ -189,7 +190,7 @@ def test_tcp_needs_keys_on_loopback_too(address):
 
 
 async def test_a_port_in_use_and_an_impossible_address_name_the_remedy(keys):
-    async with ZmqHub("tcp://127.0.0.1:0", server_keys(keys)) as hub:
+    async with zmq_hub("tcp://127.0.0.1:0", server_keys(keys)) as hub:
         with pytest.raises(ConfigurationError, match=r"Address already in use.*port 0"):
             async with open_hub(config(hub.address, curve=keys)):
                 pass

@@ -7,7 +7,7 @@ import anyio.lowlevel
 import pytest
 
 from pipeline.errors import ConfigurationError, PeerGone, TransportClosed
-from pipeline.transport.protocol import EventKind, Kind, WireMessage
+from pipeline.transport.messages import EventKind, Kind, WireMessage
 from tests.support.memory_transport import Faults, MemoryHub, MemoryLink, MemoryNetwork
 
 pytestmark = pytest.mark.timeout(20)

@@ -7,7 +7,7 @@ import time
 import anyio
 import pytest
 
-from pipeline.transport.protocol import EventKind, Kind, WireMessage
+from pipeline.transport.messages import EventKind, Kind, WireMessage
 from tests.support.memory_transport import Faults, MemoryHub, MemoryLink, MemoryNetwork
 from tests.support.virtual_time import run_virtually
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.transport.channel import Silence
+from pipeline.transport.messages import Silence
 
 
 def test_who_is_not_heard_for_the_limit_is_named_once_it_passes():

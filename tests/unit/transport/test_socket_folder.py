@@ -11,9 +11,10 @@ import pytest
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, TransportClosed
 from pipeline.transport import zeromq
-from pipeline.transport.protocol import EventKind, Kind, MessageFault, WireMessage
+from pipeline.transport.messages import EventKind, Kind, MessageFault, WireMessage
 from pipeline.transport.socket_folder import address_to_bind, remove_socket_folder
-from pipeline.transport.zeromq import ZmqHub, ZmqLink, open_hub, open_link
+from pipeline.transport.zeromq import open_hub, open_link
+from tests.unit.transport.conftest import zmq_hub, zmq_link
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -31,7 +32,7 @@ async def test_a_hub_and_its_links_meet_through_the_run_directory_and_leave_noth
 @pytest.mark.parametrize("removed", ["link", "socket", "folder", "link and folder"])
 async def test_what_is_removed_of_the_way_to_the_socket_is_made_again(tmp_path, removed, monkeypatch):
     monkeypatch.setattr(zeromq, "_RESTORE_SECONDS", 0.01)
-    async with ZmqHub("ipc://", run=tmp_path) as hub, ZmqLink("ipc://", "before", run=tmp_path) as before:
+    async with zmq_hub("ipc://", run=tmp_path) as hub, zmq_link("ipc://", "before", run=tmp_path) as before:
         before.describe({"role": "actor"})
         assert (await hub.receive()).kind is EventKind.PEER_UP
         folder = (tmp_path / "hub").readlink()
@@ -41,7 +42,7 @@ async def test_what_is_removed_of_the_way_to_the_socket_is_made_again(tmp_path, 
             (folder / "hub").unlink()
         if "folder" in removed:
             folder.rmdir()
-        async with ZmqLink("ipc://", "after", run=tmp_path) as after:
+        async with zmq_link("ipc://", "after", run=tmp_path) as after:
             after.describe({"role": "actor"})
             event = await hub.receive()
             assert (event.kind, event.peer) == (EventKind.PEER_UP, "after")
@@ -55,11 +56,11 @@ async def test_a_socket_in_a_folder_that_others_may_enter_is_neither_bound_nor_c
     open_folder = tmp_path / "open"
     open_folder.mkdir(mode=0o755)
     with pytest.raises(ConfigurationError, match="only this user"):
-        async with ZmqHub(f"ipc://{open_folder}/s"):
+        async with zmq_hub(f"ipc://{open_folder}/s"):
             pass
-    async with ZmqHub(f"ipc://{tmp_path}/closed/s") as hub:
+    async with zmq_hub(f"ipc://{tmp_path}/closed/s") as hub:
         (tmp_path / "closed").chmod(0o711)
-        async with ZmqLink(hub.address, "a") as link:
+        async with zmq_link(hub.address, "a") as link:
             link.describe({})
             with pytest.raises(TransportClosed, match="only this user"):
                 await link.receive()
@@ -75,13 +76,13 @@ def left_by_a_killed_hub(address, run) -> None:
 async def test_a_hub_takes_the_place_of_a_killed_one_and_not_that_of_a_live_one(tmp_path, kind):
     address = "ipc://" if kind == "of the run" else f"ipc://{tmp_path}/s/hub"
     left_by_a_killed_hub(address, tmp_path)
-    async with ZmqLink(address, "a", silence_seconds_max=1.0, run=tmp_path) as link:
+    async with zmq_link(address, "a", silence_seconds_max=1.0, run=tmp_path) as link:
         link.describe({"role": "actor"})
         while not link.trouble.endswith("does not answer"):
             await anyio.sleep(0.01)
-        async with ZmqHub(address, run=tmp_path) as hub:
+        async with zmq_hub(address, run=tmp_path) as hub:
             with pytest.raises(ConfigurationError, match="already in use"):
-                async with ZmqHub(address, run=tmp_path):
+                async with zmq_hub(address, run=tmp_path):
                     pass
             event = await hub.receive()
             while event.kind is not EventKind.PEER_UP:  # the second hub's probe is a connection without a message
@@ -95,7 +96,7 @@ async def test_a_hub_takes_the_place_of_a_killed_one_and_not_that_of_a_live_one(
     "garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x01\x00" + 8 * b"\x02\x01x\x02\x00y"], ids=["http", "an old ZeroMQ"]
 )
 async def test_bytes_that_are_no_message_disturb_no_peer(tmp_path, garbage):
-    async with ZmqHub("ipc://", run=tmp_path) as hub, ZmqLink("ipc://", "a", run=tmp_path) as link:
+    async with zmq_hub("ipc://", run=tmp_path) as hub, zmq_link("ipc://", "a", run=tmp_path) as link:
         link.describe({"role": "actor"})
         assert (await hub.receive()).kind is EventKind.PEER_UP
         await hub.send("a", WireMessage(Kind.WELCOME))
@@ -125,6 +126,6 @@ async def test_a_path_that_is_too_long_for_a_socket_names_the_remedy(tmp_path, m
     long.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
     with pytest.raises(ConfigurationError, match="at most 103 bytes"):
-        async with ZmqHub("ipc://", run=tmp_path):
+        async with zmq_hub("ipc://", run=tmp_path):
             pass
     assert list(long.iterdir()) == []

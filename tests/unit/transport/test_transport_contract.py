@@ -1,4 +1,4 @@
-"""Contract of every transport (pipeline/transport/protocol.py), stated once for all."""
+"""Contract of every transport (pipeline/transport/messages.py), stated once for all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.errors import LimitExceeded, PeerGone, TransportClosed, WireError
 from pipeline.schema import SCHEMA_VERSION
-from pipeline.transport.protocol import EventKind, Kind, MessageFault, WireMessage
+from pipeline.transport.messages import EventKind, Kind, MessageFault, WireMessage
 
 pytestmark = pytest.mark.timeout(20)
 

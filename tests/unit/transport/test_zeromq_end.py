@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.transport.curve import make_keys, peer_keys, server_keys
-from pipeline.transport.protocol import Limits
+from pipeline.transport.messages import Limits
 from pipeline.transport.zeromq import HubSocketWire, LinkSocketWire
 
 

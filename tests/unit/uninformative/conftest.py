@@ -17,7 +17,7 @@ from pipeline.store.journal import Send
 from pipeline.store.ledger import Ledger, read_ledger
 from pipeline.store.store import ReplayStore
 from pipeline.transport.codec import decode_order, decode_plan, encode_trajectory
-from pipeline.transport.protocol import Kind, WireMessage
+from pipeline.transport.messages import Kind, WireMessage
 from tests.support.simulated_roles import rollout
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pipeline.config import RunConfig
 from pipeline.store.experience_report import examine_run
 from pipeline.store.records import GroupState
-from pipeline.transport.protocol import Kind
+from pipeline.transport.messages import Kind
 
 
 def groups(what: str, n: int = 2, per_step: int = 2, **more: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.store.experience_records import EQUAL_REWARDS
 from pipeline.store.records import GroupState
-from pipeline.transport.protocol import Kind
+from pipeline.transport.messages import Kind
 
 SECTIONS = st.fixed_dictionaries(
     {
