@@ -1,8 +1,8 @@
 """Prompts with lessons: searches for lessons and adds them to the first user message.
 
-With ``train_mode: discard`` the training row is the same rollout under the prompt without lessons, which is followed as
-a :class:`CounterfactualPrompt`. Group and slot alone decide which rollouts get lessons and which of these are trained
-on the prompt that the engine saw.
+With ``keep_ratio`` below 1 a share of the training rows are the same rollouts under the prompt without lessons, which
+is followed as a :class:`CounterfactualPrompt`. Group and slot alone decide which rollouts get lessons and which of
+these are trained on the prompt that the engine saw.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from actors.rendering.tool_messages import ToolSchema
 from actors.rollout.counterfactual import CounterfactualPrompt
 from pipeline.config.replay import LessonsConfig
 from pipeline.errors import AfterplayError, PeerGone, PlugInTimeout, WireError, boundary
-from pipeline.experience.memory import NAME, QUERY_CHARACTERS_MAX, Lesson, decode_lessons, first_user
+from pipeline.experience.memory import (
+    LESSON_CHARACTERS_MAX,
+    NAME,
+    QUERY_CHARACTERS_MAX,
+    Lesson,
+    decode_lessons,
+    first_user,
+)
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import Guidance, Message, Order
 from pipeline.transport.link import Link
@@ -88,21 +95,15 @@ class _Answer:
 
 
 def gets_lessons(config: LessonsConfig, group_id: str, slot: int) -> bool:
-    """True if the rollout gets lessons. With ``mixed``, ``rollout_ratio`` of every group's slots do, evenly spread: ``n
-    * ratio`` of the first n, rounded up or down by the group, so both kinds are in a group that has room for both."""
-    if not config.enabled or config.rollout_mode == "without":
-        return False
-    return config.rollout_mode == "all" or _chosen(slot, config.rollout_ratio, _offset("guided", group_id))
+    """True if the rollout gets lessons: ``rollout_ratio`` of every group's slots do, evenly spread: ``n * ratio`` of
+    the first n, rounded up or down by the group, so both kinds are in a group that has room for both."""
+    return config.enabled and _chosen(slot, config.rollout_ratio, _offset("guided", group_id))
 
 
 def trains_with_lessons(config: LessonsConfig, group_id: str, slot: int) -> bool:
-    """True if a rollout with lessons is trained on the prompt with them. With ``hybrid``, ``keep_ratio`` of the group's
-    slots with lessons are, evenly spread among them."""
-    if config.train_mode != "hybrid":
-        return config.train_mode == "keep"
-    rank = slot
-    if config.rollout_mode == "mixed":
-        rank = _count(slot, config.rollout_ratio, _offset("guided", group_id))
+    """True if a rollout with lessons is trained on the prompt with them: ``keep_ratio`` of the group's slots with
+    lessons are, evenly spread among them."""
+    rank = _count(slot, config.rollout_ratio, _offset("guided", group_id))
     return _chosen(rank, config.keep_ratio, _offset("kept", group_id))
 
 
@@ -122,6 +123,8 @@ def _offset(purpose: str, group_id: str) -> float:
 
 logger = logging.getLogger(__name__)
 
+SEARCH_SECONDS_MAX = 5.0
+"""Longer searches count as timed out, and their episodes run without lessons."""
 ROOM_SHARE_MAX = 0.5
 """Largest share that lessons take of the tokens that the plain prompt leaves of the context: the episode needs the
 rest."""
@@ -182,7 +185,7 @@ class MemoryPrompter:
 
     async def _search(self, source: MemorySource, order_id: str, query: str) -> tuple[str, list[Lesson]]:
         try:
-            with anyio.fail_after(self._config.timeout_seconds), boundary(f"{NAME} search"):
+            with anyio.fail_after(SEARCH_SECONDS_MAX), boundary(f"{NAME} search"):
                 found = await source.search(order_id, query, self._config.top_k)
                 if not isinstance(found, list) or not all(isinstance(lesson, Lesson) for lesson in found):
                     raise TypeError(f"expected a list of Lesson, got {repr(found)[:200]}")
@@ -222,7 +225,7 @@ class MemoryPrompter:
 
     def _text(self, lesson: Lesson) -> str:
         """One line."""
-        return " ".join(lesson.text.split())[: self._config.lesson_characters_max]
+        return " ".join(lesson.text.split())[:LESSON_CHARACTERS_MAX]
 
 
 def fill(template: str, lessons: Sequence[str], prompt: str) -> str:

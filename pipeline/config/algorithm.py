@@ -183,7 +183,7 @@ class LossConfig(Section):
     has partly forgotten."""
     off_clip_guided: Literal["none", "discarded", "all"] = "discarded"
     """Guided rollouts (with lessons in the prompt) that use the off-policy loss: ``none``; ``discarded``, those trained
-    on the prompt without the lessons (``lessons.train_mode``); or ``all``."""
+    on the prompt without the lessons (``lessons.keep_ratio``); or ``all``."""
     off_policy: OffPolicyOptions = Clip()
     """Loss of off-policy tokens, by name or with options as in ``{name: shaped, beta: 0.1}``. ``clip``: that of fresh
     tokens, with the off-policy clip. ``shaped``: ``-A f(ratio)`` with ``f(x) = x / (x + beta)`` (LUFFY,

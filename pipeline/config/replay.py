@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -243,35 +242,22 @@ class LessonsConfig(Section):
     ``path/file.py:Class``, with the methods of ``pipeline.experience.memory.LessonSource``."""
     source_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of your class's constructor."""
-    timeout_seconds: float = Field(5.0, gt=0)
-    """Time limit of a search, in seconds. After that the episode runs without lessons, which is counted."""
     top_k: int = Field(2, ge=1, le=64)
     """Most lessons in one prompt."""
     template: str = "Lessons from earlier attempts:\n{lessons}\n\n{prompt}"
     """First user message of a guided rollout. ``{lessons}`` is one line per lesson, ``{prompt}`` the original
     message."""
-    rollout_mode: Literal["mixed", "all", "without"] = "mixed"
-    """Rollouts that are guided (get lessons). ``mixed``: a share ``rollout_ratio`` of each group. ``all``: all.
-    ``without``: none; lessons are still written."""
     rollout_ratio: float = Field(0.5, ge=0, le=1)
-    """With ``rollout_mode: mixed``: share of each group's rollouts that are guided."""
-    train_mode: Literal["keep", "discard", "hybrid"] = "keep"
-    """Prompt on which guided rollouts are trained. ``keep``: the rollout's own, with lessons. ``discard``: without the
-    lessons, which is off-policy. ``hybrid``: ``keep`` for a share ``keep_ratio`` of them."""
-    keep_ratio: float = Field(0.5, ge=0, le=1)
-    """With ``train_mode: hybrid``: share trained with their lessons."""
+    """Share of each group's rollouts that are guided (get lessons). 0: none; lessons are still written."""
+    keep_ratio: float = Field(1.0, ge=0, le=1)
+    """Share of the guided rollouts that are trained on their own prompt, with the lessons. The others are trained on
+    the prompt without the lessons, which is off-policy."""
     writer: str = "contrast"
     """Writer of the lessons. ``contrast``: a template that puts a success next to a failure. Your own: the import path
     of a function that gets the task text and the scored trajectories of a finished group and returns texts. It may be
     async, and may call a language model."""
     writer_seconds_max: float = Field(30.0, gt=0)
     """Time limit of the writer for one group, in seconds. After that the group has no lessons."""
-    lesson_characters_max: int = Field(600, ge=16)
-    """Length to which a lesson is cut, in characters."""
-    capacity: int = Field(10_000, ge=1)
-    """Lessons stored. Above this, the oldest are deleted."""
-    store: Path | None = None
-    """Path of the lessons file. None: ``lessons.sqlite`` in the run directory."""
 
     @model_validator(mode="after")
     def _complete(self) -> LessonsConfig:

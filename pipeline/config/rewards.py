@@ -23,6 +23,10 @@ Reply:
 Reason briefly. Then end with one line of the form "Score: N", where N is a number from 0 (useless) to 10 (perfect)."""
 
 
+CONCURRENCY = 64
+"""Trajectories scored at the same time."""
+
+
 class Part(Section):
     """Keys common to all parts of a reward."""
 
@@ -50,18 +54,14 @@ class ScoreFunction(Part):
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function, for example ``{tolerance: 0.01}``."""
     per: Literal["trajectory", "batch", "group"] = "trajectory"
-    """Argument of one call. ``trajectory``: one trajectory. ``batch``: a list of all that wait to be scored, of any
-    task. ``group``: the list of all fresh trajectories of one group. With a list, the function returns a list of as
+    """Argument of one call. ``trajectory``: one trajectory. ``batch``: a list of up to 64 that wait to be scored, of
+    any task. ``group``: the list of all fresh trajectories of one group. With a list, the function returns a list of as
     many numbers (or None)."""
     timeout_seconds: float = Field(30.0, gt=0)
     """Time limit of one call, in seconds. A slower call fails."""
     worker: bool | None = None
     """Run the function in a worker process. Use it for functions that are slow, use the CPU or may hang. None: false,
     except for built-in graders that need it."""
-    batch_max: int = Field(64, ge=1, le=65_536)
-    """With ``per: batch``: most trajectories in one call."""
-    batch_wait_seconds: float = Field(0.1, ge=0, le=60)
-    """With ``per: batch``: seconds that the first trajectory of a batch waits for others."""
 
     @property
     def known_as(self) -> str:
@@ -84,10 +84,8 @@ class Service(Part):
     timeout_seconds: float = Field(60.0, gt=0)
     """Time limit of one request, in seconds. A slower request is retried like a failed one."""
     retries: int = Field(2, ge=0, le=20)
-    """Retries of one request if the server does not answer, answers 429 or 5xx, or is too slow."""
-    retry_seconds: float = Field(0.5, gt=0, le=60)
-    """Seconds before the first retry. Doubles with each retry, up to 30 s. A longer ``Retry-After`` from the server has
-    priority."""
+    """Retries of one request if the server does not answer, answers 429 or 5xx, or is too slow. The first comes after
+    0.5 s; the wait doubles each time, up to 30 s. A longer ``Retry-After`` from the server has priority."""
     concurrency: int = Field(16, ge=1, le=4096)
     """Requests in flight."""
     extra: dict[str, Any] = Field(default_factory=dict)
@@ -100,7 +98,8 @@ class Service(Part):
 
 
 class JudgeConfig(Service):
-    """A language model as judge, behind an OpenAI-compatible ``/v1/chat/completions`` at ``url``."""
+    """A language model as judge, behind an OpenAI-compatible ``/v1/chat/completions`` at ``url``. It answers at
+    temperature 0 in at most 512 tokens, unless ``extra`` has ``temperature`` or ``max_tokens``."""
 
     system: str | None = None
     """System message for the judge. None: no system message."""
@@ -112,10 +111,6 @@ class JudgeConfig(Service):
     the part fails."""
     scale: tuple[float, float] = (0.0, 10.0)
     """Lowest and highest score of the judge, which are mapped to 0 and 1. A score outside of the scale is a failure."""
-    temperature: float = Field(0.0, ge=0, le=10)
-    """Sampling temperature of the judge. 0: greedy, so that scores are repeatable."""
-    max_tokens: int = Field(512, ge=1)
-    """Length limit of the judge's reply, in tokens."""
 
     @field_validator("score_pattern")
     @classmethod
@@ -147,8 +142,6 @@ class RewardModelConfig(Service):
     """With ``vllm_classify`` and ``vllm_pooling``: index of the value that is the score."""
     batch_max: int = Field(32, ge=1, le=4096)
     """Most trajectories in one request."""
-    batch_wait_seconds: float = Field(0.1, ge=0, le=60)
-    """Seconds that the first trajectory of a batch waits for others."""
 
 
 class ScorerConfig(Section):
@@ -163,8 +156,6 @@ class ScorerConfig(Section):
     """Language models as judges."""
     reward_models: tuple[RewardModelConfig, ...] = ()
     """Reward models over HTTP."""
-    concurrency: int = Field(64, ge=1)
-    """Trajectories scored at the same time. It also bounds the size of batches."""
     workers: int = Field(1, ge=1)
     """Worker processes for functions with ``worker: true``."""
 
@@ -184,6 +175,12 @@ class ScorerConfig(Section):
     def names(self) -> tuple[str, ...]:
         """Names of all parts, that of the environment's score first."""
         return ("environment", *(part.known_as for part in self.parts))
+
+    @property
+    def concurrency(self) -> int:
+        """Trajectories scored at the same time: as many as the largest part takes at once."""
+        judged = (judge.concurrency for judge in self.judges)
+        return max([CONCURRENCY, *judged, *(model.batch_max for model in self.reward_models)])
 
     @property
     def by_group(self) -> bool:

@@ -40,8 +40,12 @@ CREATE TRIGGER lessons_removed AFTER DELETE ON lessons BEGIN
     INSERT INTO lessons_text (lessons_text, rowid, task, lesson) VALUES ('delete', old.id, old.task, old.lesson);
 END;
 """
-MEMORY = Database("memory of lessons", "memory", "lessons.store", application_id=0x41464C4D, version=1, tables=TABLES)
+MEMORY = Database("memory of lessons", "memory", "", application_id=0x41464C4D, version=1, tables=TABLES)
 """Its application id is ``AFLM``."""
+CAPACITY = 10_000
+"""Lessons stored."""
+LESSON_CHARACTERS_MAX = 600
+"""Length to which a lesson is cut."""
 
 
 def open_memory(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
@@ -145,7 +149,7 @@ class Memory:
     Raises :class:`StoreError` when ``path`` is something else, damaged, or from a newer Afterplay.
     """
 
-    def __init__(self, path: Path, *, capacity: int, characters_max: int) -> None:
+    def __init__(self, path: Path, *, capacity: int = CAPACITY, characters_max: int = LESSON_CHARACTERS_MAX) -> None:
         self.path = path
         self._capacity = capacity
         self._characters_max = characters_max

@@ -229,14 +229,7 @@ async def open_memory_service(
     if section.source != "stage":
         source = load_main(MAKE_SOURCE)(section)
     else:
-        memory = await anyio.to_thread.run_sync(
-            partial(
-                Memory,
-                section.store or directory.lessons_file,
-                capacity=section.capacity,
-                characters_max=section.lesson_characters_max,
-            )
-        )
+        memory = await anyio.to_thread.run_sync(Memory, directory.lessons_file)
 
     async def payloads(row_ids: Sequence[int]) -> Mapping[int, Frames]:
         found = {row_id: frames for row_id in row_ids if (frames := cache.get(row_id)) is not None}

@@ -21,7 +21,7 @@ import anyio
 
 from pipeline.config.replay import LessonsConfig
 from pipeline.errors import PlugInError, PlugInTimeout, boundary
-from pipeline.experience.memory import plain_conversation, tidy
+from pipeline.experience.memory import LESSON_CHARACTERS_MAX, plain_conversation, tidy
 from pipeline.schema import Trajectory
 from pipeline.scorer.conversation import resolve
 
@@ -42,7 +42,6 @@ class MemoryWriter:
         self._seconds_max = config.writer_seconds_max
         self._contrast = config.writer == "contrast"
         self._threshold = success_threshold
-        self._characters_max = config.lesson_characters_max
         self._function: Write = self._write_contrast if self._contrast else resolve(config.writer, "lesson writer")
         self._threads = 0
 
@@ -102,7 +101,7 @@ class MemoryWriter:
         raise value
 
     def _write_contrast(self, task: str, trajectories: Sequence[Trajectory]) -> list[str]:
-        return contrast(trajectories, self._threshold, self._characters_max)
+        return contrast(trajectories, self._threshold, LESSON_CHARACTERS_MAX)
 
 
 async def _awaited(value: Any, seconds_max: float) -> Any:

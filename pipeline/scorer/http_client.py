@@ -15,7 +15,8 @@ from pipeline.errors import AfterplayError, ConfigurationError
 
 ANSWER_BYTES_MAX = 16 * 1024 * 1024
 KEEPALIVE_SECONDS = 3.0
-PAUSE_SECONDS_MAX = 30.0
+RETRY_SECONDS, PAUSE_SECONDS_MAX = 0.5, 30.0
+"""Before the first retry, and at most: it doubles with each."""
 _TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -66,7 +67,7 @@ class JsonPost:
         if section.model:
             body = {"model": section.model, **body}
         data = orjson.dumps({**body, **section.extra})
-        pause = section.retry_seconds
+        pause = RETRY_SECONDS
         for attempt in range(section.retries + 1):
             try:
                 async with self._slots:

@@ -23,6 +23,8 @@ from pipeline.scorer.verdict import ScoreFailure
 log = logging.getLogger("afterplay.scorer")
 
 ROUTE = "/v1/chat/completions"
+REPLY_TOKENS_MAX = 512
+"""Of a judge; ``extra`` of the section may have another."""
 
 
 class Judge:
@@ -58,7 +60,7 @@ class Judge:
         messages = [{"role": "user", "content": filled(section.prompt, trajectory)}]
         if section.system is not None:
             messages.insert(0, {"role": "system", "content": section.system})
-        return {"messages": messages, "temperature": section.temperature, "max_tokens": section.max_tokens}
+        return {"messages": messages, "temperature": 0.0, "max_tokens": REPLY_TOKENS_MAX}
 
     def _read(self, answer: Any) -> float:
         try:

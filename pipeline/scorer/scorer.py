@@ -18,6 +18,11 @@ from pipeline.scorer.verdict import ENVIRONMENT, ScoreFailure, Verdict, combine
 
 Many = Callable[[Sequence[Trajectory]], Awaitable[list[Outcome]]]
 
+BATCH_MAX = 64
+"""Trajectories in one call of a function with ``per: batch``."""
+BATCH_WAIT_SECONDS = 0.1
+"""The first trajectory of a batch waits so long for others."""
+
 
 @dataclass(slots=True)
 class _Batch:
@@ -117,7 +122,7 @@ class Scorer:
             if function.per == "group":
                 self._together.append(_ScoredTogether(function, name, call.many))
             elif function.per == "batch":
-                batches = ScoreBatcher(name, call.many, function.batch_max, function.batch_wait_seconds)
+                batches = ScoreBatcher(name, call.many, BATCH_MAX, BATCH_WAIT_SECONDS)
                 self._parts.append(_Scored(function, name, batches.one))
             else:
                 self._parts.append(_Scored(function, name, call.one))
@@ -139,9 +144,7 @@ class Scorer:
         for model_section in config.reward_models:
             model = RewardModel(model_section, retried)
             self._services.append(model)
-            batches = ScoreBatcher(
-                model_section.name, model.many, model_section.batch_max, model_section.batch_wait_seconds
-            )
+            batches = ScoreBatcher(model_section.name, model.many, model_section.batch_max, BATCH_WAIT_SECONDS)
             self._parts.append(_Scored(model_section, model_section.name, batches.one))
 
     async def __aenter__(self) -> Scorer:

@@ -45,7 +45,7 @@ class Database:
     short: str
     """The noun in one word."""
     option: str
-    """Key of the run file that names the file."""
+    """Key of the run file that names the file; empty: none does."""
     application_id: int
     """Bytes 68-71 of the header."""
     version: int
@@ -55,7 +55,8 @@ class Database:
 
     @property
     def remedy(self) -> str:
-        return f"Move it away (with its -wal) to start with an empty {self.short}, or set {self.option} to another file"
+        other = f", or set {self.option} to another file" if self.option else ""
+        return f"Move it away (with its -wal) to start with an empty {self.short}{other}"
 
     def exists(self, path: Path) -> bool:
         """True if ``path`` is one of ours, False if there is nothing yet. Reads 100 bytes and changes nothing.
@@ -119,7 +120,8 @@ class Database:
                 part.unlink(missing_ok=True)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(
-                f"the {self.noun} {path} cannot be created: {error}. Set {self.option} to a writable place"
+                f"the {self.noun} {path} cannot be created: {error}. Set {self.option or 'run.directory'} to a "
+                "writable place"
             ) from error
 
     def copy(self, path: Path, to: Path) -> None:

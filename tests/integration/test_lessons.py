@@ -30,7 +30,7 @@ TINY = ROOT / "configs" / "tiny.yaml"
 SECONDS_MAX = 240
 LESSONS = ["lessons.enabled=true", "lessons.template='{lessons} {prompt}'", "lessons.top_k=1"]
 HYBRID = [
-    *LESSONS, "lessons.train_mode=hybrid", "replay.enabled=true", "replay.mode=mix", "replay.start_ratio=0",
+    *LESSONS, "lessons.keep_ratio=0.5", "replay.enabled=true", "replay.mode=mix", "replay.start_ratio=0",
     "replay.ess_guard.enabled=true", "checkpoint.every=5",
 ]  # fmt: skip
 """Some rollouts with lessons are trained on the prompt with them, some on the prompt without."""
@@ -86,7 +86,7 @@ def test_lessons_are_written_found_put_into_prompts_and_the_accounts_add_up(live
     with closing(sqlite3.connect(live.directory.lessons_file)) as memory:
         written = {str(number): text for number, text in memory.execute("SELECT id, lesson FROM lessons")}
     assert written and all(text.startswith("Worked: ") for text in written.values())
-    config = LessonsConfig(enabled=True, train_mode="hybrid")
+    config = LessonsConfig(enabled=True, keep_ratio=0.5)
     for trajectory in guided:
         guidance = trajectory.guidance
         assert guidance.query == "guess"

@@ -11,6 +11,7 @@ import anyio
 import pytest
 
 from actors.actor import Actor
+from actors.rollout import memory_prompt
 from actors.rollout.memory_prompt import MemoryClient, MemoryPrompter
 from actors.rollout.services import Services
 from pipeline.config.replay import LessonsConfig
@@ -29,7 +30,7 @@ ANSWERED = {"id": "7", "text": "guess higher"}
 
 @asynccontextmanager
 async def running_actor(services: Services, answer: Any, **section: Any) -> AsyncIterator[tuple[Stage, MemoryNetwork]]:
-    config = LessonsConfig(enabled=True, **{"rollout_mode": "all", **section})
+    config = LessonsConfig(enabled=True, **{"rollout_ratio": 1, **section})
     services = replace(services, memory_prompter=MemoryPrompter(config, services.renderer, services.metrics))
     stage = Stage(acknowledging=False, lessons=answer)
     network = stage.network
@@ -71,10 +72,11 @@ async def test_lessons_of_the_stage_are_in_the_prompt_and_counted(
     ("answer", "outcome"), [(None, "timeout"), ([], "none"), ([{"text": 1}], "error"), ("nonsense", "error")]
 )
 async def test_a_stage_that_does_not_answer_costs_the_timeout_and_nothing_else(
-    make_services: MakeServices, make_order: MakeOrder, answer: Any, outcome: str
+    make_services: MakeServices, make_order: MakeOrder, monkeypatch: pytest.MonkeyPatch, answer: Any, outcome: str
 ) -> None:
+    monkeypatch.setattr(memory_prompt, "SEARCH_SECONDS_MAX", 0.05)
     services = make_services([StubEngine()])
-    async with running_actor(services, answer, timeout_seconds=0.05) as (stage, _):
+    async with running_actor(services, answer) as (stage, _):
         await stage.hub.send("actor-0", WireMessage(Kind.ORDER, encode_order(make_order(1))))
         await stage.until(lambda: len(stage.trajectories) == 1)
         # an answer after the time is left alone
@@ -88,9 +90,12 @@ async def test_a_stage_that_does_not_answer_costs_the_timeout_and_nothing_else(
     assert count(services, "lesson_searches_total", outcome=outcome) == 2
 
 
-async def test_a_lost_connection_ends_the_wait_at_once(make_services: MakeServices, make_order: MakeOrder) -> None:
+async def test_a_lost_connection_ends_the_wait_at_once(
+    make_services: MakeServices, make_order: MakeOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_prompt, "SEARCH_SECONDS_MAX", 1000.0)
     services = make_services([StubEngine()])
-    async with running_actor(services, None, timeout_seconds=1000) as (stage, network):
+    async with running_actor(services, None) as (stage, network):
         await stage.hub.send("actor-0", WireMessage(Kind.ORDER, encode_order(make_order(1))))
         await stage.until(lambda: len(stage.asked) == 1)
         network.disconnect("actor-0")
@@ -100,7 +105,7 @@ async def test_a_lost_connection_ends_the_wait_at_once(make_services: MakeServic
 
 async def test_rollouts_that_are_not_guided_do_not_ask(make_services: MakeServices, make_order: MakeOrder) -> None:
     services = make_services([StubEngine()])
-    async with running_actor(services, None, rollout_mode="without") as (stage, _):
+    async with running_actor(services, None, rollout_ratio=0) as (stage, _):
         await stage.hub.send("actor-0", WireMessage(Kind.ORDER, encode_order(make_order(1))))
         await stage.until(lambda: len(stage.trajectories) == 1)
     assert not stage.asked

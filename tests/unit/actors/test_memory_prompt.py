@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from actors.environments import Environment, Episode, Reply, Step
 from actors.rendering.renderer import Renderer
+from actors.rollout import memory_prompt
 from actors.rollout.memory_prompt import MemoryPrompter, fill, gets_lessons, trains_with_lessons
 from actors.rollout.services import Services
 from pipeline.config.replay import LessonsConfig
@@ -75,7 +76,7 @@ class Untidy(Source):
 
 
 async def run_with_lessons(services: Services, order: Order, source: Source, **section: Any) -> Trajectory:
-    config = LessonsConfig(enabled=True, **{"rollout_mode": "all", **section})
+    config = LessonsConfig(enabled=True, **{"rollout_ratio": 1, **section})
     services = replace(services, memory_prompter=MemoryPrompter(config, services.renderer, services.metrics))
     return decode_trajectory(encode_trajectory(await run_order(services, order, source)))
 
@@ -93,8 +94,8 @@ async def test_row_without_lessons_is_the_same_episode_under_the_plain_prompt(
         return make_services([engine], Talk(4, system), tokenizer=tokenizer, sampling={"max_tokens": 16})
 
     source = Source("guess higher", "the other lesson")
-    trajectory = await run_with_lessons(services(), make_order(), source, train_mode="discard")
-    plain = await run_with_lessons(services(), make_order(), Source(), train_mode="discard")
+    trajectory = await run_with_lessons(services(), make_order(), source, keep_ratio=0)
+    plain = await run_with_lessons(services(), make_order(), Source(), keep_ratio=0)
     assert plain.guidance is None and trajectory.guidance is not None and not trajectory.guidance.keep
     assert len(trajectory.turns) == len(plain.turns) == 4
     for turn, other in zip(trajectory.turns, plain.turns, strict=True):
@@ -147,11 +148,12 @@ async def test_lessons_are_in_the_first_message_of_the_user_and_nowhere_else(
     ],
 )
 async def test_an_episode_without_an_answer_is_played_without_lessons(
-    make_services: MakeServices, make_order: MakeOrder, source: Source, outcome: str
+    make_services: MakeServices, make_order: MakeOrder, monkeypatch: pytest.MonkeyPatch, source: Source, outcome: str
 ) -> None:
+    monkeypatch.setattr(memory_prompt, "SEARCH_SECONDS_MAX", 0.05)
+    monkeypatch.setattr(memory_prompt, "LESSON_CHARACTERS_MAX", 10_000)
     services = make_services([StubEngine()], Talk(1), max_length=128)
-    section = {"timeout_seconds": 0.05, "lesson_characters_max": 10000}
-    trajectory = await run_with_lessons(services, make_order(), source, **section)
+    trajectory = await run_with_lessons(services, make_order(), source)
     assert trajectory.status is TrajectoryStatus.COMPLETE and trajectory.guidance is None
     assert trajectory.turns[0].context_messages == (Message("user", "say hello"),)
     assert searches(services, outcome) == 1
@@ -191,7 +193,7 @@ async def test_contexts_of_turns_that_were_not_kept_are_not_kept(
     forking = copy.deepcopy(smollm2)
     forking.chat_template = THINKING
     services = make_services([StubEngine(script=script(forking))], Talk(9), tokenizer=forking, max_turns=1)
-    trajectory = await run_with_lessons(services, make_order(), Source("x"), train_mode="discard")
+    trajectory = await run_with_lessons(services, make_order(), Source("x"), keep_ratio=0)
     assert trajectory.guidance is not None and set(trajectory.guidance.plain_contexts) == {0}
 
 
@@ -208,8 +210,8 @@ GROUPS = st.integers(0, 10**6).map(lambda n: f"g{n:06d}")
 
 
 @given(group=GROUPS, n=st.integers(1, 64), ratio=st.floats(0, 1))
-def test_mixed_guides_its_share_of_every_group_evenly(group: str, n: int, ratio: float) -> None:
-    config = LessonsConfig(enabled=True, rollout_mode="mixed", rollout_ratio=ratio)
+def test_its_share_of_every_group_is_guided_evenly(group: str, n: int, ratio: float) -> None:
+    config = LessonsConfig(enabled=True, rollout_ratio=ratio)
     chosen = [gets_lessons(config, group, slot) for slot in range(n)]
     for m in range(n + 1):
         assert abs(sum(chosen[:m]) - m * ratio) < 1 + 1e-6
@@ -218,20 +220,20 @@ def test_mixed_guides_its_share_of_every_group_evenly(group: str, n: int, ratio:
 
 
 @given(group=GROUPS, ratio=st.floats(0, 1), keep_ratio=st.floats(0, 1))
-def test_hybrid_keeps_its_share_of_the_guided_slots(group: str, ratio: float, keep_ratio: float) -> None:
-    config = LessonsConfig(
-        enabled=True, rollout_mode="mixed", rollout_ratio=ratio, train_mode="hybrid", keep_ratio=keep_ratio
-    )
+def test_its_share_of_the_guided_slots_keeps_the_lessons(group: str, ratio: float, keep_ratio: float) -> None:
+    config = LessonsConfig(enabled=True, rollout_ratio=ratio, keep_ratio=keep_ratio)
     of = [trains_with_lessons(config, group, slot) for slot in range(64) if gets_lessons(config, group, slot)]
     assert abs(sum(of) - len(of) * keep_ratio) < 1 + 1e-6
 
 
-def test_the_mean_share_over_groups_is_the_ratio_and_the_other_modes_are_all_or_none() -> None:
-    config = LessonsConfig(enabled=True, rollout_mode="mixed", rollout_ratio=0.3)
+def test_the_mean_share_over_groups_is_the_ratio_and_one_and_zero_are_all_and_none() -> None:
+    config = LessonsConfig(enabled=True, rollout_ratio=0.3)
     chosen = [gets_lessons(config, f"g{g:06d}", slot) for g in range(2000) for slot in range(4)]
     assert sum(chosen) / len(chosen) == pytest.approx(0.3, abs=0.02)
-    for mode, expected in (("all", True), ("without", False)):
-        section = LessonsConfig(enabled=True, rollout_mode=mode, train_mode="discard")
-        assert gets_lessons(section, "g000001", 3) is expected and not trains_with_lessons(section, "g000001", 3)
-    assert not gets_lessons(LessonsConfig(rollout_mode="all"), "g000001", 0)
-    assert trains_with_lessons(LessonsConfig(enabled=True), "g000001", 3)
+    for g in range(2000):
+        group, slot = f"g{g:06d}", g % 8
+        assert gets_lessons(LessonsConfig(enabled=True, rollout_ratio=1), group, slot)
+        assert not gets_lessons(LessonsConfig(enabled=True, rollout_ratio=0), group, slot)
+        assert not gets_lessons(LessonsConfig(rollout_ratio=1), group, slot)
+        assert trains_with_lessons(LessonsConfig(enabled=True), group, slot)
+        assert not trains_with_lessons(LessonsConfig(enabled=True, keep_ratio=0), group, slot)

@@ -126,7 +126,7 @@ def test_a_file_of_something_else_is_refused_and_left_as_it_was(tmp_path: Path) 
     other.close()
     for file in (text, foreign):
         before = file.read_bytes()
-        with pytest.raises(StoreError, match=r"memory of lessons.*lessons\.store"):
+        with pytest.raises(StoreError, match=r"memory of lessons.*Move it away"):
             memory(file)
         assert file.read_bytes() == before
 

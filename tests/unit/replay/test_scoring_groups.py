@@ -88,7 +88,7 @@ async def test_groups_that_can_never_be_scored_are_given_up_and_kept_nowhere(tmp
 async def test_a_judge_that_fails_at_times_costs_rollouts_and_no_trajectory_a_false_reward(tmp_path: Path) -> None:
     busy, junk, good = (lambda _: web.Response(status=503)), spoken("no idea"), spoken("Score: 5")
     async with serving(busy, junk, good, busy, good, junk, good) as server:
-        judge = {"name": "judge", "url": server.url, "retry_seconds": 0.01}
+        judge = {"name": "judge", "url": server.url}
         settings = configuration(tmp_path, scorer={"environment_weight": 0, "judges": [judge]})
         network, trainer, player = MemoryNetwork(), InstantLearner(4, 3, 2), InstantActor()
         actor, learner = links(network)

@@ -76,9 +76,14 @@ def spoken(text: str) -> dict[str, Any]:
     return {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
 
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.scorer.http_client.RETRY_SECONDS", 0.01)
+
+
 @asynccontextmanager
 async def scoring(kind: str, url: str, seen: list[Any] | None = None, **section: Any) -> AsyncIterator[Scorer]:
-    defaults = {"name": "it", "url": url, "retry_seconds": 0.01, "timeout_seconds": 5.0}
+    defaults = {"name": "it", "url": url, "timeout_seconds": 5.0}
     config = ScorerConfig.model_validate({"environment_weight": 0, kind: [{**defaults, **section}]})
     retries: list[str] = []
     observe = (lambda *a: seen.append(a)) if seen is not None else None
@@ -91,12 +96,12 @@ async def scoring(kind: str, url: str, seen: list[Any] | None = None, **section:
 async def test_a_judge_is_asked_with_the_template_and_its_score_is_scaled() -> None:
     async with (
         serving(spoken("Score: 3, no.\n**Score: 7.5**")) as server,
-        scoring("judges", server.url, model="m", system="s", extra={"top_p": 0.5}) as scorer,
+        scoring("judges", server.url, model="m", system="s", extra={"top_p": 0.5, "max_tokens": 9}) as scorer,
     ):
         verdict = await scorer.score(said("It is {4}.", asked="2 + 2?", answer=4))
     assert verdict.reward == 0.75 and dict(verdict.rewards) == {"environment": 0.0, "it": 0.75}
     body = server.bodies[0]
-    assert (body["model"], body["temperature"], body["top_p"]) == ("m", 0.0, 0.5)
+    assert (body["model"], body["temperature"], body["top_p"], body["max_tokens"]) == ("m", 0.0, 0.5, 9)
     assert body["messages"][0] == {"role": "system", "content": "s"}
     text = body["messages"][1]["content"]
     assert "2 + 2?" in text and "It is {4}." in text and "Right answer:\n4" in text
@@ -243,10 +248,13 @@ async def test_a_reward_model_scores_batches(kind: str, answer: Any, path: str, 
         ([1, 2, 3], "protocol", 3),
     ],
 )  # fmt: skip
-async def test_a_reward_model_that_fails_fails_whom_it_concerns(answer: Any, reason: str, failed: int) -> None:
+async def test_a_reward_model_that_fails_fails_whom_it_concerns(
+    monkeypatch: pytest.MonkeyPatch, answer: Any, reason: str, failed: int
+) -> None:
+    monkeypatch.setattr("pipeline.scorer.scorer.BATCH_WAIT_SECONDS", 5)
     async with (
         serving(answer) as server,
-        scoring("reward_models", server.url, retries=1, batch_max=3, batch_wait_seconds=5) as scorer,
+        scoring("reward_models", server.url, retries=1, batch_max=3) as scorer,
     ):
         verdicts = await score_many(scorer, 3)
     assert sum(verdict.reward is None for verdict in verdicts) == failed

@@ -41,8 +41,9 @@ async def score_all(stage: Scorer, n: int, environment: str = "q") -> list[Verdi
 
 
 @pytest.mark.parametrize("worker", [False, True])
-async def test_a_batch_function_scores_each_once(worker: bool) -> None:
-    batch = {"path": "batch_of_numbers", "per": "batch", "batch_max": 4, "worker": worker}
+async def test_a_batch_function_scores_each_once(monkeypatch: pytest.MonkeyPatch, worker: bool) -> None:
+    monkeypatch.setattr("pipeline.scorer.scorer.BATCH_MAX", 4)
+    batch = {"path": "batch_of_numbers", "per": "batch", "worker": worker}
     verdicts = await score_all(scorer(batch), 10)
     assert [verdict.reward for verdict in verdicts] == list(range(10))
 
@@ -57,9 +58,10 @@ async def test_a_batch_function_scores_each_once(worker: bool) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("worker", [False, True])
 async def test_a_batch_that_fails_fails_whom_it_concerns(
-    path: str, reason: str, failed: set[int], worker: bool
+    monkeypatch: pytest.MonkeyPatch, path: str, reason: str, failed: set[int], worker: bool
 ) -> None:
-    verdicts = await score_all(scorer({"path": path, "per": "batch", "batch_max": 5, "worker": worker}), 5)
+    monkeypatch.setattr("pipeline.scorer.scorer.BATCH_MAX", 5)
+    verdicts = await score_all(scorer({"path": path, "per": "batch", "worker": worker}), 5)
     assert {n for n, verdict in enumerate(verdicts) if verdict.reward is None} == failed
     assert {verdicts[n].failures[0].reason for n in failed} == {reason}
 

@@ -109,8 +109,9 @@ async def test_a_function_whose_calls_never_return_runs_in_a_worker_after_some_a
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(plugin_guard, "GRACE_SECONDS", 0.01)
+    monkeypatch.setattr("pipeline.config.rewards.CONCURRENCY", 2)
     name, before, verdicts = "never_returns_for_odd_seeds", threading.enumerate(), dict[int, Verdict]()
-    stage = scorer({"path": name, "timeout_seconds": 0.3}, concurrency=2)
+    stage = scorer({"path": name, "timeout_seconds": 0.3})
 
     async def score(seed: int) -> None:
         order = Order(f"g{seed}.0.0", f"g{seed}", Task(f"a/{seed}", "a", seed), 1, 0, 0, 10.0)
@@ -129,7 +130,7 @@ async def test_a_function_whose_calls_never_return_runs_in_a_worker_after_some_a
     for seed in range(20, 24):
         await score(seed)
     assert hanging() == threads, "a call that hangs in a process is ended with it"
-    stage = scorer({"path": name, "worker": True}, concurrency=2)
+    stage = scorer({"path": name, "worker": True})
     await score(24)
     assert verdicts[24].rewards[name] == 1.0
 
@@ -159,8 +160,9 @@ async def test_an_async_function_that_holds_the_loop_is_reported_once(caplog: py
     assert len(told) == 1 and told[0].startswith("holds_the_loop") and "worker: true" in told[0]
 
 
-async def test_async_functions_run_together_within_the_limit() -> None:
-    stage = scorer({"path": "in_twenties"}, concurrency=20)
+async def test_async_functions_run_together_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.config.rewards.CONCURRENCY", 20)
+    stage = scorer({"path": "in_twenties"})
     together: list[float | None] = []
 
     async def score() -> None:
