@@ -23,7 +23,8 @@ from actors.environments.base import Episode, Reply, Step
 from actors.environments.host import START, STEP, EnvironmentHost
 from actors.environments.plugins import make_source
 from actors.gateway.program_loop import ProgramLoop
-from actors.rendering.renderer import Conversation, Renderer, load_tokenizer
+from actors.rendering.renderer import Conversation, Renderer
+from actors.rendering.tokenizer import load_tokenizer
 from actors.rollout.agent_loop import AgentLoop, Opening
 from actors.rollout.multi_turn import MultiTurn, SingleTurn
 from actors.rollout.services import build_loop

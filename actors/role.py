@@ -27,7 +27,8 @@ from actors.engine.client import EngineClient
 from actors.engine.pool import LOAD_SECONDS, EnginePool
 from actors.environments.host import EnvironmentHost
 from actors.environments.plugins import make_source
-from actors.rendering.renderer import Renderer, load_tokenizer
+from actors.rendering.renderer import Renderer
+from actors.rendering.tokenizer import load_tokenizer
 from actors.rollout.services import Services
 from pipeline.config import RunConfig
 from pipeline.config.replay import LessonsConfig

@@ -13,7 +13,8 @@ import orjson
 
 from actors.embedded.generator import GeneratedTokens
 from actors.embedded.requests import EngineRequest, Refused
-from actors.rendering.renderer import Renderer, load_tokenizer
+from actors.rendering.renderer import Renderer
+from actors.rendering.tokenizer import load_tokenizer
 from pipeline.errors import PlugInError
 from pipeline.schema import Message
 

@@ -17,8 +17,9 @@ from actors.env_commands.describe import end_environment
 from actors.env_commands.play import expert_of, expert_replies
 from actors.environments.base import Reply
 from actors.environments.host import EnvironmentHost
-from actors.rendering.renderer import Renderer, load_tokenizer
+from actors.rendering.renderer import Renderer
 from actors.rendering.said import REASONING
+from actors.rendering.tokenizer import load_tokenizer
 from actors.rendering.tool_messages import ToolSchema
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError, SchemaError

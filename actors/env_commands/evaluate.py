@@ -25,9 +25,8 @@ from actors.env_commands.describe import end_environment
 from actors.env_commands.eval_summary import EvalSummary, Outcome, sentences, summarise, wanted
 from actors.env_commands.play import Subject, only
 from actors.environments.host import EnvironmentHost
-from actors.rendering.message_tokens import MessageTokens
 from actors.rendering.renderer import Renderer
-from actors.rollout.chat_policy import ChatServices, ChatSettings
+from actors.rollout.chat_policy import ChatRenderer, ChatServices, ChatSettings
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import build_loop
 from pipeline.cli.viewer.page import page_of_rows
@@ -185,8 +184,7 @@ class _Evaluation:
             retries=request.retries,
             request_seconds_max=request.request_seconds_max,
         )
-        self._tokens = MessageTokens()
-        self._settings = ChatSettings(self._endpoint, self._tokens, self._more(), request.tools_as_text)
+        self._settings = ChatSettings(self._endpoint, ChatRenderer(), self._more(), request.tools_as_text)
         self._scorer = Scorer(run.scorer if run else ScorerConfig())
         self._rows: dict[str, Row] = {}
         self._failed_in_a_row = 0
@@ -304,15 +302,15 @@ class _Evaluation:
 
     def _row(self, trajectory: Trajectory, sample: int) -> Row:
         """The rollout as ``afterplay show`` writes it, with the endpoint's own counts of tokens."""
-        spans = [span for turn in trajectory.turns for span in (turn.context, turn.completion)]
-        ids = {int(number) for span in spans for number in span.token_ids}
-        texts = {number: self._tokens.decode_ids([number]).encode("utf-8", "replace") for number in ids}
-        answers = [self._settings.answers.pop(int(turn.completion.token_ids[0])) for turn in trajectory.turns]
+        answers = [self._settings.renderer.answers.pop(int(turn.completion.token_ids[0])) for turn in trajectory.turns]
         prompt, sampled = sum(a.prompt_tokens for a in answers), sum(a.sampled_tokens for a in answers)
         longest = max((a.prompt_tokens + a.sampled_tokens for a in answers), default=0)
         listed = _listed(trajectory, longest, sampled)
-        row = found_json(Found(listed, Transcript(trajectory)), Vocabulary(texts))
+        row = found_json(Found(listed, Transcript(trajectory)), Vocabulary({}))
         for turn, answer in zip(row["transcript"]["turns"], answers, strict=True):
+            texts = [message["content"] for message in turn["messages"]]
+            tools = [""] * (len(turn["context"]["ids"]) - len(texts))
+            turn["context"]["texts"], turn["completion"]["texts"] = [*tools, *texts], [turn["message"]["content"]]
             turn["tokens"] = answer.sampled_tokens
             turn["completion"]["versions"] = []
             if answer.reasoning:
@@ -320,7 +318,7 @@ class _Evaluation:
         return {**row, "sample": sample, "prompt_tokens": prompt}
 
     def _services(self, metrics: ActorMetrics) -> ChatServices:
-        renderer = cast(Renderer, self._tokens)
+        renderer = cast(Renderer, self._settings.renderer)
         host, name = self._host, self._subject.section
         return ChatServices(
             actor_id="eval",

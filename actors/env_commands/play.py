@@ -21,7 +21,8 @@ from actors.engine.client import EngineClient
 from actors.env_commands.describe import end_environment, shown
 from actors.environments.base import Reply
 from actors.environments.host import EnvironmentHost
-from actors.rendering.renderer import Renderer, load_tokenizer
+from actors.rendering.renderer import Renderer
+from actors.rendering.tokenizer import load_tokenizer
 from actors.rollout.agent_loop import (
     AGENT_LOOP,
     AgentEpisode,

@@ -226,7 +226,7 @@ class Session:
         self._scopes.add(scope)
         try:
             with scope:
-                completion = await self._policy.complete(pending.prompt_ids, room, stop)
+                completion = await self._policy.complete(pending.prompt_ids, room, stop, pending.conversation)
         except EngineRefused as error:
             self._engine_failed(error)
             raise Refusal(400, str(error), code="engine_refused") from error

@@ -14,10 +14,9 @@ rendering a short conversation around ``n``) is appended to what was sampled, an
 earlier stays.
 
 Every text that an environment, a tool, an example or a program said is in the prompt. A conversation is rendered in the
-first form (:class:`actors.rendering.tool_messages.Form`) that the template takes *and* in which nothing of it is
-missing (:mod:`actors.rendering.said`). Where there is none, that is an error with the template's name. Which forms a
-template can take at all is found once for each renderer, with conversations of marked texts. A template may drop what
-the policy itself wrote, such as its thoughts: then the conversation forks.
+first form that the template takes *and* in which nothing of it is missing (:mod:`actors.rendering.template_probes`).
+Where there is none, that is an error with the template's name. A template may drop what the policy itself wrote, such
+as its thoughts: then the conversation forks.
 
 A tokenizer cuts its input at special tokens before it does anything else, so the rest is tokenised behind the
 end-of-turn token and the ids are those of the whole text. Only a template without special tokens around turns can
@@ -28,33 +27,22 @@ in either case.
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from actors.rendering.said import TextLost, arguments_of, lost, lost_schema
+from actors.rendering.said import TextLost, lost, lost_schema
 from actors.rendering.special_text import Span, SpecialText
-from actors.rendering.tool_messages import (
-    Form,
-    ToolSchema,
-    described,
-    forms_of_tools,
-    with_calls_in_text,
-    with_system_text,
-)
-from actors.tools.parsing.base import ToolCall, ToolFormat
-from actors.tools.parsing.registry import FORMATS, format_of_template
+from actors.rendering.template_probes import MARK, ProbedTemplate, template_source
+from actors.rendering.tokenizer import plain_backend, plain_decoder
+from actors.rendering.tool_messages import Form, ToolSchema, described
 from pipeline.cli.viewer.vocabulary import bytes_of_tokens
 from pipeline.errors import ConfigurationError, boundary
 from pipeline.schema import Message
 
 RENDERER = "renderer"
-_MARK, _THOUGHT = "afterplaymark", "afterplaythought"
-PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""Tokenizer classes that add nothing to ``tokenizer.json``."""
+_NEXT = "afterplaynext"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +64,6 @@ class Conversation:
     """The completions of the policy that hold special tokens: they stay special when a template renders them."""
     given: int = 0
     """The replies among so many first messages were written, not sampled: every prompt has them whole."""
-
-
-@dataclass(frozen=True, slots=True)
-class Style:
-    """Abilities of a chat template."""
-
-    schemas: bool
-    """The template writes ``tools``."""
-    base: Form
-    """The form of a conversation without tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +96,17 @@ class Renderer:
             raise ConfigurationError(
                 f"the tokenizer {self.name!r} has no chat template: set model.chat_template to a Jinja file"
             )
-        self._backend = _plain_backend(tokenizer)
-        self._decoder = _plain_decoder(tokenizer, self._backend)
+        self._backend = plain_backend(tokenizer)
+        self._decoder = plain_decoder(tokenizer, self._backend)
         self._bytes_of = bytes_of_tokens(tokenizer)
         self._special_ids = frozenset(int(i) for i in tokenizer.all_special_ids)
-        self._special = SpecialText(tokenizer, self._backend, self.template)
-        self._style = self._find_style()
+        self._special = SpecialText(tokenizer, self._backend, template_source(tokenizer))
+        self._template = ProbedTemplate(tokenizer, self._special, self.name)
         ends = {int(i) for i in end_ids}
         if tokenizer.eos_token_id is not None:
             ends.add(int(tokenizer.eos_token_id))
-        template_end = self._template_end()
+        tail = self._encode(self._template.after_reply().lstrip())
+        template_end = tail[0] if tail and tail[0] in self._special_ids else None
         if template_end is not None:
             ends.add(template_end)
         if not ends:
@@ -147,16 +126,18 @@ class Renderer:
     @property
     def template(self) -> str:
         """The chat template's source: the one for tools where the tokenizer has several."""
-        template = self._tokenizer.chat_template
-        if isinstance(template, Mapping):
-            template = template.get("tool_use") or template.get("default") or next(iter(template.values()), "")
-        return str(template)
+        return self._template.source
 
     def forms(self) -> tuple[bool, Form, Form]:
         """True if the template writes tool schemas; the first forms that it takes of a conversation with written calls,
         and of one in which a tool answers a reply that is kept as text."""
-        calls, answers = (next(filter(None, f)) for f in (self._forms_of_calls, self._forms_of_answers))
-        return self._style.schemas, calls, answers
+        template = self._template
+        calls, answers = (next(filter(None, f)) for f in (template.forms_of_calls, template.forms_of_answers))
+        return template.style.schemas, calls, answers
+
+    def as_text(self, message: Message) -> Message:
+        """A message with its calls in its content, as the policy writes them."""
+        return self._template.as_text(message)
 
     def start(
         self,
@@ -199,7 +180,7 @@ class Renderer:
 
         with boundary(RENDERER):
             failure: Exception | None = None
-            for shown in (tools, tuple(described(tools))) if tools and self._style.schemas else (tools,):
+            for shown in (tools, tuple(described(tools))) if tools and self._template.style.schemas else (tools,):
                 try:
                     messages, marked = self._fit(lambda: variants, shown, sampled, lacks)
                 except Exception as error:
@@ -298,7 +279,7 @@ class Renderer:
 
         def doubled(text: str) -> bool:
             """The template writes once more how a reply begins."""
-            opening = self._opening
+            opening = self._template.opening
             return bool(opening) and not text.startswith(seen) and opening + completed.text in text
 
         messages, marked = self._fit(variants, conversation.tools, sampled, lacks, doubled)
@@ -315,18 +296,19 @@ class Renderer:
         """The first of ``variants``, in the first form, that the template renders and ``lacks`` finds nothing missing
         in: its messages and its marked text. One that is ``unlike`` what the policy has seen is taken if no other
         can be. Raises what the template raised, or :class:`TextLost`."""
+        replies = [(reply.text, reply.special) for reply in sampled]
         failure: Exception | None = None
         for attempt in itertools.count():
             spare, tried = None, False
             for messages in variants():
-                forms = self._forms_of(messages)
+                forms = self._template.forms_of(messages)
                 if attempt >= len(forms):
                     continue
                 tried = True
                 if (form := forms[attempt]) is None:
                     continue
                 try:
-                    marked = self._apply(messages, tools, sampled, form)
+                    marked = self._template.apply(messages, tools, replies, form)
                 except Exception as error:
                     failure = failure or error
                     continue
@@ -350,47 +332,18 @@ class Renderer:
         yield Message("assistant", text)
         apart: dict[str, Any] = {}
         rest = text if parsed is None else parsed.content
-        opening, closing = self._around_thoughts
+        opening, closing = self._template.around_thoughts
         if opening and opening in text:
             thought = text.partition(opening)[2].partition(closing)[0]
             apart = {"reasoning_content": thought, "thinking": thought}
             rest = rest.replace(opening + thought + closing, "", 1)
-        if self._opening and self._opening in text:
-            yield Message("assistant", text.rpartition(self._opening)[2], apart)
+        if (begun := self._template.opening) and begun in text:
+            yield Message("assistant", text.rpartition(begun)[2], apart)
         if parsed is not None:
             if apart:
                 shown = "" if any(True for _ in self._special.texts_in(rest)) else rest
                 yield replace(parsed, content=shown, extra={**parsed.extra, **apart})
             yield parsed
-
-    @cached_property
-    def _opening(self) -> str:
-        """The text that the template writes between the generation prompt and a reply, if there are special tokens in
-        it: the policy samples it, and the template writes it again."""
-        return self._before_content({})
-
-    @cached_property
-    def _around_thoughts(self) -> tuple[str, str]:
-        """The texts before and after the thoughts of a reply, up to a special token; empty where the template takes no
-        thoughts."""
-        before = self._before_content({"reasoning_content": _THOUGHT, "thinking": _THOUGHT})
-        opening, found, closing = before.partition(_THOUGHT)
-        closing = next(self._special.texts_in(closing), "")
-        return (opening, closing) if found and opening and closing else ("", "")
-
-    def _before_content(self, extra: Mapping[str, Any]) -> str:
-        """The template's text from the generation prompt to a reply's content; empty without special tokens in it."""
-        user = Message("user", "x")
-        try:
-            prompt = self._apply([user])
-            text = self._apply([user, Message("assistant", _MARK, extra)], closed=True)
-        except Exception:
-            return ""
-        before, found, _ = text.partition(_MARK)
-        if not found or not before.startswith(prompt):
-            return ""
-        before = before[len(prompt) :]
-        return before if any(True for _ in self._special.texts_in(before)) else ""
 
     def _appended(
         self,
@@ -423,9 +376,9 @@ class Renderer:
         """The marked text that follows a completion up to the next reply: behind the end token that was sampled, or
         with the one that the template writes where none was."""
         user = Message("user", "x")
-        replies = [Message("assistant", _MARK)]
+        replies = [Message("assistant", MARK)]
         if parsed_reply is not None and (calls := parsed_reply.extra.get("tool_calls")):
-            stated = [{**c, "function": {**c["function"], "arguments": {_MARK: _MARK}}} for c in calls]
+            stated = [{**c, "function": {**c["function"], "arguments": {MARK: MARK}}} for c in calls]
             replies.append(replace(parsed_reply, content="", extra={**parsed_reply.extra, "tool_calls": stated}))
 
         def variants() -> Iterator[Sequence[Message]]:
@@ -433,13 +386,13 @@ class Renderer:
                 yield (user, reply, *new)
 
         def lacks(messages: Sequence[Message], text: str) -> str | None:
-            return lost(new, text, max(0, text.rfind(_MARK)))
+            return lost(new, text, max(0, text.rfind(MARK)))
 
         messages, text = self._fit(variants, (), (), lacks)
         if messages[1] is replies[0]:
-            rest = text.partition(_MARK)[2]
+            rest = text.partition(MARK)[2]
         else:
-            rest = self._after_calls(text.rpartition(_MARK)[2], completed.text)
+            rest = self._after_calls(text.rpartition(MARK)[2], completed.text)
         if completed.end_id is None:
             return rest
         end = self._end_texts[completed.end_id]
@@ -471,18 +424,23 @@ class Renderer:
         return rest[min(found) :]
 
     @cached_property
+    def _in_replies(self) -> frozenset[str]:
+        """Special texts that the template writes inside a reply, without those that end it."""
+        return self._template.special_in_replies.difference(self._end_texts.values())
+
+    @cached_property
     def _closing(self) -> tuple[str, ...]:
         """Tokens with which the template closes a reply: at the end, and before the user's next message. None where it
         only begins the next message."""
         if not self._has_end:
             return ()
         last = self._end_texts[self._usual_end]
-        user = Message("user", _THOUGHT)
+        user = Message("user", _NEXT)
         try:
-            text = self._apply([Message("user", "x"), Message("assistant", _MARK), user])
+            text = self._template.apply([Message("user", "x"), Message("assistant", MARK), user])
         except Exception:
             return (last,)
-        after, _, end = text.partition(_MARK)[2].partition(_THOUGHT)
+        after, _, end = text.partition(MARK)[2].partition(_NEXT)
         inner = next(self._special.texts_in(after), "")
         return (last, inner) if inner and inner != last and inner in end else (last,)
 
@@ -498,172 +456,6 @@ class Renderer:
         if ids and ids[0] == end_id:
             return ids[1:]
         return self._encode(rest[len(end_text) :])
-
-    def _template_end(self) -> int | None:
-        """The special token that the template puts after an assistant's content."""
-        try:
-            text = self._apply([Message("user", "x"), Message("assistant", _MARK)], closed=True)
-        except Exception as error:
-            raise ConfigurationError(
-                f"the chat template cannot render a user and an assistant message: {type(error).__name__}: {error}"
-            ) from error
-        _, found, tail = text.rpartition(_MARK)
-        ids = self._encode(tail.lstrip()) if found and tail else ()
-        return ids[0] if ids and ids[0] in self._special_ids else None
-
-    def _find_style(self) -> Style:
-        """The template's style, by conversations of marked texts. Raises :class:`ConfigurationError` for a template
-        that leaves out the user's messages in each form."""
-        user, again = Message("user", _texts("user")), Message("user", _texts("next"))
-        base = next((form for form in (Form(), Form(parts=True)) if self._talks(form, user, again)), None)
-        if base is None:
-            raise ConfigurationError(
-                f"expected a chat template that renders what is said, but that of {self.name} leaves out a message of "
-                "the user: set model.chat_template to a Jinja file that does not"
-            )
-        system = Message("system", _texts("system"))
-        base = replace(base, system=self._takes([system, user], base))
-        base = replace(base, alternating=not self._takes([user, again], base))
-        schema = {"type": "object", "properties": {_texts("name"): {"type": "string", "description": _texts("about")}}}
-        function = {"name": _texts("tool"), "description": _texts("use"), "parameters": schema}
-        tools: list[ToolSchema] = [{"type": "function", "function": function}]
-        schemas = any(self._takes([system, user], base, shown) for shown in (tools, described(tools)))
-        return Style(schemas, base)
-
-    def _talks(self, form: Form, user: Message, again: Message) -> bool:
-        """False where the user's part of a dialogue is missing. The longest that is not refused decides; a template
-        that refuses a single message is found when it is used."""
-        reply = Message("assistant", _texts("reply"))
-        for said in ([user, reply, again], [user]):
-            try:
-                text = self._render(form.messages(said, self.as_text))
-            except Exception:
-                continue
-            return lost([message for message in said if message is not reply], text) is None
-        return not form.parts
-
-    def _takes(self, messages: Sequence[Message], form: Form, tools: list[ToolSchema] | None = None) -> bool:
-        """True if nothing is missing in the template's text for ``messages`` and ``tools``."""
-        try:
-            text = self._render(form.messages(messages, self.as_text), tools)
-        except Exception:
-            return False
-        return lost(messages, text) is None and lost_schema(tools or (), text, str) is None
-
-    def _forms_of(self, messages: Sequence[Message]) -> Sequence[Form | None]:
-        """The forms in which ``messages`` may be rendered, in the order in which they are tried; None in the place of
-        one that the template does not take."""
-        forms: Sequence[Form | None] = self._plain_forms
-        for message in messages:
-            if message.extra and message.extra.get("tool_calls"):
-                return self._forms_of_calls
-            if message.role == "tool":
-                forms = self._forms_of_answers
-        return forms
-
-    @cached_property
-    def _plain_forms(self) -> tuple[Form, ...]:
-        base = self._style.base
-        return tuple(dict.fromkeys([base, replace(base, system=False, alternating=True)]))
-
-    @cached_property
-    def _forms_of_answers(self) -> tuple[Form | None, ...]:
-        answers = [Message("tool", _texts(f"answer{i}"), _answered(i)) for i in "ab"]
-        said = [Message("user", _texts("user")), Message("assistant", _texts("reply"))]
-        last = [Message("assistant", _texts("last")), Message("user", _texts("next"))]
-        return self._forms_with_tools([[*said, *answers], [*said, answers[0], *last]])
-
-    @cached_property
-    def _forms_of_calls(self) -> tuple[Form | None, ...]:
-        calls = [_called(i) for i in "ab"]
-        answers = [Message("tool", _texts(f"answer{i}"), _answered(i)) for i in "ab"]
-        user, last = Message("user", _texts("user")), Message("assistant", _texts("last"))
-        one, two = ({"tool_calls": calls[:n]} for n in (1, 2))
-        return self._forms_with_tools(
-            [
-                [user, Message("assistant", "", one), answers[0]],
-                [user, Message("assistant", "", two), *answers],
-                [user, Message("assistant", _texts("reply"), one), answers[0], last, Message("user", _texts("next"))],
-            ]
-        )
-
-    def _forms_with_tools(self, conversations: Sequence[Sequence[Message]]) -> tuple[Form | None, ...]:
-        """The forms in which the template renders one of ``conversations`` whole, and the plainest one."""
-        base = self._style.base
-        forms = forms_of_tools(self.template, self._style.schemas, base)
-        whole = [form if any(self._takes(said, form) for said in conversations) else None for form in forms]
-        plainest = replace(base, calls="text", answers=False, system=False, alternating=True)
-        return *whole, None if plainest in whole else plainest
-
-    def as_text(self, message: Message) -> Message:
-        """A message with its calls in its content, as the policy writes them."""
-        if not message.extra.get("tool_calls"):
-            return message
-        if self._call_format is None:
-            return with_calls_in_text([message])[0]
-        functions = [call.get("function", call) for call in message.extra["tool_calls"]]
-        calls = [ToolCall(str(f["name"]), arguments_of(f.get("arguments"))) for f in functions]
-        text = self._call_format.render(calls)
-        rest = {key: value for key, value in message.extra.items() if key != "tool_calls"}
-        return Message(message.role, f"{message.content}\n{text}" if message.content else text, rest)
-
-    @cached_property
-    def _call_format(self) -> ToolFormat | None:
-        """The form in which the policy writes calls: that of the template, or that whose mark the tokenizer knows; None
-        for Hermes."""
-        if not self._style.schemas:
-            return None
-        try:
-            return FORMATS.get(format_of_template(self.template, self._tokenizer))
-        except ConfigurationError:
-            known = " ".join([self.template, *getattr(self._tokenizer, "added_tokens_encoder", {})])
-            marked = [form for form in FORMATS.values() if form.mark.search(known)]
-            return marked[0] if len(marked) == 1 else None
-
-    @cached_property
-    def _in_replies(self) -> frozenset[str]:
-        """Special texts that the template writes inside a reply, such as those around thoughts and tool calls."""
-        user, prompt, found = Message("user", "x"), self._apply([Message("user", "x")]), set[str]()
-        for extra in ({}, {"reasoning_content": _MARK}, {"thinking": _MARK, "tool_calls": [_called("a")]}):
-            try:
-                text = self._apply([user, Message("assistant", _MARK, extra)], form=self._style.base, closed=True)
-            except Exception:
-                continue
-            shared = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
-            found.update(self._special.texts_in(text[shared:]))
-        return frozenset(found.difference(self._end_texts.values()))
-
-    def _apply(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSchema] = (),
-        sampled: Sequence[Completed] = (),
-        form: Form | None = None,
-        closed: bool = False,
-    ) -> str:
-        """The template's text for ``messages``, which are marked first, and for ``tools``, which are marked. With the
-        generation prompt, unless ``closed``."""
-        replies = [(reply.text, reply.special) for reply in sampled]
-        marked = [self._special.mark_message(message, replies) for message in messages]
-        shown = with_system_text(marked, tools) if tools and not self._style.schemas else marked
-        given = (form or self._style.base).messages(shown, self.as_text)
-        text = self._render(given, list(tools) if tools and self._style.schemas else None, closed)
-        changed = any(a is not b for a, b in zip(messages, marked, strict=True))
-        return self._special.unquoted(text) if changed else text
-
-    def _render(
-        self, messages: list[dict[str, Any]], tools: list[ToolSchema] | None = None, closed: bool = False
-    ) -> str:
-        options: dict[str, Any] = {"tools": tools} if tools else {}
-        several = self._tokenizer.chat_template
-        if isinstance(several, dict) and "tool_use" in several:
-            uses = tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
-            options |= {"chat_template": "tool_use"} if uses else {}
-        text = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not closed, **options
-        )
-        assert isinstance(text, str)
-        return text
 
     def _encode(self, text: str) -> tuple[int, ...]:
         """Ids of marked text."""
@@ -691,92 +483,3 @@ def _said(messages: Sequence[Message], given: int, replies: Sequence[str] | None
             yield message
         elif replies is not None and not any(message.content in reply for reply in replies):
             yield replace(message, content=message.content.rpartition("</think>")[2])
-
-
-def _texts(word: str) -> str:
-    """A text for probing that is in no template: without digits, because templates split at some."""
-    return f"afterplay{word}mark"
-
-
-def _called(word: str) -> dict[str, Any]:
-    """A call for probing. Mistral's templates want ids of nine characters."""
-    function = {"name": _texts(f"call{word}"), "arguments": {_texts(f"key{word}"): _texts(f"value{word}")}}
-    return {"id": f"00000000{word}", "type": "function", "function": function}
-
-
-def _answered(word: str) -> dict[str, str]:
-    return {"name": _texts(f"call{word}"), "tool_call_id": f"00000000{word}"}
-
-
-def _plain_backend(tokenizer: Any) -> Any | None:
-    """The Rust tokenizer itself, where there is one: the same ids at a quarter of the cost, and no thread pool per
-    call."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or getattr(tokenizer, "split_special_tokens", False):
-        return None
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = False
-    return backend
-
-
-def _plain_decoder(tokenizer: Any, backend: Any | None) -> Any | None:
-    """The Rust tokenizer where the tokenizer decodes as transformers' own class does: the same text without a look at
-    the type of every id, which is 0.22 instead of 0.88 ms for 1,000 tokens."""
-    if backend is None:
-        return None
-    from transformers import PreTrainedTokenizerFast as Plain
-
-    kind = type(tokenizer)
-    if not isinstance(tokenizer, Plain) or kind.decode is not Plain.decode or kind._decode is not Plain._decode:
-        return None
-    return backend
-
-
-def load_tokenizer(
-    folder: Path, chat_template: str | None = None, trust_remote_code: bool = False
-) -> tuple[Any, tuple[int, ...]]:
-    """The tokenizer of a prepared model folder and the end-of-turn ids of its ``generation_config.json``.
-
-    Raises :class:`ConfigurationError` when the folder or the template file cannot be read.
-    """
-    try:
-        tokenizer = _load(folder, trust_remote_code)
-    except Exception as error:
-        raise ConfigurationError(
-            f"no tokenizer can be loaded from {folder}: {error}; prepare the model first"
-        ) from error
-    if chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(chat_template).read_text()
-        except OSError as error:
-            raise ConfigurationError(f"model.chat_template: {error}") from error
-    return tokenizer, _generation_ends(folder / "generation_config.json")
-
-
-def _load(folder: Path, trust_remote_code: bool) -> Any:
-    """transformers' tokenizer. ``AutoTokenizer`` imports torch (4 s of CPU, 340 MB an actor), so a folder whose
-    tokenizer is wholly its ``tokenizer.json`` is loaded without it."""
-    if (folder / "tokenizer.json").is_file() and _json_of(folder / "tokenizer_config.json").get(
-        "tokenizer_class"
-    ) in PLAIN:
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
-
-
-def _json_of(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _generation_ends(path: Path) -> tuple[int, ...]:
-    value = _json_of(path).get("eos_token_id")
-    values = value if isinstance(value, list) else [value]
-    return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool))

@@ -6,10 +6,11 @@ when the conversation goes back to the endpoint. Token limits are those of the e
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from actors.engine.base import Completion, Generation, Sampling
 from actors.engine.chat_endpoint import ChatAnswer, ChatEndpoint, PromptTooLong
-from actors.rendering.message_tokens import MessageTokens
+from actors.rendering.renderer import RENDERER, Completed, Conversation
 from actors.rendering.tool_messages import (
     ToolSchema,
     with_answers_of_the_user,
@@ -28,12 +29,89 @@ from actors.rollout.agent_loop import Limit
 from actors.rollout.policy import Policy
 from actors.rollout.services import Services
 from actors.tools.parsing.registry import FORMATS
-from pipeline.errors import EpisodeLimit
+from pipeline.errors import EpisodeLimit, PlugInError
 from pipeline.schema import Message, Order, VersionSpan
 
 CONTEXT_MAX = 2**30
 """Messages of a prompt: the endpoint itself says when one is too long."""
+FIRST = 2**30
+"""Numbers of replies begin here: token ids of a real tokenizer, which a program may send, are smaller."""
+CHARACTERS_PER_TOKEN = 4
+"""For limits on the length of a text in tokens."""
 _PARSE = FORMATS["qwen"].parse
+
+
+class ChatRenderer:
+    """In place of :class:`Renderer` where the chat template is on the other side. A prompt has an id for each message
+    (the first one, perhaps, for the tools), which is 0; a reply has one, which is the number of its answer."""
+
+    template = "<tool_call>"
+    """Tool calls are read in the forms of Hermes and Qwen."""
+    tokenizer = None
+    name = ""
+    end_ids = ()
+
+    def __init__(self) -> None:
+        self.answers: dict[int, ChatAnswer] = {}
+        """Answers of the endpoint by the number of the reply."""
+        self._numbers = itertools.count(FIRST)
+
+    def start(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        sampled: Sequence[Completed] = (),
+        instead: Sequence[Message] | None = None,
+    ) -> Conversation:
+        """The first prompt."""
+        ids = (0,) * (bool(tools) + len(messages))
+        return Conversation(tuple(messages), "", ids, ids, 0, tuple(tools))
+
+    def restart(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
+        """The next branch, which begins with a rewritten history."""
+        return replace(self.start(messages, conversation.tools), branch=conversation.branch + 1)
+
+    def extend(
+        self,
+        conversation: Conversation,
+        completion_ids: Sequence[int],
+        completed: Completed,
+        new: Sequence[Message],
+        *,
+        parsed_reply: Message | None = None,
+        append: bool = False,
+    ) -> Conversation:
+        """The next prompt: the one before, the reply as it came, and ``new``."""
+        added = (0,) * len(new)
+        messages = (*conversation.messages, Message("assistant", completed.text), *new)
+        ids = (*conversation.prompt_ids, *completion_ids, *added)
+        return replace(conversation, messages=messages, prompt_ids=ids, added_ids=added)
+
+    def answered(self, answer: ChatAnswer) -> int:
+        """A new number for a reply."""
+        number = next(self._numbers)
+        self.answers[number] = answer
+        return number
+
+    def completed(self, completion_ids: Sequence[int]) -> Completed:
+        """The reply with this number."""
+        return Completed(reply_text(self.answers[completion_ids[0]]), None)
+
+    def token_bytes(self, number: int) -> bytes:
+        """The text of a reply."""
+        return self.completed([number]).text.encode("utf-8", "replace")
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """A text alone, in pieces of about a token, for measuring and cutting."""
+        pieces = (text[at : at + CHARACTERS_PER_TOKEN] for at in range(0, len(text), CHARACTERS_PER_TOKEN))
+        return tuple(int.from_bytes(b"\1" + piece.encode("utf-32-be", "surrogatepass")) for piece in pieces)
+
+    def decode_ids(self, ids: Sequence[int]) -> str:
+        """The text of these pieces. Raises :class:`PlugInError` for token ids."""
+        if any(number < 2**32 for number in ids):
+            raise PlugInError(RENDERER, "TokenIds", "the program sends token ids, and the endpoint takes messages")
+        pieces = (number.to_bytes((number.bit_length() + 7) // 8)[1:] for number in ids)
+        return "".join(piece.decode("utf-32-be", "surrogatepass") for piece in pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +119,11 @@ class ChatSettings:
     """Settings of every request."""
 
     endpoint: ChatEndpoint
-    tokens: MessageTokens
+    renderer: ChatRenderer
     more: Mapping[str, Any]
     """Other fields of the request."""
     tools_as_text: bool = False
     """The tools stand in the system message, for endpoints and models that take none."""
-    answers: dict[int, ChatAnswer] = field(default_factory=dict)
-    """Answers of the endpoint by the number of the reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +158,23 @@ class ChatPolicy(Policy):
         """The failure after which the request of now is made again; empty where none came."""
         return self._trouble
 
-    async def complete(self, prompt_ids: Sequence[int], tokens_max: int, stop: Sequence[str] = ()) -> Completion:
+    async def complete(
+        self,
+        prompt_ids: Sequence[int],
+        tokens_max: int,
+        stop: Sequence[str] = (),
+        conversation: Conversation | None = None,
+    ) -> Completion:
         """Raises :class:`EpisodeLimit` where the episode or the model's context has no room left."""
         settings = self._settings
-        messages, tools = settings.tokens.prompt(prompt_ids)
+        assert conversation is not None
+        tools = conversation.tools
         if self._spent >= self._tokens_max:
             raise EpisodeLimit(Limit.TOKENS)
         more = dict(settings.more) | {"max_tokens": min(tokens_max, self._tokens_max - self._spent)}
         if stops := (*self.sampling.stop, *stop):
             more["stop"] = stops
-        sent = request_messages(messages, tools, settings.tools_as_text)
+        sent = request_messages(conversation.messages, tools, settings.tools_as_text)
         self.asking, self._trouble = True, ""
         started = time.perf_counter()
         try:
@@ -103,8 +186,7 @@ class ChatPolicy(Policy):
         self.seconds += seconds
         self.engines = [settings.endpoint.url]
         self._spent = max(self._spent, answer.prompt_tokens + answer.sampled_tokens)
-        number = settings.tokens.reply(reply_text(answer))
-        settings.answers[number] = answer
+        number = settings.renderer.answered(answer)
         generation = Generation(
             np.asarray([number], np.int32), np.zeros(1, np.float32), (VersionSpan(0, 1, 0),), answer.finish_reason
         )

@@ -95,7 +95,7 @@ class RecordedDialogue:
         room = self._budget.room(len(call.prompt_ids), len(call.added_ids))
         if isinstance(room, Limit):
             raise EpisodeLimit(room)
-        completion: Completion = await self.policy.complete(call.prompt_ids, room)
+        completion: Completion = await self.policy.complete(call.prompt_ids, room, (), call.conversation)
         generation = completion.generation
         self._budget.spend(len(call.added_ids), len(generation.token_ids))
         completed = self.recorder.renderer.completed(generation.token_ids.tolist())

@@ -16,6 +16,7 @@ import anyio
 
 from actors.engine.base import Completion, Engine, Generation, Sampling
 from actors.engine.pool import EnginePool
+from actors.rendering.renderer import Conversation
 from pipeline.errors import EngineBusy, EngineError, EngineGone, EngineProtocolError, EngineRefused, EngineUnavailable
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.runtime.plugin_guard import kept_running
@@ -72,11 +73,18 @@ class Policy:
         """Reason why no engine can answer; empty when one can."""
         return self._pool.trouble(self._version)
 
-    async def complete(self, prompt_ids: Sequence[int], tokens_max: int, stop: Sequence[str] = ()) -> Completion:
+    async def complete(
+        self,
+        prompt_ids: Sequence[int],
+        tokens_max: int,
+        stop: Sequence[str] = (),
+        conversation: Conversation | None = None,
+    ) -> Completion:
         """Sample one completion. A request that fails is made again, on another engine where there is one, up to
         ``actor.retries`` times; one that meets a busy engine is made again for ``wait_seconds_max`` of the pool.
 
-        ``stop``: more texts that end it. Every try waits for an engine whose policy version is at least that of the
+        ``stop``: more texts that end it. ``conversation``: the prompt as messages, for an endpoint that takes these;
+        None: the program gave ids alone. Every try waits for an engine whose policy version is at least that of the
         order and of all tokens so far. Tokens of a try that did not count are counted as discarded. Raises
         :class:`EngineRefused` at once, and the last :class:`EngineError` when all tries failed."""
         self.asking = True

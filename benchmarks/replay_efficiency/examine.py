@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from actors.environments.base import Environment, Episode, Reply
 from actors.environments.discovery import build
-from actors.rendering.renderer import Conversation, Renderer, load_tokenizer
+from actors.rendering.renderer import Conversation, Renderer
+from actors.rendering.tokenizer import load_tokenizer
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.schema import FinishReason, Task

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from actors.adapters.babyai import BabyAI
 from actors.environments import Reply
-from actors.rendering.renderer import Renderer, load_tokenizer
+from actors.rendering.renderer import Renderer
+from actors.rendering.tokenizer import load_tokenizer
 from benchmarks.routing.conversations import ROLLOUTS
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Task

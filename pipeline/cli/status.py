@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from rich.console import Console
 from rich.table import Table
 
@@ -16,7 +14,7 @@ from pipeline.runtime.engine_addresses import LEASE_SECONDS, EngineRegistry
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, is_locked, read_json
 from pipeline.store.evaluation_results import read_results
-from pipeline.store.ledger import Ledger, read_ledger
+from pipeline.store.ledger import ACCOUNTS, Ledger, read_ledger
 from pipeline.store.store import store_path
 
 
@@ -103,21 +101,11 @@ def _joined_engines(directory: RunDirectory, console: Console) -> None:
 
 def _accounts(ledger: Ledger, console: Console) -> ExitCode:
     table = Table("account", "state", "count", box=None, header_style="dim")
-    accounts: dict[str, Mapping[str, int]] = {
-        "orders": ledger.orders,
-        "trajectories": ledger.trajectories,
-        "groups": ledger.groups,
-        "pool": ledger.pool,
-        "stored groups": ledger.stored_groups,
-        "replays": ledger.replays,
-        "tasks": ledger.tasks,
-        "evaluations": ledger.evaluations,
-    }
-    for account, counts in accounts.items():
-        if account in ("pool", "stored groups", "replays", "tasks", "evaluations") and not any(counts.values()):
-            continue
-        for position, (state, count) in enumerate(counts.items()):
-            table.add_row(account if position == 0 else "", state, str(count))
+    for account in ACCOUNTS:
+        counts = getattr(ledger, account)
+        if account in ("orders", "trajectories", "groups") or any(counts.values()):
+            for position, (state, count) in enumerate(counts.items()):
+                table.add_row(account.replace("_", " ") if position == 0 else "", state, str(count))
     console.print(table)
     for name, outcomes in ledger.outcomes.items():
         if outcomes.failed:

@@ -49,6 +49,13 @@ class Launch:
     arguments: tuple[str, ...] = ()
     """Further arguments for the program that takes the run: ``sbatch``, ``helm``."""
 
+    def refuse_machines(self, why: str) -> None:
+        """Raise :class:`ConfigurationError` if an option names machines, for a launcher that knows them."""
+        given = {"--nodes": self.nodes, "--gpus": self.gpus, "--out": self.out, "--": self.arguments}
+        for option, value in given.items():
+            if value not in ("", None, ()):
+                raise ConfigurationError(f"{option} {why}")
+
 
 def launch(name: str, request: Launch) -> int:
     """Start or submit a run with the launcher ``name``; returns the exit code. Raises :class:`ConfigurationError`."""
@@ -68,13 +75,10 @@ def require_program(name: str, remedy: str) -> str:
 def run_here(request: Launch) -> int:
     """Run all processes on this machine, to the end. A dry run prints the command of each. Raises
     :class:`ConfigurationError`."""
-    given = {"--nodes": request.nodes, "--gpus": request.gpus, "--out": request.out, "--": request.arguments}
-    for option, value in given.items():
-        if value not in ("", None, ()):
-            raise ConfigurationError(
-                f"{option} is for runs on several machines, got --on local: omit it. CUDA_VISIBLE_DEVICES limits the "
-                "GPUs of this machine, and afterplay plan FILE shows other machines"
-            )
+    request.refuse_machines(
+        "is for runs on several machines, got --on local: omit it. CUDA_VISIBLE_DEVICES limits the GPUs of this "
+        "machine, and afterplay plan FILE shows other machines"
+    )
     if not request.dry_run:
         return run(request.config, request.fresh)
     console = Console(highlight=False)

@@ -1,10 +1,10 @@
 """Processes of a run on the nodes of a Ray cluster (``afterplay run FILE --on ray``, on one of them).
 
 This process is the driver: the supervisor decides as on one machine, and shows the same progress. Ray reserves a
-placement group for each role (:mod:`pipeline.launchers.ray_placement`) and starts a keeper for each process
-(:mod:`pipeline.launchers.ray_placement`). When a node is lost, Ray moves its bundles to nodes with room, and the
-supervisor starts the processes again there, with the waits and limits of any restart. The replay stage waits for its
-own node. Messages go over ZeroMQ and HTTP, never through Ray.
+placement group for each role and starts a keeper for each process (:mod:`pipeline.launchers.ray_placement`). When a
+node is lost, Ray moves its bundles to nodes with room, and the supervisor starts the processes again there, with the
+waits and limits of any restart. The replay stage waits for its own node. Messages go over ZeroMQ and HTTP, never
+through Ray.
 """
 
 from __future__ import annotations
@@ -48,10 +48,7 @@ PATIENCE_SECONDS = 5.0
 
 def launch(request: Launch) -> int:
     """Run to the end. A dry run prints the placement groups. Raises :class:`ConfigurationError`."""
-    given = {"--nodes": request.nodes, "--gpus": request.gpus, "--out": request.out, "--": request.arguments}
-    for option, value in given.items():
-        if value not in ("", None, ()):
-            raise ConfigurationError(f"{option}: the nodes and GPUs are those of the Ray cluster: omit it")
+    request.refuse_machines("is not for --on ray, whose nodes and GPUs are those of the cluster: omit it")
     config, console = request.config, Console(highlight=False)
     directory = RunDirectory(config.run.path.absolute())
     ray = connect(f"afterplay:{directory.path}")

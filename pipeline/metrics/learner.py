@@ -23,9 +23,9 @@ from pipeline.metrics.base import (
     histogram,
     latest,
 )
-from pipeline.schema.state import STAGES
 
 TOKEN_KINDS = ("trained", "masked", "padding")
+STAGES = ("wait", "choose", "prepare", "forward", "backward", "optimize", "publish", "save", "other")
 LEVELS = ("token", "sequence")
 STATISTICS = ("mean", "min", "max")
 SIDES = ("low", "high")

@@ -1,11 +1,8 @@
-"""States of roles and stages of an update, as health answers and metrics name them."""
+"""States of roles, as health answers and metrics name them."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-
-STAGES = ("wait", "choose", "prepare", "forward", "backward", "optimize", "publish", "save", "other")
-"""Stages of an update at the learner."""
 
 
 class RoleState(StrEnum):

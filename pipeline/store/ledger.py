@@ -17,6 +17,8 @@ from pipeline.store import tables
 
 ORDER_ENDS = ("delivered", "failed", "aborted", "expired", "cancelled")
 GROUP_OPEN = ("collecting", "ready", "placed")
+ACCOUNTS = ("orders", "trajectories", "groups", "pool", "stored_groups", "replays", "tasks", "evaluations")
+"""Parts of the ledger: first parts of the names of :class:`Count`."""
 
 
 CAUSES_MAX = 20
@@ -178,15 +180,9 @@ def build_ledger(
     groups_held: int = 0,
 ) -> Ledger:
     """Ledger of ``counters``, whose names are those of :class:`Count`."""
+    now = {"groups": open_groups, "pool": {"held": pool_held}, "stored_groups": {"held": groups_held}}
     return Ledger(
-        orders=_under(counters, "orders."),
-        trajectories=_under(counters, "trajectories."),
-        groups={**_under(counters, "groups."), **open_groups},
-        pool={**_under(counters, "pool."), "held": pool_held},
-        stored_groups={**_under(counters, "stored_groups."), "held": groups_held},
-        replays=_under(counters, "replays."),
-        tasks=_under(counters, "tasks."),
-        evaluations=_under(counters, "evaluations."),
+        **{account: {**_under(counters, f"{account}."), **now.get(account, {})} for account in ACCOUNTS},
         outcomes=outcomes_of(counters, meta.get(FAILURES)),
         updates=meta.get("consumed", 0),
         policy_version=meta.get("policy_version", -1),

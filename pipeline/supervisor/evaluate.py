@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from pipeline.runtime.contents import find_damage
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, read_json, write_bytes_atomically, write_json_atomically
 from pipeline.store.evaluation_results import read_results
+from pipeline.supervisor.history import complete_checkpoints
 from pipeline.supervisor.inventory import local_inventory
 from pipeline.supervisor.plan import plan, preflight_place
 from pipeline.supervisor.processes import specs_of
@@ -85,18 +87,18 @@ def evaluate_checkpoint(
         write_json_atomically(directory.evaluated_file, about)
         places = (preflight_place(inventory), *plan(config, inventory, EVALUATOR).places)
         specs = specs_of(places, config, directory)
-        code = supervise(config, specs, directory, reaper, console, lambda: bool(_results(directory)))
-    results = _results(directory)
+        results = partial(read_results, directory.evaluations_file)
+        code = supervise(config, specs, directory, reaper, console, lambda: bool(results()))
     for file in directory.model.rglob("*.safetensors"):  # the tokenizer stays for afterplay show
         file.unlink(missing_ok=True)
-    if code or not results:
+    if code or not (found := results()):
         return code or ExitCode.FAILED
-    return print_result(results[-1], weights.name, directory, console)
+    return print_result(found[-1], weights.name, directory, console)
 
 
 def find_weights(run: RunDirectory, checkpoint: str | None) -> Weights:
     """``None``, ``latest``, ``best``, or a number of updates. Raises :class:`ConfigurationError`."""
-    found = _checkpoints(run)
+    found = complete_checkpoints(run)
     if checkpoint in (None, "latest"):
         if found:
             return _weights(found[max(found)])
@@ -124,7 +126,7 @@ def find_weights(run: RunDirectory, checkpoint: str | None) -> Weights:
 
 
 def _there(run: RunDirectory) -> str:
-    return ", ".join(str(n) for n in sorted(_checkpoints(run))) or "none"
+    return ", ".join(str(n) for n in sorted(complete_checkpoints(run))) or "none"
 
 
 def evaluation_config(
@@ -202,14 +204,6 @@ def print_result(result: Mapping[str, Any], name: str, directory: RunDirectory, 
     return ExitCode.FAILED if unscored or result["status"] != "complete" else ExitCode.FINISHED
 
 
-def _checkpoints(run: RunDirectory) -> dict[int, Path]:
-    """Complete checkpoints by their updates: ``state.json`` is written last."""
-    if not run.checkpoints.is_dir():
-        return {}
-    folders = (path for path in run.checkpoints.iterdir() if re.fullmatch(r"u\d{6,}", path.name))
-    return {int(path.name[1:]): path for path in folders if (path / "state.json").exists()}
-
-
 def _weights(folder: Path) -> Weights:
     state = read_json(folder / "state.json") or {}
     return Weights(folder.name, (folder / "model").absolute(), int(state.get("updates", 0)),
@@ -226,10 +220,6 @@ def _folder(run: RunDirectory, weights: Weights) -> RunDirectory:
             continue
         return RunDirectory(path)
     raise ConfigurationError(f"{run.evaluations} is full: remove old evaluations")
-
-
-def _results(directory: RunDirectory) -> list[dict[str, Any]]:
-    return read_results(directory.evaluations_file)
 
 
 def _with_error(value: float | None, error: float | None) -> str:

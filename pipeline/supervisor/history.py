@@ -141,8 +141,13 @@ def settle(directory: RunDirectory, config: RunConfig) -> Resumed:
 
 def newest_checkpoint(directory: RunDirectory) -> int:
     """Steps of the newest complete checkpoint; 0 without one."""
-    found = (re.fullmatch(r"u(\d{6,})", path.parent.name) for path in directory.checkpoints.glob("u*/state.json"))
-    return max((int(match[1]) for match in found if match), default=0)
+    return max(complete_checkpoints(directory), default=0)
+
+
+def complete_checkpoints(directory: RunDirectory) -> dict[int, Path]:
+    """Folders of the complete checkpoints by their updates: ``state.json`` is written last."""
+    folders = (file.parent for file in directory.checkpoints.glob("u*/state.json"))
+    return {int(folder.name[1:]): folder for folder in folders if re.fullmatch(r"u\d{6,}", folder.name)}
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

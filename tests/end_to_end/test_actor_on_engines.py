@@ -13,7 +13,8 @@ from actors.engine.base import Sampling
 from actors.engine.client import EngineClient
 from actors.engine.pool import EnginePool
 from actors.environments.host import EnvironmentHost
-from actors.rendering.renderer import Renderer, load_tokenizer
+from actors.rendering.renderer import Renderer
+from actors.rendering.tokenizer import load_tokenizer
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
 from pipeline.errors import EngineRefused

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cli.viewer.progress import Line, read_lines
-from pipeline.schema.state import STAGES
+from pipeline.metrics.learner import STAGES
 from pipeline.store.evaluation_results import read_results
 
 if TYPE_CHECKING:

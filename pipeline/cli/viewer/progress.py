@@ -16,8 +16,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.schema.state import STAGES
-
 Line = dict[str, Any]
 
 
@@ -211,6 +209,8 @@ class TimeSpent:
 
 def spent(lines: Iterable[Line]) -> TimeSpent | None:
     """Sums over the lines of ``metrics.jsonl``; None when no line has stage times."""
+    from pipeline.metrics.learner import STAGES  # prometheus_client: the command line starts without it
+
     stages, total, updates = dict.fromkeys(STAGES, 0.0), 0.0, 0
     published: dict[Any, float] = {}
     saved: dict[Any, float] = {}
@@ -238,8 +238,7 @@ def stage_times(found: TimeSpent) -> Table:
     table.add_column("share", justify="right")
     table.add_column("", no_wrap=True, width=BAR_CELLS)
     table.add_column("", style="dim", no_wrap=True)
-    for stage in STAGES:
-        seconds = found.stages[stage]
+    for stage, seconds in found.stages.items():
         share = seconds / found.seconds if found.seconds > 0 else 0.0
         if share >= SHARE_MIN:
             bar = Text("█" * round(BAR_CELLS * share), style="yellow" if stage == "wait" else "green")

@@ -120,8 +120,9 @@ def _beside_messages(turn: Turn, vocabulary: Vocabulary) -> str:
     pieces = vocabulary.pieces(turn.context.token_ids.tolist()) if vocabulary.known else []
     rest, kept = "".join(piece.text for piece in pieces if not piece.special), []
     for message in turn.context_messages:
-        before, found, after = rest.partition(message.content.strip())
-        if found and message.content.strip():
+        content = message.content.strip()
+        before, found, after = rest.partition(content) if content else ("", "", rest)
+        if found:
             kept.append(before.strip())
             rest = after
     text = "\n".join(filter(None, [*kept, rest.strip()]))

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from actors.rendering.renderer import Renderer, load_tokenizer
+from actors.rendering.renderer import Renderer
+from actors.rendering.tokenizer import load_tokenizer
 from pipeline.errors import ConfigurationError, PlugInError
 from pipeline.schema import Message
 
@@ -197,8 +198,8 @@ def test_actor_loads_a_plain_tokenizer_without_torch(tmp_path: Path, words: Any)
     words.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
     code = (
-        "import sys; from pathlib import Path; from actors.rendering.renderer import Renderer, load_tokenizer\n"
-        "import actors.role\n"
+        "import sys; from pathlib import Path; from actors.rendering.renderer import Renderer\n"
+        "import actors.role; from actors.rendering.tokenizer import load_tokenizer\n"
         f"tokenizer, ends = load_tokenizer(Path({str(tmp_path)!r})); renderer = Renderer(tokenizer, ends)\n"
         "assert renderer.end_ids == (2, 5), renderer.end_ids\n"
         "assert 'torch' not in sys.modules\n"

@@ -13,7 +13,8 @@ from actors.embedded.chat import Chat
 from actors.embedded.generator import GeneratedTokens
 from actors.embedded.options import EngineOptions
 from actors.embedded.requests import Bounds, Refused
-from actors.rendering.renderer import Renderer, load_tokenizer
+from actors.rendering.renderer import Renderer
+from actors.rendering.tokenizer import load_tokenizer
 from learner.models.tiny import build_tokenizer
 from pipeline.schema import Message
 

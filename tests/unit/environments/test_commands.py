@@ -20,7 +20,8 @@ from actors.env_commands.describe import details, entries, seeds_in_words
 from actors.env_commands.play import episode, play, sampling
 from actors.environments.discovery import find, names
 from actors.environments.host import EnvironmentHost
-from actors.rendering.renderer import Renderer, load_tokenizer
+from actors.rendering.renderer import Renderer
+from actors.rendering.tokenizer import load_tokenizer
 from actors.rollout.multi_turn import MultiTurn
 from learner.models.tiny import TinyOptions, write_tiny_model
 from pipeline.cli.app import app

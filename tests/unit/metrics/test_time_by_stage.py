@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import learner.observability.report
 from learner.observability.report import Stopwatch
 from learner.observability.timing import LoopClock, StepTimes
-from pipeline.schema.state import STAGES
+from pipeline.metrics.learner import STAGES
 
 TRAINED = ("choose", "prepare", "forward", "backward", "optimize")
 

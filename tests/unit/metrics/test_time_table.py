@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.cli.viewer.progress import spent, stage_times
-from pipeline.schema.state import STAGES
+from pipeline.metrics.learner import STAGES
 
 
 def line(step, published=(), saved=(), **stages):

@@ -162,7 +162,7 @@ def test_a_prompt_shows_what_the_template_wrote_beside_the_messages(tmp_path):
     write_tokenizer(tmp_path)
     vocabulary = Vocabulary.read(tmp_path)
     schema = '{"name": "look_up", "description": "' + "looks " * 30 + '"}'
-    said = (Message("system", "You help."), Message("user", "Who?"))
+    said = (Message("system", "You help."), Message("assistant", ""), Message("user", "Who?"))
     for tools, shown in ((schema, f"# Tools\n{schema}\nuser"), ("", "")):
         prompt = f"You help.\n# Tools\n{tools}\nuser\nWho?"
         turn = Turn(
