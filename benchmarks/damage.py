@@ -35,8 +35,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from learner.checkpoints.checkpoint import read_state
-from learner.checkpoints.resume import find_resumption
+from learner.checkpoints.checkpoint import find_resumption, read_state
 from learner.models.prepare import prepare_model
 from pipeline.cli.viewer.progress import read_lines
 from pipeline.config.load import load

@@ -28,7 +28,7 @@ import anyio
 import numpy as np
 import zmq
 
-from learner.data.assembler import GroupAssembler
+from learner.session import GroupAssembler
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.load import dump, loads

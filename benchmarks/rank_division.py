@@ -23,10 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.recorded import QUICKSTART, read
-from learner.data.cost import PassCost
 from learner.data.division import divide
-from learner.data.microbatch import MicroBatch, collate, plan_rows
-from learner.data.packing import SHARED_TOKENS_MIN, Form
+from learner.data.microbatch import SHARED_TOKENS_MIN, Form, MicroBatch, PassCost, collate, plan_rows
 from learner.data.rows import Row
 
 COST = PassCost(token=2 * 357_900_000, pair=4 * 24 * 896, sampled=2 * 896 * 151_936)

@@ -15,13 +15,11 @@ from learner.data.demonstrations import load_demonstrations
 from learner.distributed.collectives import RankGroup
 from learner.distributed.ranks import resolve_device
 from learner.models.model_folder import ModelFolder
-from learner.policy.backbone import DTYPES, Backbone
 from learner.policy.fsdp import shard
-from learner.policy.policy import Policy
+from learner.policy.policy import DTYPES, Backbone, Policy
 from learner.policy.reference import AdaptersOff, AskedElsewhere, FrozenCopy, Reference, ServerReference
 from learner.training.critic import Critic
-from learner.training.scoring_passes import needed_scores
-from learner.training.trainer import Trainer
+from learner.training.trainer import Trainer, needed_scores
 from pipeline.config import RunConfig
 from pipeline.config.learner import LoraConfig
 from pipeline.errors import ConfigurationError

@@ -10,7 +10,7 @@ update, once the version before is published, and releases it before it publishe
 Training runs in a worker thread, so messages continue; each layer of a pass is progress
 (:mod:`pipeline.runtime.progress`). Publication of a version overlaps with the training of the next update, but for
 weights that engines get straight from the device; at most one publication is under way. The next batch is prefetched
-during training too (:mod:`learner.prefetch`). A checkpoint is copied in memory and written by
+during training too (:mod:`learner.batches`). A checkpoint is copied in memory and written by
 :class:`learner.checkpoints.writer.CheckpointWriter`: the loop waits for the disk only when the previous write is not
 done.
 
@@ -32,25 +32,21 @@ import anyio.to_thread
 import numpy as np
 from torch import Tensor
 
-from learner.candidate_scorer import CandidateScorer
+from learner.batches import CandidateScorer, PrefetchedBatch, Prefetcher, ReplayChoice, make_batch
 from learner.checkpoints.best import is_evaluated
 from learner.checkpoints.checkpoint import CheckpointState, take_image
 from learner.checkpoints.skipped_steps import write_skipped
 from learner.checkpoints.writer import CheckpointWriter
-from learner.data.groups import Group
-from learner.data.replay_choice import ReplayChoice
-from learner.data.rows import Batch, TokenArray
+from learner.data.rows import Batch, Group, TokenArray
 from learner.device_turn import DeviceTurn
-from learner.observability.report import StepReport
 from learner.observability.timing import LoopClock
-from learner.prefetch import PrefetchedBatch, Prefetcher, make_batch
 from learner.recorder import MetricsLog, Update, record_step, step_line, trained_facts
 from learner.session import LearnerSession
 from learner.traces import Tracer
+from learner.training.report import StepReport
 from learner.training.trainer import Trainer
 from learner.weights.device_weights import DeviceWeights
-from learner.weights.engine_keeper import Publication
-from learner.weights.probe import WeightProbe
+from learner.weights.engine_keeper import Publication, WeightProbe
 from learner.weights.publisher import published_dtype, sent_from_device, weights_to_publish
 from learner.witness import trained_line
 from pipeline.metrics.learner import LearnerMetrics

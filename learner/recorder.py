@@ -17,14 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from learner.data.packing import Form
-from learner.data.replay_choice import ReplayChoice
-from learner.data.rows import Batch
-from learner.data.trained import Trained, TrainedGroup
+from learner.batches import ReplayChoice
+from learner.data.microbatch import Form
+from learner.data.rows import Batch, Trained, TrainedGroup
 from learner.losses.corrections import REASONS
-from learner.observability.report import CriticReport, StepReport
 from learner.observability.statistics import BatchStatistics, SourceStatistics, Weights
 from learner.observability.timing import StepTimes
+from learner.training.report import CriticReport, StepReport
 from pipeline.metrics.base import Declaration
 from pipeline.metrics.learner import PADDED_BECAUSE, LearnerMetrics
 from pipeline.runtime.disk_wait import left_out, whole_or_nothing

@@ -13,12 +13,12 @@ import anyio.to_thread
 
 from learner.build import load_trainer
 from learner.checkpoints.best import BestKeeper
-from learner.checkpoints.resume import find_resumption
+from learner.checkpoints.checkpoint import find_resumption
 from learner.checkpoints.writer import CheckpointWriter
 from learner.device_turn import DeviceTurn, limit_memory
 from learner.loop import LearnerLoop
 from learner.models.prepare import prepare_model
-from learner.rank_zero import RankZero
+from learner.rank_processes import RankZero
 from learner.recorder import MetricsLog
 from learner.session import LearnerProgress, LearnerSession
 from learner.traces import tracing

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from learner.data.microbatch import token_offsets
 from learner.data.rows import Batch, Row
-from learner.observability.report import StepReport
 from learner.observability.statistics import TokenValues
+from learner.training.report import StepReport
 from pipeline.config.evaluation import TracesConfig
 from pipeline.errors import SchemaError
 from pipeline.runtime.disk_wait import disk_fault

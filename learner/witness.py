@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from learner.data.rows import Batch
-from learner.observability.report import StepReport
+from learner.training.report import StepReport
 from pipeline.runtime.witness import turn_digests
 
 

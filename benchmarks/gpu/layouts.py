@@ -22,7 +22,7 @@ from benchmarks.gpu.report import Facts
 from benchmarks.learner_step.case import Case, make_rows
 from benchmarks.learner_step.model import make_model
 from benchmarks.learner_step.sides import make_trainer
-from learner.data.packing import Form
+from learner.data.microbatch import Form
 from learner.data.rows import Batch, Row
 from learner.policy.attention import NAME, packed_attention
 from learner.training.trainer import Trainer

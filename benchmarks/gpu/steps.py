@@ -18,7 +18,7 @@ from benchmarks.learner_step.case import Case, make_rows
 from benchmarks.learner_step.model import make_model, step_flops
 from benchmarks.learner_step.sides import LEARNER, Clock, bare_steps, learner_steps, make_trainer, timed
 from learner.data.rows import Batch, Row
-from learner.observability.report import StepReport
+from learner.training.report import StepReport
 
 LARGE = {"optimizer_dtype": "bfloat16", "logits_tokens_max": 4096}
 """Settings with which 7B and all its states fit into 140 GB."""

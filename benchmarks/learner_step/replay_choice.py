@@ -23,9 +23,8 @@ import numpy as np
 import torch
 
 from benchmarks.learner_step.model import SHAPES, write_model
-from learner.data.groups import Group, StoredRollout
-from learner.data.replay_choice import CandidateScores, choose_replays
-from learner.data.rows import build_batch
+from learner.batches import CandidateScores, choose_replays
+from learner.data.rows import Group, StoredRollout, build_batch
 from learner.models.model_folder import ModelFolder
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer

@@ -30,8 +30,8 @@ from benchmarks.learner_step.trl import trl_train
 from learner.data.microbatch import plan_microbatches
 from learner.data.rows import Batch, Row
 from learner.models.model_folder import ModelFolder
-from learner.observability.report import StepReport
 from learner.policy.policy import Policy
+from learner.training.report import StepReport
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 

@@ -12,7 +12,7 @@ import yaml
 
 from benchmarks.recorded import Origin, RecordedRow, write
 from benchmarks.recorded import __doc__ as description
-from learner.data.packing import common_prefix, lexicographic
+from learner.data.microbatch import common_prefix, lexicographic
 from learner.data.rows import Row, trajectory_rows
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Trajectory

@@ -11,14 +11,20 @@
       state.json    counters
       contents.json    size and digest of every file; written last
     checkpoints/best    the best evaluated one, with evaluation.keep_best (learner/checkpoints/best.py)
-    checkpoints/u000012.damaged    one that cannot be used (learner/checkpoints/resume.py)
+    checkpoints/u000012.damaged    one that cannot be used
+
+A learner resumes from the newest checkpoint whose files hold the bytes that were written. A damaged one is renamed to
+``uNNNNNN.damaged``: it is never chosen again and never deleted. A sentence about it is in the learner's log, on the
+console of ``afterplay run`` and in ``afterplay status``; a metric counts them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import shutil
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,14 +35,14 @@ import torch
 from torch import Tensor
 
 from learner.checkpoints.shards import FOLDER, Shards, divide_state, random_state, restored_state, set_random_state
-from learner.data.trained import Trained
+from learner.data.rows import Trained
 from learner.distributed.collectives import RankGroup
 from learner.distributed.ranks import ALONE
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
-from pipeline.errors import FormatMismatch, StoreError, TrainingError
+from pipeline.errors import DamagedFiles, FormatMismatch, StoreError, TrainingError
 from pipeline.runtime.atomic_folder import atomic_folder
-from pipeline.runtime.contents import CONTENTS, find_damage, write_contents
+from pipeline.runtime.contents import CONTENTS, DAMAGED, damaged_folders, find_damage, set_aside, write_contents
 
 log = logging.getLogger(__name__)
 FORMAT = 2
@@ -262,3 +268,56 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
             copy = target / path.relative_to(source)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """The checkpoint to resume from."""
+
+    checkpoint: Path | None
+    """None: the run has none yet."""
+    damaged: tuple[str, ...] = ()
+    """A sentence for each newer one that is damaged."""
+
+
+def find_resumption(root: Path) -> Resumption:
+    """Blocks while it reads the newest checkpoint. Sets damaged ones aside.
+
+    Raises :class:`DamagedFiles` where there are checkpoints and none is intact: to start from the initial model would
+    throw the run away. Raises :class:`FormatMismatch` for one of another Afterplay.
+    """
+    damaged: dict[Path, str] = {}
+    intact = None
+    for path in numbered_checkpoints(root):
+        problem = find_damage(path)
+        if not problem:
+            intact = path
+            break
+        _refuse_other_format(path)
+        damaged[path] = problem
+    sentences = tuple(_set_aside(path, problem, intact) for path, problem in damaged.items())
+    if intact is None and (known := damaged_folders(root)):
+        what = "; ".join(f"{name} ({facts.get('problem', 'unknown damage')})" for name, facts in known.items())
+        raise DamagedFiles(
+            f"expected an intact checkpoint in {root}, found only damaged ones: {what}. Put back a copy of one as "
+            "uNNNNNN, or start over with --fresh"
+        )
+    return Resumption(intact, sentences)
+
+
+def _refuse_other_format(path: Path) -> None:
+    """An older Afterplay wrote no ``contents.json``; that is no damage."""
+    if not (path / CONTENTS).exists():
+        with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+            read_state(path)
+
+
+def _set_aside(path: Path, problem: str, instead: Path | None) -> str:
+    """A sentence about the damaged checkpoint, also for ``afterplay status``."""
+    then = "and no older one is intact"
+    if instead is not None:
+        updates = int(path.name[1:]) - int(instead.name[1:])
+        then = f"so training resumes from {instead.name}; updates to make again: {updates}"
+    sentence = f"checkpoint {path.name} is damaged ({problem}), {then}. It is kept as {path.name}{DAMAGED}"
+    set_aside(path, {"problem": problem, "sentence": sentence, "at": time.time()})
+    return sentence

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from learner.distributed.messages import pack_command, unpack_command
-from learner.observability.report import SkippedBatch, SkippedStep
+from learner.training.report import SkippedBatch, SkippedStep
 from pipeline.errors import StoreError, WireError
 from pipeline.runtime.rundir import write_bytes_atomically
 from pipeline.transport.frames import FileKind

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from learner.data.packing import Form, common_prefix, lexicographic, worth_sharing
+from learner.data.microbatch import Form, common_prefix, lexicographic, worth_sharing
 from learner.data.rows import Row
 
 IntArray = npt.NDArray[np.int64]

@@ -3,14 +3,20 @@
 Arrays travel over gloo from the CPU, weights and gradients over the backend of the device. Every collective ends within
 the group's timeout, and at once when gloo sees that a peer's connection closed. Rank and size of this process come from
 the environment that torchrun sets.
+
+gloo takes the address that the machine's own name resolves to. On many machines that is a loopback address, at which
+no other one reaches it. A launcher sets the address of its machine in each process, which chooses the interface here.
 """
 
 from __future__ import annotations
 
 import os
+import socket
+import struct
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -26,18 +32,50 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from learner.data.division import divide
-from learner.data.packing import Form
+from learner.data.microbatch import Form
 from learner.data.rows import Row, TokenScores
-from learner.distributed.interface import choose_interface
 from learner.distributed.messages import pack, pack_command, unpack
 from learner.distributed.ranks import Interrupt, resolve_device
 from learner.observability.statistics import TokenValues, Weights
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError, Interrupted, TrainingError
+from pipeline.runtime.process import ADDRESS
 
+VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Environment variable in which gloo reads the name of an interface."""
+SIOCGIFADDR = 0x8915
+"""Request for the address of an interface (Linux)."""
+NAME_BYTES_MAX = 15
+"""Longest name of an interface (Linux)."""
 T = TypeVar("T")
 _STOP = 1 << 32
 """Larger than any code."""
+
+
+def choose_interface() -> None:
+    """Let gloo use the interface with the address that a launcher told, unless the user has chosen one."""
+    address = os.environ.get(ADDRESS)
+    if address and VARIABLE not in os.environ and (name := interface_of(address)) is not None:
+        os.environ[VARIABLE] = name
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the interface with this address, of which a name is resolved. None for a loopback address, where no
+    interface has it, and where the system cannot be asked (IPv6, macOS)."""
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        address = socket.gethostbyname(address)
+        if address.startswith("127."):
+            return None
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:NAME_BYTES_MAX])
+            with suppress(OSError):  # it has no address
+                if socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24]) == address:
+                    return name
+    return None
 
 
 class RankGroup:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from learner.data.packing import Form
+from learner.data.microbatch import Form
 from learner.data.rows import Row, TokenScores
 from learner.observability.statistics import TokenValues, Weights
 from pipeline.errors import ConfigurationError

@@ -1,19 +1,74 @@
 """Clock of the learner's loop: the time between two updates, by stage.
 
 Each second between the lines of two updates belongs to exactly one stage. Those of the trainer
-(:class:`learner.observability.report.Stopwatch`) run in one thread, one after another; those of the loop lie around
+(:class:`Stopwatch`) run in one thread, one after another; those of the loop lie around
 them. What is in none is ``other``: counting, messages, the event loop.
 """
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
+Stage = Literal["prepare", "choose", "forward", "backward", "optimize"]
 LoopStage = Literal["wait", "publish", "save"]
+
+
+class Stopwatch:
+    """Seconds by stage, each second in one: a stage inside another interrupts it. On a GPU each stage ends with a
+    synchronisation, so that its seconds are its own. For one thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {
+            "prepare": 0.0,
+            "choose": 0.0,
+            "forward": 0.0,
+            "backward": 0.0,
+            "optimize": 0.0,
+        }
+        self.operations = 0.0
+        """Operations of all passes of all ranks."""
+        self._cuda = device.type == "cuda"
+        self._open: list[Stage] = []
+        self._since = 0.0
+
+    @contextmanager
+    def stage(self, name: Stage) -> Iterator[None]:
+        self._charge()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._open.pop()
+
+    def _charge(self) -> None:
+        """Give the time since the last change to the innermost open stage."""
+        if self._open and self._cuda:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self._open:
+            self.seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+
+def utilisation(watch: Stopwatch, ranks: int, peak_flops: float | None) -> float | None:
+    """See :attr:`StepReport.mfu`; ``peak_flops``: of one chip."""
+    seconds = sum(watch.seconds[stage] for stage in ("forward", "backward", "optimize"))
+    return None if peak_flops is None or seconds <= 0 else watch.operations / (seconds * ranks * peak_flops)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Largest memory of this process since its start: allocated on the GPU, or resident."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @dataclass(frozen=True, slots=True)

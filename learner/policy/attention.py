@@ -1,4 +1,4 @@
-"""Attention of packed rows (:mod:`learner.data.packing`): each run's queries attend only to their own row.
+"""Attention of packed rows (:mod:`learner.data.microbatch`): each run's queries attend only to their own row.
 
 On a GPU in half precision one call of torch's variable-length flash attention does all runs (its causal mask is aligned
 to the last key, as runs that begin later than their keys need it); elsewhere one call of scaled dot-product attention
@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from learner.data.packing import SHARED_TOKENS_MIN, Form, Layout, lay_out
+from learner.data.microbatch import SHARED_TOKENS_MIN, Form, Layout, lay_out
 from learner.models.model_folder import is_empty
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError

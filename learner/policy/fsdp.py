@@ -15,7 +15,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from learner.distributed.collectives import RankGroup, sum_gradients
-from learner.policy.backbone import Backbone
+from learner.policy.policy import Backbone
 
 
 class Root(torch.nn.Module):

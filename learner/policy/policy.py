@@ -1,29 +1,284 @@
 """The model being trained: float32 master weights, autocast forward pass, log-probs of sampled tokens only.
 
+:class:`Backbone` is a transformer on a device, :class:`Policy` one with an output layer and adapters.
 Dimensions: B rows, T padded length, S sampled tokens of a micro-batch, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from learner.data.microbatch import MicroBatch
-from learner.distributed.ranks import Interrupt, resolve_device
-from learner.models.model_folder import ModelFolder
-from learner.policy.backbone import DTYPES, Backbone, DtypeName
+from learner.data.microbatch import PADDED, Form, MicroBatch, PassCost, collate, plan_rows, token_offsets
+from learner.data.rows import Row
+from learner.distributed.ranks import ALONE, IDLE, Interrupt, Ranks, resolve_device
+from learner.models.model_folder import ModelFolder, is_empty
+from learner.observability.timing import Stopwatch
+from learner.policy.attention import choose_form, packed_inputs, packs_by_varlen
 from learner.policy.logprobs import Head, sampled_logprobs
 from pipeline.config.learner import LearnerConfig
-from pipeline.errors import ConfigurationError
+from pipeline.errors import ConfigurationError, Interrupted
+from pipeline.runtime.processor import fast_dtype
 
 if TYPE_CHECKING:
     from learner.policy.lora import Adapters
+
+log = logging.getLogger(__name__)
+DtypeName = Literal["bfloat16", "float32", "float16"]
+DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FloatArray = npt.NDArray[np.float32]
+Scorer = Callable[[MicroBatch], tuple[Tensor, ...]]
+"""Float ``[S]`` tensors of one micro-batch."""
+PEAK_TERAFLOPS = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H200": 989.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "A10": 125.0,
+    "RTX 4090": 165.0,
+    "MI300X": 1307.0,
+}
+"""Data sheets: bfloat16, dense, by the first name here that a device's name contains."""
+
+
+def pass_cost(model: Any) -> PassCost:
+    """Operations of the matrix products and of attention. Of experts those count that a token is sent to."""
+    config = model.config.get_text_config()
+    output = model.get_output_embeddings()
+    weights = 0.0
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding) or module is output:
+            continue
+        for name, p in module.named_parameters(recurse=False):
+            if p.ndim > 1:
+                weights += p.numel() * (_active_experts(config) if p.ndim > 2 or "expert" in name else 1.0)
+    heads = getattr(config, "num_attention_heads", None) or 1
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    layers = getattr(config, "num_hidden_layers", 0)
+    return PassCost(
+        token=max(1, int(2 * weights)),
+        pair=4 * layers * heads * size,
+        sampled=0 if output is None else 2 * output.weight.numel(),
+        backward=2 if all(p.requires_grad for p in model.parameters()) else 1,
+    )
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Operations per second of a chip's dense matrix products in 16 bits; None for a CPU, for other types, and for a
+    chip that is not in the table."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(chip: str) -> float | None:
+    """
+    >>> peak_of("NVIDIA H100 80GB HBM3"), peak_of("NVIDIA A100-SXM4-40GB"), peak_of("Tesla K80")
+    (989000000000000.0, 312000000000000.0, None)
+    """
+    return next((1e12 * teraflops for name, teraflops in PEAK_TERAFLOPS.items() if name in chip), None)
+
+
+def _active_experts(config: Any) -> float:
+    """Share of the experts that compute a token."""
+    count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
+    return float((getattr(config, "num_experts_per_tok", None) or count) / count)
+
+
+def token_pass(
+    rows: Sequence[Row],
+    score: Scorer,
+    n_outputs: int,
+    tokens_max: int,
+    watch: Stopwatch,
+    form: Form = PADDED,
+    ranks: Ranks = ALONE,
+) -> tuple[FloatArray, ...]:
+    """Outputs of ``score`` for all sampled tokens of ``rows``, float32 ``[S]`` each, rows in order.
+
+    ``tokens_max``: tokens of one forward pass, laid out as ``form`` says, padding included. ``ranks`` divide
+    the rows; each gets the whole result.
+    """
+    with watch.stage("prepare"):
+        parts = microbatches(rows, [0.0] * len(rows), token_offsets(rows), tokens_max, form, ranks)
+    outputs = tuple(np.zeros(sum(row.n_sampled for row in rows), dtype=np.float32) for _ in range(n_outputs))
+    with torch.no_grad(), watch.stage("forward"):
+        for part in parts:
+            ranks.agree()
+            for output, values in zip(outputs, score(part or idle_part(form)), strict=True):
+                if part is not None:
+                    output[part.token_index_S] = values.float().cpu().numpy()
+    watch.operations += ranks.summed([sum(part.operations for part in parts if part is not None)])[0]
+    return ranks.merged(outputs)
+
+
+def microbatches(
+    rows: Sequence[Row],
+    weights: Sequence[float],
+    offsets: Sequence[int] | npt.NDArray[np.int64],
+    tokens_max: int,
+    form: Form,
+    ranks: Ranks,
+) -> list[MicroBatch | None]:
+    """Micro-batches of this rank; None: one without rows, because another rank has more. ``weights`` and ``offsets`` of
+    each row are as :func:`learner.data.microbatch.collate` takes them. Several ranks wait for each other in each layer,
+    so they compute costly ones first. Collective."""
+    mine = ranks.mine(rows, form)
+    plans = [[mine[i] for i in chosen] for chosen in plan_rows([rows[i] for i in mine], tokens_max, form)]
+    parts = [
+        collate([rows[i] for i in p], [weights[i] for i in p], [int(offsets[i]) for i in p], form=form) for p in plans
+    ]
+    if ranks.size > 1:
+        parts.sort(key=lambda part: -part.operations)
+    return ranks.padded(parts)
+
+
+def idle_part(form: Form) -> MicroBatch:
+    """See :data:`learner.distributed.ranks.IDLE`."""
+    return collate([IDLE], [0.0], [0], form=form)
+
+
+class Backbone:
+    """``model`` without dropout on ``device``, its weights in ``dtype``, in eval mode (but see :meth:`eval_mode`). An
+    empty one (:meth:`learner.models.model_folder.ModelFolder.empty`) is to be divided and then filled.
+
+    ``interrupt`` is looked at before each layer, forward and backward: when set, the pass raises :class:`Interrupted`
+    within a layer's time. Several models may share one. Several ranks look at it between micro-batches only, together
+    (``Ranks.agree``): one that gives up within a layer would leave the others in their collectives.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: LearnerConfig,
+        device: torch.device,
+        interrupt: Interrupt | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.model = model.to(dtype=dtype) if is_empty(model) else model.to(device=device, dtype=dtype)
+        _without_dropout(self.model)
+        self.device = device
+        self.interrupt = interrupt or Interrupt()
+        self.on_layer: Callable[[], None] = lambda: None
+        """Called after each layer, forward and backward: a pass makes progress."""
+        self.ranks: Ranks = ALONE
+        """The ranks that the weights are divided among."""
+        self._run: Callable[[Callable[[], Any]], Any] = lambda work: work()
+        self._config = config
+        self._compute = compute_dtype(config, device)
+        if config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable()
+        for layer in self.layers:
+            layer.register_forward_hook(self._watch)
+        self._varlen = packs_by_varlen(self.model, self.device, self._compute)
+        form = choose_form(self.model, config, self.device, self._autocast(), self._compute, varlen=self._varlen)
+        self.form = replace(form, cost=pass_cost(self.model))
+        """Form of the rows that :meth:`hidden` takes."""
+        self.peak_flops = peak_flops(device, self._compute)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Trained parameters."""
+        return [parameter for _, parameter in self.named_parameters]
+
+    @property
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    def hidden(self, batch: MicroBatch) -> Tensor:
+        """Last hidden state at each position whose output predicts a sampled token, the one before it, ``[S, H]``, in
+        the compute type. With gradient where gradients are enabled."""
+        hidden_SH: Tensor = self._run(lambda: self._hidden(batch))
+        return hidden_SH
+
+    def eval_mode(self) -> None:
+        """Back to eval mode. With gradient checkpointing a pass with gradient leaves the model in train mode: there
+        alone transformers makes checkpoints, and the backward pass must find the same mode. Generation in train mode
+        would lose its cache and go wrong."""
+        self.model.eval()
+
+    def divided(self, ranks: Ranks, run: Callable[[Callable[[], Any]], Any]) -> None:
+        """The weights are shards from now on; ``run`` makes those outside of the layers whole while work reads them."""
+        self.ranks, self._run = ranks, run
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self._compute
+
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """The longest list of modules: the decoder layers of every architecture in transformers."""
+        lists = [list(m) for m in self.model.modules() if isinstance(m, torch.nn.ModuleList)]
+        return max(lists, key=len, default=[])
+
+    def _hidden(self, batch: MicroBatch) -> Tensor:
+        self.model.train(self._config.gradient_checkpointing and torch.is_grad_enabled())
+        if batch.layout is not None:
+            inputs = packed_inputs(batch.layout, self.device, varlen=self._varlen)
+        else:
+            tokens = torch.from_numpy(batch.token_ids_BT).to(self.device, non_blocking=True)
+            inputs = {"input_ids": tokens, "use_cache": False}
+        with self._autocast():
+            hidden_BTH = self.model.base_model(**inputs).last_hidden_state
+            predictors = torch.from_numpy(batch.predictors_S).to(self.device)
+            hidden_SH: Tensor = hidden_BTH.reshape(-1, hidden_BTH.shape[-1]).index_select(0, predictors)
+        return hidden_SH
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._compute is torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self._compute)
+
+    def _watch(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        self._after_layer()
+        hidden = output[0] if isinstance(output, tuple) else output
+        if isinstance(hidden, Tensor) and hidden.requires_grad:
+            hidden.register_hook(self._after_layer)  # type: ignore[no-untyped-call]
+
+    def _after_layer(self, gradient: Tensor | None = None) -> None:
+        self.on_layer()
+        if self.ranks.size == 1 and self.interrupt.is_set():
+            raise Interrupted
+
+
+def compute_dtype(config: LearnerConfig, device: torch.device) -> torch.dtype:
+    """Type of the passes on ``device``: ``learner.compute_dtype``."""
+    name: Literal["auto"] | DtypeName = config.compute_dtype
+    if name == "auto":
+        frozen = config.lora.frozen_dtype if config.lora.rank else "float32"
+        name = fast_dtype() if device.type == "cpu" and frozen == "float32" else "bfloat16"
+        log.info("learner.compute_dtype: auto is %s on this machine", name)
+    return DTYPES[name]
+
+
+def _without_dropout(model: torch.nn.Module) -> None:
+    """The engine samples without dropout, so π is defined without it, in train mode too: layers of dropout, and
+    probabilities that a module hands to the function."""
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and name.endswith(("dropout", "dropout_prob", "pdrop")):
+                setattr(module, name, 0.0)
 
 
 class Policy(Backbone):

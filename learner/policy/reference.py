@@ -22,9 +22,8 @@ from torch import Tensor
 from learner.data.microbatch import token_offsets
 from learner.data.rows import Row, TokenArray
 from learner.distributed.ranks import ALONE, Interrupt
-from learner.observability.report import Stopwatch
-from learner.policy.passes import token_pass
-from learner.policy.policy import Policy
+from learner.observability.timing import Stopwatch
+from learner.policy.policy import Policy, token_pass
 from pipeline.config.learner import ReferenceConfig
 from pipeline.errors import (
     EngineError,

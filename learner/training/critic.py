@@ -18,10 +18,10 @@ from torch import Tensor
 from learner.data.microbatch import MicroBatch
 from learner.data.rows import Row, TokenArray
 from learner.losses.auxiliary import value_loss
-from learner.observability.report import CriticReport, Stopwatch
-from learner.policy.backbone import Backbone
-from learner.policy.passes import idle_part, token_pass
+from learner.observability.timing import Stopwatch
+from learner.policy.policy import Backbone, idle_part, token_pass
 from learner.training.optimizer import clip_gradients, make_optimizer, set_rate
+from learner.training.report import CriticReport
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import StoreError
 

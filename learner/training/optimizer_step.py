@@ -22,12 +22,11 @@ from learner.losses.auxiliary import cross_entropy, imported_share, is_imported
 from learner.losses.base import LossRules
 from learner.losses.corrections import OtherRows, second_moment_mask, step_factor
 from learner.losses.total import LossTerms, LossTokens, policy_loss
-from learner.observability.report import NonFinite, Stopwatch
 from learner.observability.statistics import TokenValues
-from learner.policy.passes import idle_part, microbatches
-from learner.policy.policy import Policy
+from learner.observability.timing import Stopwatch
+from learner.policy.policy import Policy, idle_part, microbatches
 from learner.training.optimizer import WeightAverage, clip_gradients, set_rate
-from learner.training.totals import Conditions, StepSums, StepTotals
+from learner.training.report import Conditions, NonFinite, StepSums, StepTotals
 from pipeline.config import RunConfig
 from pipeline.config.algorithm import LossConfig
 from pipeline.config.policy_losses import SecondMoment

@@ -32,8 +32,7 @@ import aiohttp
 import anyio
 
 from learner.weights.engine_control import EngineControl
-from learner.weights.engine_keeper import EngineKeeper, Target, WeightLoader, load_needed
-from learner.weights.probe import WeightProbe
+from learner.weights.engine_keeper import EngineKeeper, Target, WeightLoader, WeightProbe, load_needed
 from pipeline.errors import EngineError, EngineProtocolError
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.engine_keys import authorization, find_key

@@ -19,8 +19,7 @@ import anyio
 import anyio.to_thread
 from torch import Tensor
 
-from learner.policy.backbone import DtypeName
-from learner.policy.policy import Policy
+from learner.policy.policy import DtypeName, Policy
 from pipeline.errors import EngineRefused
 from pipeline.runtime.contents import find_damage, write_contents
 from pipeline.runtime.disk_wait import when_room

@@ -10,9 +10,9 @@ paused, its weights labelled ``withdrawn``, until a load has succeeded. The next
 last; after ``SPOILT_MAX`` in a row the engine is ended, and its supervisor restarts it. One that refused the load
 before it began continues with the weights that it has. An engine counts as live only after it has resumed. One that is
 paused later, by a request that was given up and came late, is resumed. Then a probe proves which weights it serves
-(:mod:`learner.weights.probe`), beside its rollouts and without delaying the publication; an engine that it refutes is
-withdrawn and loads again. An engine that has just started, or joined the run, is proved before its weights are
-labelled: until then no actor sends it anything.
+(:class:`WeightProbe`), beside its rollouts and without delaying the publication; an engine that it refutes is withdrawn
+and loads again. An engine that has just started, or joined the run, is proved before its weights are labelled: until
+then no actor sends it anything.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
+import numpy as np
 
-from learner.data.rows import TokenArray
+from learner.data.rows import Row, TokenArray
+from learner.policy.reference import prompt_logprobs
 from learner.weights.engine_control import EngineControl
-from learner.weights.probe import WeightProbe
+from pipeline.config import RunConfig
 from pipeline.errors import EngineError, EngineProtocolError, EngineRefused, EngineUnavailable
+from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.progress import TICK_SECONDS
 from pipeline.schema.weight_stamp import UNSTAMPED, write_stamp
 
@@ -41,6 +44,73 @@ if TYPE_CHECKING:
     from learner.weights.device_weights import DeviceWeights
 
 log = logging.getLogger(__name__)
+CHECK_TEXT = (
+    "The list has 3 apples, 17 pears and 24 plums. Question: how many pieces of fruit are there? Answer: 3 + 17 = 20, "
+    "and 20 + 24 = 44."
+)
+CHECK_TOKENS_MAX = 32
+CHECK_SECONDS_MAX = 30.0
+"""An engine that has not answered until then is too busy to prove anything."""
+WATCH_SECONDS = 1.0
+"""Interval at which a healthy engine is asked for its version: bounds how long a restarted one serves old weights."""
+PROBE_SECONDS = 1.0
+"""An engine that says nothing for so long is asked whether it lives, while it loads."""
+RETRY_SECONDS = 0.5
+SPOILT_MAX = 3
+"""Loads in a row that were not whole, before the engine is ended."""
+RETRY_SECONDS_MAX = 5.0
+"""After failures of an engine that has served before. One that is still starting is asked every ``RETRY_SECONDS``: the
+first rollouts wait for it."""
+
+
+class WeightProbe:
+    """The probe of a run. ``row`` is what the learner scores itself."""
+
+    def __init__(
+        self, token_ids: list[int], nats_max: float, metrics: LearnerMetrics, request: dict[str, Any] | None = None
+    ) -> None:
+        """``request``: further fields of the engine's request, ``sampling_params`` among them."""
+        n = len(token_ids)
+        zeros = np.zeros(n, np.float32)
+        self.row = Row(
+            trajectory_id="probe",
+            trajectory_index=0,
+            environment="",
+            token_ids=np.asarray(token_ids, np.int32),
+            loss_mask=np.arange(n) > 0,
+            behaviour_logprobs=zeros,
+            policy_versions=np.zeros(n, np.int32),
+            temperatures=np.ones(n, np.float32),
+            turns=np.zeros(n, np.int32),
+            advantages=np.zeros(n - 1, np.float32),
+        )
+        self.nats_max = nats_max
+        self.metrics = metrics
+        more = dict(request or {})
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, **more.pop("sampling_params", {})}
+        self._request = {"token_ids": token_ids, "sampling_params": sampling, **more}
+
+    async def difference(self, engine: EngineControl, expected: TokenArray) -> float:
+        """Mean |learner - engine| of the log-probabilities, nats. Raises :class:`pipeline.errors.EngineError`."""
+        answer = await engine.generate(self._request, CHECK_SECONDS_MAX)
+        return float(np.abs(prompt_logprobs(answer, self.row) - expected).mean())
+
+
+def make_probe(config: RunConfig, model: Path, metrics: LearnerMetrics) -> WeightProbe | None:
+    """The probe over the tokenizer in the folder ``model``; None where ``publish.probe_nats_max`` switches it off."""
+    if config.publish.probe_nats_max is None:
+        return None
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=config.model.trust_remote_code)
+    token_ids = tokenizer.encode(CHECK_TEXT, add_special_tokens=False)[
+        : min(CHECK_TOKENS_MAX, config.model.max_length - 1)
+    ]
+    sampling = {"top_p": config.sampling.top_p, "top_k": config.sampling.top_k}
+    request: dict[str, Any] = {"sampling_params": sampling}
+    if config.publish.served_name:
+        request["model"] = config.publish.served_name
+    return WeightProbe(token_ids, config.publish.probe_nats_max, metrics, request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +188,6 @@ class WeightPublisher(Protocol):
         written.
         """
         ...
-
-
-WATCH_SECONDS = 1.0
-"""Interval at which a healthy engine is asked for its version: bounds how long a restarted one serves old weights."""
-PROBE_SECONDS = 1.0
-"""An engine that says nothing for so long is asked whether it lives, while it loads."""
-RETRY_SECONDS = 0.5
-SPOILT_MAX = 3
-"""Loads in a row that were not whole, before the engine is ended."""
-RETRY_SECONDS_MAX = 5.0
-"""After failures of an engine that has served before. One that is still starting is asked every ``RETRY_SECONDS``: the
-first rollouts wait for it."""
 
 
 @dataclass(slots=True)

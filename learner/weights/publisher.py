@@ -27,14 +27,12 @@ import torch
 from torch import Tensor
 
 from learner.data.rows import TokenArray
-from learner.policy.backbone import DTYPES, DtypeName
-from learner.policy.policy import Policy
+from learner.policy.policy import DTYPES, DtypeName, Policy
 from learner.weights.colocated import ColocatedKeeper, SharedDevice
 from learner.weights.delta_loader import DeltaLoader
 from learner.weights.device_weights import DeviceWeights
 from learner.weights.engine_control import EngineControl
-from learner.weights.engine_keeper import EngineKeeper, Publication, Target, WeightLoader
-from learner.weights.probe import WeightProbe, make_probe
+from learner.weights.engine_keeper import EngineKeeper, Publication, Target, WeightLoader, WeightProbe, make_probe
 from pipeline.config import RunConfig
 from pipeline.config.learner import PublishConfig
 from pipeline.errors import ConfigurationError, EngineRefused

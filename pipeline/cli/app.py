@@ -689,7 +689,7 @@ def _follow(file: Path, sets: list[str] | None) -> NoReturn:
     from pipeline.runtime.process import load_main
 
     config = _load(file, sets)
-    code = load_main("learner.rank_worker:run")(
+    code = load_main("learner.rank_processes:run")(
         config, load_main("learner.distributed.collectives:process_rank")(config.learner)
     )
     logging.shutdown()

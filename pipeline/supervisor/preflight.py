@@ -57,14 +57,14 @@ def check_all(config: RunConfig) -> Findings:
     _check_keys(config, found)
     _check_engines(config, found)
     before = len(found.problems)
-    load_main("learner.models.preflight:check_model")(config, found)
+    load_main("learner.models.prepare:check_model")(config, found)
     has_model = len(found.problems) == before
     _check_functions(config, found)
     tasks = _tasks(config, found, whole=True)
     _call_functions(config, tasks, found)
     openings = load_main("actors.preflight:check_environments")(config, tasks, found)
     if has_model and openings:
-        with load_main("learner.models.preflight:tokenizer_folder")(config) as folder:
+        with load_main("learner.models.prepare:tokenizer_folder")(config) as folder:
             if folder is None:
                 found.notes.append("prompts are not measured: the tokenizer of model.source is not on this machine")
             else:
@@ -80,7 +80,7 @@ def check_beside_run(config: RunConfig) -> None:
     directory = RunDirectory(config.run.path)
     found = Findings(forgiving=directory.metrics_file.exists())
     try:
-        load_main("learner.models.preflight:check_model")(config, found)
+        load_main("learner.models.prepare:check_model")(config, found)
         _check_functions(config, found)
         tasks = _tasks(config, found, whole=False)
         _call_functions(config, tasks, found)
@@ -103,7 +103,7 @@ def check_before_run(config: RunConfig) -> list[str]:
     fit the run file, and where an external engine does not answer. Nothing is downloaded, and no heavy library
     imported."""
     model, engines = Findings(), Findings()
-    load_main("learner.models.preflight:check_model")(config, model)
+    load_main("learner.models.prepare:check_model")(config, model)
     _check_engines(config, engines)
     Findings(model.problems + engines.problems).require_none()
     return engines.notes

@@ -19,9 +19,8 @@ from actors.engine.base import Sampling
 from actors.engine.client import EngineClient
 from actors.servers.vllm import vllm_available
 from learner.data.rows import Row
-from learner.observability.report import Stopwatch
-from learner.policy.passes import token_pass
-from learner.policy.policy import Policy
+from learner.observability.timing import Stopwatch
+from learner.policy.policy import Policy, token_pass
 from learner.policy.reference import ServerReference
 from learner.weights.publisher import Publisher, make_publisher, weights_to_publish
 from pipeline.config.learner import ReferenceConfig

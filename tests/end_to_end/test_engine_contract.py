@@ -24,7 +24,7 @@ from actors.servers.lock import CONTROL, GENERATION
 from learner.policy.reference import prompt_logprobs
 from learner.weights.delta_loader import bits_of
 from learner.weights.engine_control import EngineControl
-from learner.weights.probe import WeightProbe
+from learner.weights.engine_keeper import WeightProbe
 from learner.weights.publisher import Publisher
 from pipeline.config import RunConfig
 from pipeline.config.learner import PublishConfig

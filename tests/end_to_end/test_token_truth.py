@@ -15,12 +15,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from learner.data.groups import Group
-from learner.data.replay_choice import choose_replays
-from learner.data.rows import Batch, Row, build_batch
-from learner.observability.report import StepReport
+from learner.batches import choose_replays
+from learner.data.rows import Batch, Group, Row, build_batch
 from learner.policy.policy import Policy
 from learner.session import LearnerProgress, LearnerSession
+from learner.training.report import StepReport
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.config.load import load

@@ -19,7 +19,7 @@ from learner.checkpoints.checkpoint import CheckpointState, restore_training, sa
 from learner.data.rows import Batch
 from learner.distributed.collectives import RankGroup, join, leave, process_rank
 from learner.distributed.ranks import Interrupt
-from learner.rank_worker import ShardWriter, execute_commands
+from learner.rank_processes import ShardWriter, execute_commands
 from learner.training.trainer import Trainer
 from learner.weights import nccl_transfer, vllm_transfer
 from pipeline.errors import EngineUnavailable

@@ -34,7 +34,7 @@ CARRIERS = (
     "pipeline.store.records",
     "pipeline.store.journal",
     "learner.data.rows",
-    "learner.data.groups",
+    "learner.data.rows",
     "learner.data.microbatch",
 )
 """Modules whose classes hold something of a trajectory,"""

@@ -43,7 +43,7 @@ IMPORTS = (
     "learner.evaluator",
     "learner.models.prepare",
     "learner.role",
-    "learner.rank_worker",
+    "learner.rank_processes",
     "matplotlib.backends.backend_agg",
     "peft",
     "pipeline.cli.app",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import anyio
 
-from learner.data.trained import Trained, TrainedGroup
+from learner.data.rows import Trained, TrainedGroup
 from learner.session import LearnerProgress, LearnerSession
 from pipeline.config.learner import GroupsConfig
 from pipeline.schema import SCHEMA_VERSION, Order, TrajectoryStatus

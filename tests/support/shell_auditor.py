@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from actors.engine.breaker import FAILURES
-from learner.data.groups import Group
+from learner.data.rows import Group
 from pipeline.runtime.disk_wait import shortage
 from pipeline.schema import Trajectory
 from pipeline.schema.weight_stamp import write_stamp

@@ -19,14 +19,12 @@ import anyio
 import numpy as np
 import torch
 
-from learner.checkpoints.checkpoint import CheckpointImage, CheckpointState, read_state
-from learner.checkpoints.resume import find_resumption
+from learner.checkpoints.checkpoint import CheckpointImage, CheckpointState, find_resumption, read_state
 from learner.checkpoints.writer import CheckpointWriter
-from learner.data.groups import Group
-from learner.data.trained import Trained
+from learner.data.rows import Group, Trained
 from learner.role import choose_version
 from learner.session import LearnerProgress, LearnerSession
-from learner.weights.probe import WeightProbe
+from learner.weights.engine_keeper import WeightProbe
 from learner.weights.publisher import Publisher, published_versions
 from pipeline.config import RunConfig
 from pipeline.metrics.base import CollectorRegistry

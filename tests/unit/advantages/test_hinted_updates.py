@@ -7,8 +7,7 @@ import pytest
 
 from learner.advantages.apply import estimate, scored_of
 from learner.advantages.cpo import counterfactual_logprobs
-from learner.data.groups import Group, StoredRollout
-from learner.data.rows import build_batch, trajectory_rows, with_contexts
+from learner.data.rows import Group, StoredRollout, build_batch, trajectory_rows, with_contexts
 from pipeline.errors import SchemaError, TrainingError
 from pipeline.schema import GroupPlan, Task
 from tests.unit.advantages.test_updates import gradients, groups_of, make_trainer

@@ -9,8 +9,7 @@ from hypothesis import given
 
 from learner.advantages.apply import scored_of, with_advantages
 from learner.advantages.rewards import overlong_count, overlong_loss, shaped
-from learner.data.groups import Group, StoredRollout
-from learner.data.rows import TokenScores, build_batch
+from learner.data.rows import Group, StoredRollout, TokenScores, build_batch
 from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import ConfigurationError, PlugInError, SchemaError, TrainingError
 from pipeline.schema import FinishReason, GroupPlan, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn

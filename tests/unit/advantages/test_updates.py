@@ -8,8 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from learner.advantages.apply import with_advantages
-from learner.data.groups import Group
-from learner.data.rows import TokenScores, build_batch
+from learner.data.rows import Group, TokenScores, build_batch
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig

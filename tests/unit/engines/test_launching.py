@@ -18,7 +18,7 @@ import torch
 from actors.servers import launch, vllm
 from actors.servers.lock import DIGESTS, MIDDLEWARE
 from actors.servers.process_group import ENDS_WITH
-from learner.policy.backbone import compute_dtype
+from learner.policy.policy import compute_dtype
 from pipeline.config import RunConfig
 from pipeline.config.learner import LearnerConfig, LoraConfig
 from pipeline.errors import ConfigurationError

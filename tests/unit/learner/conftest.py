@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learner.data.groups import Group
-from learner.data.rows import Row
+from learner.data.rows import Group, Row
 from learner.policy.policy import Policy
 from pipeline.config import RunConfig
 from pipeline.config.learner import LearnerConfig

@@ -2,7 +2,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from learner.data.assembler import GroupAssembler
+from learner.session import GroupAssembler
 from pipeline.errors import TrainingError
 from pipeline.schema import GroupPlan, Task
 

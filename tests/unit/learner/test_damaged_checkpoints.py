@@ -6,8 +6,13 @@ import shutil
 import pytest
 
 from learner.checkpoints.best import keep_best
-from learner.checkpoints.checkpoint import CheckpointState, find_checkpoints, restore_training, save_checkpoint
-from learner.checkpoints.resume import find_resumption
+from learner.checkpoints.checkpoint import (
+    CheckpointState,
+    find_checkpoints,
+    find_resumption,
+    restore_training,
+    save_checkpoint,
+)
 from learner.data.rows import Batch
 from learner.training.trainer import Trainer
 from pipeline.errors import DamagedFiles, FormatMismatch

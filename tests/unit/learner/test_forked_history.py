@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from learner.advantages.apply import with_advantages
-from learner.data.groups import Group
-from learner.data.rows import Batch, TokenScores, build_batch
+from learner.data.rows import Batch, Group, TokenScores, build_batch
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
 from pipeline.config.algorithm import AdvantageConfig

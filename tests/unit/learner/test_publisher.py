@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM
 from learner.weights import engine_keeper
 from learner.weights import publisher as publisher_module
 from learner.weights.engine_control import EngineControl
-from learner.weights.engine_keeper import Target, load_needed
-from learner.weights.probe import WeightProbe
+from learner.weights.engine_keeper import Target, WeightProbe, load_needed
 from learner.weights.publisher import Publisher, make_publisher, published_versions, write_weights
 from pipeline.config import RunConfig
 from pipeline.config.learner import PublishConfig

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 import learner.training.optimizer_step
-from learner.data.groups import StoredRollout
-from learner.data.packing import Form
-from learner.data.replay_choice import ReplayChoice
-from learner.data.rows import Batch, trajectory_rows
+from learner.batches import ReplayChoice
+from learner.data.microbatch import Form
+from learner.data.rows import Batch, StoredRollout, trajectory_rows
 from learner.distributed.ranks import Alone
 from learner.recorder import trained_facts
 from learner.training.trainer import Trainer

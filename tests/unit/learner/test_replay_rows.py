@@ -14,14 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from learner.advantages.apply import with_advantages
-from learner.candidate_scorer import CandidateScorer
+from learner.batches import TRAINING_PASSES, CandidateScorer, CandidateScores, choose_replays, ranked
 from learner.checkpoints.checkpoint import CheckpointState
-from learner.data.assembler import GroupAssembler
-from learner.data.groups import Group, StoredRollout
-from learner.data.replay_choice import TRAINING_PASSES, CandidateScores, choose_replays, ranked
-from learner.data.rows import TokenScores, build_batch, trajectory_rows
-from learner.data.trained import Trained, TrainedGroup
+from learner.data.rows import Group, StoredRollout, TokenScores, Trained, TrainedGroup, build_batch, trajectory_rows
 from learner.recorder import trained_facts
+from learner.session import GroupAssembler
 from pipeline.config.algorithm import AdvantageConfig
 from pipeline.config.replay import ReplayConfig
 from pipeline.errors import Interrupted, TrainingError

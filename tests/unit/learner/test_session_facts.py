@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from learner.checkpoints.checkpoint import FORMAT, CheckpointState, read_state, save_checkpoint
-from learner.data.trained import Trained, TrainedGroup
+from learner.data.rows import Trained, TrainedGroup
 from learner.role import load
 from learner.session import LearnerProgress, LearnerSession
 from pipeline.config.learner import GroupsConfig

@@ -16,7 +16,7 @@ from learner.data.division import divide
 from learner.data.rows import Batch
 from learner.distributed.ranks import Alone
 from learner.losses.auxiliary import cross_entropy, imported_share
-from learner.observability.report import Stopwatch
+from learner.observability.timing import Stopwatch
 from learner.policy.policy import Policy
 from learner.training.optimizer_step import add_supervised_gradients
 from learner.training.trainer import Trainer

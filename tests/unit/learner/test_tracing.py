@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.data.groups import Group, StoredRollout
-from learner.data.rows import build_batch
+from learner.data.rows import Group, StoredRollout, build_batch
 from learner.policy.policy import Policy
 from learner.traces import Tracer, UpdateTokens, drawn, tracing
 from learner.training.trainer import Trainer

@@ -259,7 +259,7 @@ def test_dropout_never_separates_learner_and_engine(kit, dtype):
 
 def play_bandit(trainer, rng, update, pulls=32):
     """Two contexts; in context c the arms c, c + 3 … pay. One sampled token a trajectory, μ from the policy itself."""
-    from learner.data.groups import Group
+    from learner.data.rows import Group
     from pipeline.schema import GroupPlan, Task, Trajectory, TrajectoryStatus
 
     groups = []

@@ -6,12 +6,10 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from learner.data.packing import Form
+from learner.data.microbatch import Form
 from learner.data.rows import Batch
-from learner.observability.report import Stopwatch, utilisation
-from learner.observability.timing import StepTimes
-from learner.policy.flops import peak_flops
-from learner.policy.policy import Policy
+from learner.observability.timing import StepTimes, Stopwatch, utilisation
+from learner.policy.policy import Policy, peak_flops
 from learner.recorder import Update, record_step, step_line
 from learner.training.trainer import Trainer
 from pipeline.config.learner import LoraConfig

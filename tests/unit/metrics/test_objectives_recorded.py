@@ -6,10 +6,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from learner.data.rows import Batch
-from learner.observability.report import CriticReport, StepReport
 from learner.observability.statistics import Mean, TokenValues, batch_statistics
 from learner.observability.timing import StepTimes
 from learner.recorder import Update, record_step, step_line
+from learner.training.report import CriticReport, StepReport
 from pipeline.metrics.learner import LearnerMetrics
 
 CRITIC = CriticReport(loss=0.25, clip_ratio=0.1, grad_norm=3.0, explained_variance=0.75)

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import learner.observability.report
-from learner.observability.report import Stopwatch
-from learner.observability.timing import LoopClock, StepTimes
+import learner.observability.timing
+from learner.observability.timing import LoopClock, StepTimes, Stopwatch
 from pipeline.metrics.learner import STAGES
 
 TRAINED = ("choose", "prepare", "forward", "backward", "optimize")
@@ -64,7 +63,7 @@ def test_a_stage_that_fails_is_counted_too():
 
 def test_a_stage_inside_another_takes_its_seconds_from_it(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(learner.observability.report.time, "perf_counter", clock)
+    monkeypatch.setattr(learner.observability.timing.time, "perf_counter", clock)
     watch = Stopwatch(torch.device("cpu"))
     with watch.stage("prepare"):
         clock.work(1.0)

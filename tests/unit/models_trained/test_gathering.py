@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from learner.data.microbatch import PADDED, token_offsets
 from learner.data.rows import Batch
 from learner.distributed.ranks import ALONE
-from learner.observability.report import Stopwatch
-from learner.policy.backbone import Backbone
-from learner.policy.passes import microbatches
+from learner.observability.timing import Stopwatch
+from learner.policy.policy import Backbone, microbatches
 from learner.policy.reference import AdaptersOff, FrozenCopy
 from learner.training.critic import Critic, explained_variance
 from learner.training.trainer import Trainer
@@ -28,7 +27,7 @@ def needs(monkeypatch):
     """Makes estimator and loss ask for what the test wants."""
 
     def ask(*names):
-        monkeypatch.setattr("learner.training.scoring_passes.needed_scores", lambda config: frozenset(names))
+        monkeypatch.setattr("learner.training.trainer.needed_scores", lambda config: frozenset(names))
         monkeypatch.setattr("learner.build.needed_scores", lambda config: frozenset(names))
 
     return ask

@@ -12,7 +12,7 @@ import torch
 from aiohttp import web
 
 from learner.distributed.ranks import Interrupt
-from learner.observability.report import Stopwatch
+from learner.observability.timing import Stopwatch
 from learner.policy.reference import ServerReference
 from pipeline.config.learner import LearnerConfig, LoraConfig, ReferenceConfig
 from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable, Interrupted, TrainingError

@@ -39,7 +39,7 @@ def test_resumed_training_equals_uninterrupted_bit_for_bit(
     kind, config_of, initial, resume, train, tmp_path, monkeypatch
 ):
     learner_section, names = KINDS[kind]
-    monkeypatch.setattr("learner.training.scoring_passes.needed_scores", lambda config: frozenset(names))
+    monkeypatch.setattr("learner.training.trainer.needed_scores", lambda config: frozenset(names))
     monkeypatch.setattr("learner.build.needed_scores", lambda config: frozenset(names))
     adaptive = {"kl": "loss", "kl_controller": "adaptive", "kl_horizon": 10, "kl_coef": 0.1}
     loss = adaptive if kind == "adaptive KL" else {}

@@ -128,9 +128,7 @@ async def test_a_stop_does_not_wait_for_a_hanging_disk(trainer, initial, tmp_pat
 
 def test_an_image_shares_no_memory_with_the_trainer(initial, resume, config_of, train, monkeypatch):
     monkeypatch.setattr("learner.build.needed_scores", lambda config: frozenset({"reference", "values"}))
-    monkeypatch.setattr(
-        "learner.training.scoring_passes.needed_scores", lambda config: frozenset({"reference", "values"})
-    )
+    monkeypatch.setattr("learner.training.trainer.needed_scores", lambda config: frozenset({"reference", "values"}))
     learner_section = {"lora": {"rank": 2}, "ema_decay": 0.9, "reference": {"refresh_every": 1}}
     trainer = resume(config_of(learner_section), initial)
     train(trainer, 1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.data.packing import Form
+from learner.data.microbatch import Form
 from learner.data.rows import Row
 from learner.policy.policy import Policy
 from tests.unit.learner.conftest import VOCABULARY, _one_thread, kit, learner_config, tiny_model

@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
-from learner.data.packing import SHARED_TOKENS_MIN, Form
+from learner.data.microbatch import SHARED_TOKENS_MIN, Form
 from learner.policy.attention import NAME, packed_attention
 from learner.policy.policy import Policy
 from pipeline.config.learner import LoraConfig

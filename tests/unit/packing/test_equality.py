@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.data.microbatch import collate, token_offsets
-from learner.data.packing import Form
+from learner.data.microbatch import Form, collate, token_offsets
 from learner.data.rows import Batch
 from learner.policy.attention import can_varlen
 from learner.policy.policy import Policy

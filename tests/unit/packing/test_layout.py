@@ -2,8 +2,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.data.microbatch import collate, plan_rows, token_offsets
-from learner.data.packing import SHARED_KEYS_MAX, Form, common_prefix, lay_out, plan_packs
+from learner.data.microbatch import (
+    SHARED_KEYS_MAX,
+    Form,
+    collate,
+    common_prefix,
+    lay_out,
+    plan_packs,
+    plan_rows,
+    token_offsets,
+)
 from tests.unit.packing.conftest import PACKED, SHARED, grouped_rows
 
 ROWS = st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=9).map(lambda x: np.array(x, np.int32)), min_size=1)

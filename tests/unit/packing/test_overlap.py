@@ -4,8 +4,7 @@ import threading
 
 import anyio.to_thread
 
-from learner.data.replay_choice import needs_scores
-from learner.prefetch import Prefetcher
+from learner.batches import Prefetcher, needs_scores
 from learner.session import LearnerSession
 from learner.training.trainer import Trainer
 from pipeline.store.queries import reading

@@ -3,8 +3,7 @@
 import anyio
 import pytest
 
-from learner.data.replay_choice import needs_scores
-from learner.prefetch import Prefetcher, make_batch
+from learner.batches import Prefetcher, make_batch, needs_scores
 from pipeline.config.replay import ReplayConfig
 
 CONFIG = ReplayConfig()

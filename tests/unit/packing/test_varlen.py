@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learner.data.packing import SHARED_TOKENS_MIN, Form
+from learner.data.microbatch import SHARED_TOKENS_MIN, Form
 from learner.policy import attention
 from learner.policy.attention import can_varlen
 from learner.policy.policy import Policy

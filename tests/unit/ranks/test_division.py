@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.data.cost import PassCost
 from learner.data.division import divide
-from learner.data.microbatch import collate
-from learner.data.packing import Form
+from learner.data.microbatch import Form, PassCost, collate
 from learner.distributed.ranks import ALONE, IDLE
-from learner.policy.passes import idle_part
+from learner.policy.policy import idle_part
 from tests.unit.packing.conftest import row_of
 
 COST = PassCost(token=100, pair=1, sampled=7)

@@ -6,7 +6,7 @@ import socket
 import psutil
 import pytest
 
-from learner.distributed.interface import VARIABLE, choose_interface, interface_of
+from learner.distributed.collectives import VARIABLE, choose_interface, interface_of
 from pipeline.runtime.process import ADDRESS
 
 
@@ -30,7 +30,7 @@ def test_an_address_of_this_machine_has_the_interface_that_the_system_names():
 
 
 def test_the_address_of_a_launcher_decides_unless_the_user_has_chosen(monkeypatch):
-    monkeypatch.setattr("learner.distributed.interface.interface_of", {"10.0.0.1": "eth1"}.get)
+    monkeypatch.setattr("learner.distributed.collectives.interface_of", {"10.0.0.1": "eth1"}.get)
     choose_interface()
     assert VARIABLE not in os.environ
     monkeypatch.setenv(ADDRESS, "10.0.0.2")

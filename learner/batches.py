@@ -1,23 +1,28 @@
-"""Choice of the stored trajectories that a group trains, by their entropy under the current policy.
+"""Batches of coming updates: stored trajectories are chosen, and rows built, while the learner waits or trains.
 
 The stage delivers more candidates than are trained where ``replay.entropy`` is ``current``. Their mean entropies rank
-them (ExGRPO, arXiv:2510.02245, takes the lowest). They are measured while the learner waits for the other groups of the
-update (:mod:`learner.candidate_scorer`), with the weights that the update starts from. What was not measured then is
-measured in the update as far as ``replay.scoring_share`` allows, and ranked by its stored entropy beyond that. Where
-measuring fails, the stage's own choice is trained, and the group is counted: a failed choice never stops a run.
+them (ExGRPO, arXiv:2510.02245, takes the lowest). :class:`CandidateScorer` measures them while the learner waits for
+the other groups of the update, with the weights that the update starts from. What was not measured then is measured in
+the update as far as ``replay.scoring_share`` allows, and ranked by its stored entropy beyond that. Where measuring
+fails, the stage's own choice is trained, and the group is counted: a failed choice never stops a run.
+
+:class:`Prefetcher` builds the batch of the next update while the current one trains.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from learner.data.groups import Group
-from learner.data.rows import Row, trajectory_rows
+import anyio.to_thread
+
+from learner.data.rows import Batch, Group, Row, build_batch, trajectory_rows
+from learner.session import LearnerSession
 from pipeline.config.replay import ReplayConfig
-from pipeline.errors import Interrupted
+from pipeline.errors import Interrupted, TrainingError
 from pipeline.schema import Trajectory
 
 log = logging.getLogger(__name__)
@@ -166,3 +171,125 @@ def _affordable_tokens(groups: Sequence[Group], config: ReplayConfig) -> float:
         return math.inf
     trained = sum(t.n_tokens for group in groups for t in group.with_planned_replays().trajectories)
     return config.scoring_share * TRAINING_PASSES * trained
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchedBatch:
+    """A batch, the groups that it was made of, and the seconds that it took."""
+
+    groups: tuple[Group, ...]
+    """Before the choice of stored rollouts."""
+    choice: ReplayChoice
+    batch: Batch
+    choose_seconds: float = 0.0
+    build_seconds: float = 0.0
+
+    def is_made_of(self, update: int, groups: Sequence[Group]) -> bool:
+        """True for the batch of ``update`` from these very plans and trajectories."""
+        return (
+            self.batch.update == update
+            and len(groups) == len(self.groups)
+            and all(_same(a, b) for a, b in zip(groups, self.groups, strict=True))
+        )
+
+
+def make_batch(
+    update: int,
+    groups: tuple[Group, ...],
+    config: ReplayConfig,
+    mean_entropies: Scorer,
+    scores: CandidateScores | None = None,
+) -> PrefetchedBatch:
+    """Choose stored rollouts, with the ``scores`` that there are, and build the rows. Raises :class:`TrainingError`, or
+    as :func:`choose_replays` does."""
+    start = time.perf_counter()
+    choice = choose_replays(groups, config, mean_entropies, scores)
+    chosen = time.perf_counter()
+    batch = build_batch(update, choice.groups)
+    return PrefetchedBatch(groups, choice, batch, chosen - start, time.perf_counter() - chosen)
+
+
+class Prefetcher:
+    """Holds at most one prefetched batch."""
+
+    def __init__(self, session: LearnerSession, config: ReplayConfig) -> None:
+        self._session = session
+        self._config = config
+        self._prefetched: PrefetchedBatch | None = None
+
+    async def prefetch(self, update: int) -> None:
+        """Build the batch of ``update`` once its groups are complete, and hold it in place of any other. One that needs
+        the current weights is left to :func:`make_batch`, as is one that cannot be built. Cancel it at will."""
+        groups = await self._session.peek(update)
+        if needs_scores(groups, self._config):
+            return
+
+        def build() -> PrefetchedBatch | None:
+            try:
+                return make_batch(update, groups, self._config, _no_scores)
+            except TrainingError:
+                return None
+
+        self._prefetched = await anyio.to_thread.run_sync(build)
+
+    def take(self, update: int, groups: tuple[Group, ...]) -> PrefetchedBatch | None:
+        """The prefetched batch of ``update`` from ``groups``, with seconds of 0: nobody waited. None: there is none."""
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is None or not prefetched.is_made_of(update, groups):
+            return None
+        return PrefetchedBatch(prefetched.groups, prefetched.choice, prefetched.batch)
+
+
+def _same(a: Group, b: Group) -> bool:
+    return (
+        a.plan is b.plan
+        and a.stored_rollouts == b.stored_rollouts
+        and len(a.trajectories) == len(b.trajectories)
+        and all(x is y for x, y in zip(a.trajectories, b.trajectories, strict=True))
+    )
+
+
+def _no_scores(rows: Sequence[Row]) -> dict[int, float]:
+    return {}
+
+
+class CandidateScorer:
+    """``free`` says whether the device may be used now; ``tokens``: of a pass."""
+
+    def __init__(
+        self,
+        session: LearnerSession,
+        config: ReplayConfig,
+        mean_entropies: Scorer,
+        tokens: int,
+        free: Callable[[], bool],
+    ) -> None:
+        self._session = session
+        self._config = config
+        self._mean_entropies = mean_entropies
+        self._tokens = tokens
+        self._free = free
+        self._scores = CandidateScores()
+
+    def scores(self, update: int) -> CandidateScores:
+        """Measured with the weights that ``update`` starts from."""
+        if self._scores.update != update:
+            self._scores = CandidateScores(update)
+        return self._scores
+
+    async def run(self, update: int) -> None:
+        """Score candidates of ``update`` until cancelled; a pass under way ends first."""
+        if not scores_candidates(self._config):
+            return
+        scores = self.scores(update)
+        groups: tuple[Group, ...] = ()
+        n_complete = 0
+        while True:
+            if (complete := self._session.group_progress(update).complete) != n_complete:
+                groups, n_complete = self._session.complete(update), complete
+            unscored = scores.unscored(groups) if self._free() else []
+            if unscored:
+                part = list(within_tokens(unscored, self._tokens)) or unscored[:1]
+                await anyio.to_thread.run_sync(scores.score, part, self._mean_entropies)
+            else:
+                await self._session.changed()
