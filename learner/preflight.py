@@ -64,7 +64,7 @@ def _update(config: RunConfig, tasks: Mapping[str, Sequence[Task]]) -> tuple[lis
             given: dict[str, Any] = {needed: logprobs + 0.1 for needed in needs}
             scored.append(
                 ScoredTrajectory(
-                    group, reward, turns, (0.0, reward), len(turns),
+                    group, reward, turns, (0.0, reward),
                     baseline=0.5 if advantage.orders_greedy else None, behaviour=logprobs,
                     penalties=np.full(len(turns), 0.01) if config.loss.kl == "reward" else None, **given,
                 )

@@ -36,7 +36,7 @@ ABSENT = "import importlib.util as u; assert not any(map(u.find_spec, ('vllm', '
 REVERSE = "environments={mine: {name: 'my_file.py:Reverse', options: {length: 4}, max_turns: 3}}"
 CALL = '<tool_call>{"name": "dig", "arguments": {"place": %d}}</tool_call>\n'
 PAGES = {
-    "my_file.py": "README.md",
+    "my_file.py": "docs/START.md",
     "treasure.py": "docs/ENVIRONMENTS.md",
     "bank.py": "docs/PYTHON.md",
     "run.yaml": "docs/PYTHON.md",
@@ -81,7 +81,7 @@ class Check:
             ("afterplay --version, completion", self.answers),
             ("afterplay run @tiny", self.tiny),
             ("wrong inputs", self.refusals),
-            ("README's environment", self.readme),
+            ("the environment of the page Start", self.start_page),
             ("an agent program", self.program),
             ("the environment with a tool of docs/ENVIRONMENTS.md", self.treasure),
             ("docs/PYTHON.md, from Python and from its run file", self.bank),
@@ -163,7 +163,7 @@ class Check:
             raise Failed(f"expected each to take at most {REFUSED_CPU_SECONDS_MAX} s of CPU, got {slowest:.1f} s")
         return f"{len(REFUSED)} of them are told in a sentence, each with at most {slowest:.1f} s of CPU"
 
-    def readme(self):
+    def start_page(self):
         self.write_block("my_file.py")
         self.call("afterplay", "env", "play", "my_file.py:Reverse", typed="abcd\n" * 3)
         sets = ["run.name=mine", "run.total_steps=2", "sampling.max_tokens=4", REVERSE]

@@ -33,6 +33,9 @@ from pipeline.config.base import Choice  # noqa: E402
 CONFIGURATION = ROOT / "zensical.toml"
 PAGES = ("*.md", "docs/*.md")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
+HOME = ("Results", "Not done", "What you can do with it")
+"""Sections of README.md on the start page of the site, after its introduction; the site's navigation has the rest."""
+ADDRESS = re.compile(r"^git clone (https://\S+)", re.MULTILINE)
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -59,13 +62,26 @@ def for_the_site(text: str) -> str:
     return "".join(lines)
 
 
+def home(text: str) -> str:
+    """The start page, from the text of README.md."""
+    introduction, *sections = re.split(r"(?m)^(?=## )", text)
+    return introduction + "".join(s for s in sections if s.splitlines()[0].removeprefix("## ") in HOME)
+
+
+def configuration_file(root: Path = ROOT) -> str:
+    """``zensical.toml`` with the address that README.md clones from, once it has one."""
+    text, found = CONFIGURATION.read_text(), ADDRESS.search((root / "README.md").read_text())
+    return text if found is None else text.replace("[project]\n", f'[project]\nrepo_url = "{found[1]}"\n', 1)
+
+
 def stage(folder: Path, root: Path = ROOT) -> None:
     """Copies the pages and what they link to, in the layout of the repository, and writes the generated pages."""
     for source in dict.fromkeys(sources(root)):
         target = folder / source.relative_to(root)
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.suffix == ".md":
-            target.write_text(for_the_site(source.read_text()))
+            text = source.read_text()
+            target.write_text(for_the_site(home(text) if source == root / "README.md" else text))
         else:
             shutil.copyfile(source, target)
     for name, text in {"configuration": configuration(), "python": python(), "commands": commands()}.items():
@@ -213,7 +229,7 @@ def build(target: Path, root: Path = ROOT) -> None:
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         stage(work / "pages", root)
-        shutil.copyfile(CONFIGURATION, work / CONFIGURATION.name)
+        (work / CONFIGURATION.name).write_text(configuration_file(root))
         command = [sys.executable, "-m", "zensical", "build", "--strict"]
         done = subprocess.run(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:

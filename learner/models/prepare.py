@@ -224,7 +224,7 @@ def check_model(config: RunConfig, found: Findings) -> None:
                 f"model: expected the model of the run in {prepared.parent}, {ModelInfo.load(prepared).source!r} with "
                 f"the same options, got {config.model.source!r}: give another run.name, or start over with --fresh"
             )
-        folder = _folder(config)
+        folder = model_folder(config)
         if folder is not None:
             _check_positions(config, folder)
         elif config.model.source != "tiny" and not config.model.source.startswith("package:"):
@@ -244,10 +244,10 @@ def tokenizer_folder(config: RunConfig) -> Iterator[Path | None]:
             build_tokenizer(options.numbers, options.words).save_pretrained(folder)
             yield Path(folder)
     else:
-        yield _folder(config)
+        yield model_folder(config)
 
 
-def _folder(config: RunConfig) -> Path | None:
+def model_folder(config: RunConfig) -> Path | None:
     """The folder of the source; None for one that is made or downloaded. Raises :class:`ConfigurationError`."""
     source = config.model.source
     if source == "tiny":

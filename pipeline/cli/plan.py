@@ -41,7 +41,7 @@ def show_plan(
       afterplay plan @gpu --nodes head:8,worker:8 --set placement.tensor_parallel=4
     """
     from pipeline.config.load import load
-    from pipeline.runtime.process import ExitCode
+    from pipeline.runtime.process import ExitCode, load_main
     from pipeline.supervisor.inventory import given_inventory, local_inventory
     from pipeline.supervisor.plan import plan
 
@@ -54,6 +54,9 @@ def show_plan(
         typer.echo(orjson.dumps(describe(found, inventory), option=orjson.OPT_INDENT_2).decode())
     else:
         _print(found, inventory)
+        if inventory.gpus and not found.problems:
+            for sentence in load_main("learner.models.memory:memory_sentences")(found.config):
+                typer.echo(sentence)
     raise typer.Exit(ExitCode.CONFIGURATION if found.problems else ExitCode.FINISHED)
 
 

@@ -51,11 +51,23 @@ def test_every_page_is_on_the_site_and_all_that_it_shows_is_there(docs_site: Mod
     assert {page for page in pages if f"{page}/" not in home} == set(), "expected each page in nav of zensical.toml"
     keys = (site / "reference" / "configuration" / "index.html").read_text()
     assert [name for name in RunConfig.model_fields if f'id="{name}"' not in keys and name != "report_to"] == []
+    assert "Results" in home and "Roadmap" not in home, "expected the start page, not the whole README"
+    assert 'data-md-color-scheme="slate"' in home, "expected a dark mode"
     for page in site.rglob("index.html"):
+        title = re.search(r"<title>(.*?)</title>", page.read_text())
+        assert title is None or len(set(title[1].split(" - "))) == len(title[1].split(" - ")), title
         found = References(page)
         assert [url for url in found.loaded if re.match(r"(https?:)?//", url)] == [], "the site asks no other server"
         local = {re.sub(r"[?#].*", "", url) for url in found.loaded | found.linked if ":" not in url}
         assert [url for url in local if url and not (page.parent / url).exists()] == [], page
+
+
+def test_the_site_links_the_address_that_the_readme_clones_from(docs_site: ModuleType, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("```bash\ngit clone ADDRESS afterplay\n```\n")
+    assert "repo_url" not in docs_site.configuration_file(tmp_path)
+    readme.write_text("```bash\ngit clone https://example.org/afterplay.git afterplay\n```\n")
+    assert 'repo_url = "https://example.org/afterplay.git"' in docs_site.configuration_file(tmp_path)
 
 
 def test_a_link_to_a_heading_that_is_not_there_stops_the_build(docs_site: ModuleType, tmp_path: Path) -> None:

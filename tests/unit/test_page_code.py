@@ -146,7 +146,7 @@ def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             value.close()
 
 
-OWN = {"my_estimator.py": "docs/LEARNER.md", "my_shaping.py": "docs/LEARNER.md", "my_loss.py": "docs/HOWTO.md"}
+OWN = {"my_estimator.py": "docs/LEARNER.md", "my_shaping.py": "docs/LEARNER.md", "my_loss.py": "docs/LEARNER.md"}
 """Files with functions of the user's own, and the page that shows each; behind it, the run file that names it."""
 
 

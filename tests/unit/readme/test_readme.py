@@ -1,4 +1,4 @@
-"""The README's environment plays, and every run file loads."""
+"""README.md keeps its form, the first pages' code works, and every run file loads."""
 
 from __future__ import annotations
 
@@ -23,10 +23,38 @@ from tests.unit.losses.slow import Token
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
+START = (ROOT / "docs" / "START.md").read_text()
+LEARNER = (ROOT / "docs" / "LEARNER.md").read_text()
+LINES_MAX, FIRST_LINES = 200, 60
 
 
-def test_environment_of_the_readme_is_under_thirty_lines_and_plays(tmp_path: Path) -> None:
-    found = re.search(r"```python\n# my_file\.py\n(.*?)```", README, re.DOTALL)
+def test_the_first_lines_of_the_readme_have_what_a_reader_decides_by() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= LINES_MAX
+    first = "\n".join(lines[:FIRST_LINES])
+    for needed in ("docs/images/quickstart.png", "docs/images/dashboard.png", "uv pip install", "pip install",
+                   "afterplay run @tiny", "make quickstart", "# agent.py", "## Results", "## Not done"):  # fmt: skip
+        assert needed in first, f"expected {needed} in the first {FIRST_LINES} lines"
+    agent = re.search(r"```python\n(# agent\.py.*?)```", README, re.DOTALL)
+    assert agent is not None and len(agent[1].splitlines()) <= 10
+
+
+def test_every_result_of_the_readme_links_its_raw_file() -> None:
+    section = README.split("## Results\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 3
+    for row in rows:
+        files = re.findall(r"\]\((benchmarks/results/[^)]+)\)", row)
+        assert files and all((ROOT / file).is_file() for file in files), row
+
+
+def test_the_address_of_the_repository_stands_in_one_place() -> None:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    assert [page.name for page in pages if "git clone" in page.read_text()] == ["README.md"]
+
+
+def test_environment_of_the_first_page_is_under_thirty_lines_and_plays(tmp_path: Path) -> None:
+    found = re.search(r"```python\n# my_file\.py\n(.*?)```", START, re.DOTALL)
     assert found is not None
     code = found[1]
     assert len(code.strip().splitlines()) < 30
@@ -43,16 +71,16 @@ def test_environment_of_the_readme_is_under_thirty_lines_and_plays(tmp_path: Pat
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
-def test_every_run_file_loads_and_is_in_the_readme(file: Path) -> None:
+def test_every_run_file_loads_and_is_on_a_page(file: Path) -> None:
     load(file, environment={})
-    assert f"configs/{file.name}" in README
+    assert f"configs/{file.name}" in START + (ROOT / "docs" / "RECIPES.md").read_text()
 
 
-def test_loss_of_the_readme_weighs_the_gradient_by_the_truncated_ratio(
+def test_own_loss_of_the_page_weighs_the_gradient_by_the_truncated_ratio(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = re.search(r"```python\n(# my_loss\.py\n.*?)```", README, re.DOTALL)
-    section = re.search(r"`(loss: \{policy: \{name: my_loss.*)`", README)
+    code = re.search(r"```python\n(# my_loss\.py\n.*?)```", LEARNER, re.DOTALL)
+    section = re.search(r"```yaml\n(loss: \{policy: \{name: .my_loss.*)\n```", LEARNER)
     assert code is not None and section is not None
     (tmp_path / "my_loss.py").write_text(code[1])
     monkeypatch.chdir(tmp_path)

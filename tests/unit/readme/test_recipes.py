@@ -1,0 +1,57 @@
+"""The recipes pass ``config check`` on a machine with a GPU, and fit into its memory by the estimate on their page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from learner.models.memory import GIB, MARGIN, Shape, engine_bytes, learner_memory
+from pipeline.config import RunConfig
+from pipeline.config.load import load
+from pipeline.supervisor import preflight
+from pipeline.supervisor.inventory import Inventory, Node
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "RECIPES.md").read_text()
+QWEN = {
+    "recipe_math": (48, Shape(28, 1536, 8960, 12, 2, 128, 151_936, True)),
+    "recipe_tools": (48, Shape(36, 2560, 9728, 32, 8, 128, 151_936, True)),
+    "recipe_program": (24, Shape(24, 896, 4864, 14, 2, 64, 151_936, True)),
+}
+"""Memory of the GPU in GiB, and the shape in the ``config.json`` of the model."""
+
+
+def recipe(name: str, folder: Path) -> RunConfig:
+    """The run file with rows of GSM8K's form in place of the data of the hub."""
+    rows = folder / "rows.jsonl"
+    row = {"question": "Ann has 3 apples and buys 4. How many?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"}
+    rows.write_text("".join(json.dumps({**row, "question": f"{n}: {row['question']}"}) + "\n" for n in range(40)))
+    raw = load(ROOT / "configs" / f"{name}.yaml", [f"run.directory={folder / 'runs'}"], environment={}).model_dump()
+    for section in raw["environments"].values():
+        if section["tasks_from"]["kind"] == "huggingface":
+            section["tasks_from"] |= {"kind": "jsonl", "path": str(rows), "name": None, "subset": None,
+                                      "splits": {"train": 0.5, "eval": 0.5}}  # fmt: skip
+    return RunConfig.model_validate(raw)
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_recipe_passes_config_check_where_there_is_a_gpu(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(preflight, "local_inventory", lambda: Inventory((Node("here", gpus=("0",), cpus=16),)))
+    assert preflight.check_all(recipe(name, tmp_path)).problems == []
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_memory_on_the_page_is_the_estimate_and_fits(name: str, tmp_path: Path) -> None:
+    gib, shape = QWEN[name]
+    config = recipe(name, tmp_path)
+    learner, engine = learner_memory(shape, config).total / GIB, engine_bytes(shape) / GIB
+    assert learner < gib * (1 - MARGIN)
+    assert config.engine.memory_share is not None and engine < gib * config.engine.memory_share
+    row = next(line for line in PAGE.splitlines() if line.startswith(f"| `configs/{name}.yaml`"))
+    assert re.findall(r"(\d+) GiB", row) == [str(round(learner)), str(round(engine)), str(gib)]
