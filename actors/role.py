@@ -22,7 +22,7 @@ import anyio
 import anyio.to_thread
 
 from actors.actor import Actor
-from actors.engine.base import AnswerMemory, PausableTimeout
+from actors.engine.base import PausableTimeout
 from actors.engine.client import EngineClient
 from actors.engine.pool import LOAD_SECONDS, EnginePool
 from actors.environments.host import EnvironmentHost
@@ -38,6 +38,7 @@ from pipeline.experience.memory import LessonSource, close_source
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.runtime.engine_addresses import engine_addresses
 from pipeline.runtime.engine_keys import find_key
+from pipeline.runtime.http import AnswerMemory
 from pipeline.runtime.plugin_guard import interrupting_blocks
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.witness import open_witness

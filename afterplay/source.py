@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.plugins import OURS, file_in_working_folder
 
 _DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _IMPORTS = ast.Import | ast.ImportFrom
@@ -209,7 +210,14 @@ def _importable(module: ModuleType, what: str) -> str:
     top = module.__name__.partition(".")[0]
     ours, found = sys.modules.get(top), importlib.machinery.PathFinder.find_spec(top, [*theirs, os.getcwd()])
     file = getattr(module, "__file__", None)
-    if found is not None and ours is not None and (found.origin or "") == (getattr(ours, "__file__", None) or ""):
+    here = file_in_working_folder(module.__name__)
+    if here is not None and (top in OURS or here.name == f"{module.__name__}.py"):  # what they load in any case
+        named = file is not None and os.path.realpath(here) == os.path.realpath(file)
+    else:
+        named = (
+            found is not None and ours is not None and (found.origin or "") == (getattr(ours, "__file__", None) or "")
+        )
+    if named:
         return module.__name__
     if file and "." not in module.__name__ and not hasattr(module, "__path__"):
         return os.path.abspath(str(file))

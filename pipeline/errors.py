@@ -113,11 +113,15 @@ class NotEnough(AfterplayError):
 
 
 class EngineError(AfterplayError):
-    """An inference engine failed."""
+    """An inference engine failed, or another server that is asked over HTTP."""
 
 
 class EngineUnavailable(EngineError):
-    """The engine does not answer."""
+    """The engine does not answer. ``seconds``: the wait that it asks for; None: it names none."""
+
+    def __init__(self, message: str, seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.seconds = seconds
 
 
 class EngineGone(EngineUnavailable):
@@ -125,11 +129,7 @@ class EngineGone(EngineUnavailable):
 
 
 class EngineBusy(EngineUnavailable):
-    """The engine is healthy and has too much to do. ``seconds``: the wait that it asks for; None: it names none."""
-
-    def __init__(self, message: str, seconds: float | None = None) -> None:
-        super().__init__(message)
-        self.seconds = seconds
+    """The engine is healthy and has too much to do."""
 
 
 class EngineRefused(EngineError):

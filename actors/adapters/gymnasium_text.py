@@ -24,8 +24,8 @@ from pydantic.dataclasses import dataclass
 
 from actors.adapters.catalogue import held_out, package, takes_long
 from actors.environments.base import STRICT_OPTIONS, Environment, Episode, Reply, Step
-from actors.environments.plugins import attribute
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.plugins import attribute
 from pipeline.schema import Message, Task
 
 

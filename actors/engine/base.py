@@ -7,8 +7,8 @@ meanwhile keep the time that they had left when it fell asleep.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -134,29 +134,6 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
-
-
-class AnswerMemory:
-    """Bytes of answers that an actor reads at the same time, at most ``bytes_max`` and one answer. Use inside one event
-    loop."""
-
-    def __init__(self, bytes_max: int) -> None:
-        self.bytes_max = bytes_max
-        self.bytes_reserved = 0
-        self._released = anyio.Event()
-
-    @asynccontextmanager
-    async def reserve(self, n_bytes: int) -> AsyncIterator[None]:
-        """Room for one answer, waited for; one that is larger than all the room waits until it is alone."""
-        while self.bytes_reserved and self.bytes_reserved + n_bytes > self.bytes_max:
-            await self._released.wait()
-        self.bytes_reserved += n_bytes
-        try:
-            yield
-        finally:
-            self.bytes_reserved -= n_bytes
-            released, self._released = self._released, anyio.Event()
-            released.set()
 
 
 class PausableTimeout:

@@ -7,31 +7,27 @@ answered the same (:attr:`ChatEndpoint.closed`).
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-import aiohttp
-import anyio
 import orjson
 
 from pipeline.errors import (
     ConfigurationError,
-    EngineBusy,
     EngineError,
     EngineProtocolError,
     EngineRefused,
     EngineUnavailable,
 )
+from pipeline.runtime.http import HttpClient, retried
 from pipeline.schema import FinishReason
 
 CONNECT_SECONDS_MAX = 10.0
 AGAIN_SECONDS = 1.0
-AGAIN_SECONDS_MAX = 60.0
-"""Wait before a request is made again: doubled each time, with jitter."""
+"""Wait before a request is made again: doubled each time."""
 _AGAIN = frozenset({408, 409, 425, 429})
 _CLOSED = frozenset({401, 403, 404, 405})
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -82,33 +78,23 @@ class ChatEndpoint:
         *,
         retries: int = 6,
         request_seconds_max: float = 600.0,
-        again_seconds: float = AGAIN_SECONDS,
     ) -> None:
         """``key``: sent as ``Authorization: Bearer``."""
         self.url = base_url(url)
         self.model = model
         self.closed: str | None = None
         """Answer that every further request would get too; None: none came."""
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._retries = retries
-        self._timeout = aiohttp.ClientTimeout(total=request_seconds_max, sock_connect=CONNECT_SECONDS_MAX)
-        self._again_seconds = again_seconds
+        self._seconds_max = request_seconds_max
         self._limit_name = "max_tokens"
-        self._session: aiohttp.ClientSession | None = None
+        headers = {"Authorization": f"Bearer {key}"} if key else None
+        self._http = HttpClient(headers, proxies=urlsplit(self.url).hostname not in _LOOPBACK)
 
     async def __aenter__(self) -> ChatEndpoint:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            headers=self._headers,
-            timeout=self._timeout,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            trust_env=urlsplit(self.url).hostname not in _LOOPBACK,  # proxies
-        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._session is not None
-        await self._session.close()
+        await self._http.close()
 
     async def models(self) -> list[str]:
         """Names of the models that it lists; empty where it lists none. Raises :class:`ConfigurationError` when nobody
@@ -132,19 +118,15 @@ class ChatEndpoint:
         """The reply to ``messages``. ``more``: other fields of the request. ``failed`` gets the error of each try.
         Raises :class:`EngineError`: :class:`PromptTooLong` and :class:`EngineRefused` at once, others when all tries
         failed."""
-        started, tries = time.monotonic(), 0
-        while True:
-            try:
-                return await self._chat(messages, tools, more)
-            except EngineUnavailable as error:
-                tries += 1
-                failed(str(error))
-                if tries > self._retries:
-                    waited = time.monotonic() - started
-                    raise EngineUnavailable(f"{error}; given up after {tries} requests in {waited:.0f} s") from error
-                asked = error.seconds if isinstance(error, EngineBusy) else None
-                seconds = self._again_seconds * 2.0 ** (tries - 1) if asked is None else asked
-                await anyio.sleep(min(seconds, AGAIN_SECONDS_MAX) * random.uniform(1.0, 1.5))
+
+        def note(error: EngineUnavailable) -> None:
+            failed(str(error))
+
+        try:
+            return await retried(partial(self._chat, messages, tools, more), self._retries + 1, AGAIN_SECONDS, note)
+        except EngineUnavailable as error:
+            note(error)
+            raise
 
     async def _chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], more: Mapping[str, Any]
@@ -175,24 +157,17 @@ class ChatEndpoint:
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
         """Status and answer. Raises :class:`EngineUnavailable` for what may be better the next time."""
-        assert self._session is not None
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
-        headers = {} if data is None else {"Content-Type": "application/json"}
+        came = await self._http.request(
+            method, self.url, path, data=data, seconds=self._seconds_max, connect_seconds=CONNECT_SECONDS_MAX
+        )
+        status = came.status
         try:
-            async with self._session.request(method, self.url + path, data=data, headers=headers) as response:
-                raw, status = await response.read(), response.status
-                after = response.headers.get("Retry-After", "")
-        except TimeoutError as error:
-            raise EngineUnavailable(f"{self.url} did not answer within {self._timeout.total:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineUnavailable(f"{self.url} cannot be reached: {type(error).__name__}: {error}") from error
-        try:
-            answer = orjson.loads(raw)
-        except orjson.JSONDecodeError:
-            answer = raw[:300].decode("utf-8", "replace").strip()
+            answer = came.json()
+        except EngineProtocolError:
+            answer = came.text
         if (status in _AGAIN or status >= 500) and "insufficient_quota" not in _words(answer):
-            seconds = float(after) if after.isascii() and after.isdecimal() else None
-            raise EngineBusy(f"{self.url} answered HTTP {status}: {_words(answer)}", seconds)
+            raise EngineUnavailable(f"{self.url} answered HTTP {status}: {_words(answer)}", came.seconds)
         return status, answer
 
     def _read(self, answer: Any) -> ChatAnswer:

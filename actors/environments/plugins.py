@@ -8,15 +8,10 @@ a :class:`ConfigurationError` that names the key of the run file and the valid c
 from __future__ import annotations
 
 import difflib
-import hashlib
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 from pydantic import ValidationError
@@ -25,6 +20,7 @@ from pydantic_core import ErrorDetails
 from pipeline.config.replay import LessonsConfig
 from pipeline.errors import ConfigurationError, explained
 from pipeline.experience.memory import LessonSource
+from pipeline.runtime.plugins import attribute
 
 
 def names(group: str, built_in: Mapping[str, str]) -> list[str]:
@@ -39,7 +35,9 @@ def find(name: str, where: str, group: str, built_in: Mapping[str, str], what: s
     Raises :class:`ConfigurationError`.
     """
     if name in built_in:
-        return attribute(built_in[name], where)
+        module, _, own = built_in[name].partition(":")
+        with explained(f"{where}: importing {module} failed with"):
+            return getattr(importlib.import_module(module), own)
     if ":" in name:
         return attribute(name, where)
     for point in entry_points(group=group):
@@ -53,35 +51,6 @@ def find(name: str, where: str, group: str, built_in: Mapping[str, str], what: s
         f"{where}: there is no {what} {name!r}; there are {', '.join(known)}; or give module:Name or "
         f"path/file.py:Name{near}"
     )
-
-
-def attribute(path: str, where: str) -> Any:
-    """``module:name`` or ``path/file.py:name``. Raises :class:`ConfigurationError`."""
-    module_name, _, name = path.rpartition(":")
-    with explained(f"{where}: importing {module_name!r} failed with"):
-        module = file_module(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
-    if not hasattr(module, name):
-        there = sorted(n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__)
-        raise ConfigurationError(f"{where}: {module_name} has no {name!r}; it has {there}")
-    return getattr(module, name)
-
-
-def file_module(path: Path) -> ModuleType:
-    """Import a file under a name of its own, once."""
-    path = path.expanduser().resolve()
-    name = f"afterplay_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def construct(cls: Callable[..., Any], options: Mapping[str, Any], where: str, options_key: str | None = None) -> Any:

@@ -23,7 +23,6 @@ from pydantic.dataclasses import dataclass
 
 from actors.environments.base import STRICT_OPTIONS, Reply
 from actors.environments.host import EnvironmentHost
-from actors.environments.plugins import attribute
 from actors.gateway.chat_recorder import ChatRecorder
 from actors.gateway.messages import Refusal
 from actors.gateway.reports import PROGRAM, Report, last_line, read_report
@@ -45,6 +44,7 @@ from pipeline.errors import (
 )
 from pipeline.metrics.actor import ActorMetrics
 from pipeline.runtime.children import KILL_SECONDS_MAX, ChildGroup, OrphanReaper, describe_exit
+from pipeline.runtime.plugins import attribute
 from pipeline.schema import TrajectoryStatus
 
 logger = logging.getLogger(__name__)

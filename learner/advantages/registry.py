@@ -13,7 +13,7 @@ from learner.advantages.group import by_group, by_group_and_length, gpg, grpo, m
 from learner.advantages.returns import gae, reinforce_pp, reinforce_pp_baseline, remax
 from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import ConfigurationError
-from pipeline.scorer.conversation import resolve
+from pipeline.runtime.plugins import resolve
 
 SCORES = frozenset({"logprobs", "entropies", "reference", "values", "hinted"})
 """Fields of :class:`learner.data.rows.TokenScores` that the trainer can gather."""

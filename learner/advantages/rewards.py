@@ -13,8 +13,8 @@ import numpy as np
 from learner.advantages.base import FloatArray, ScoredTrajectory, groups_of
 from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import TrainingError, boundary
+from pipeline.runtime.plugins import resolve
 from pipeline.schema import Trajectory
-from pipeline.scorer.conversation import resolve
 
 
 def total(p: ScoredTrajectory) -> float:

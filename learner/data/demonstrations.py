@@ -12,7 +12,7 @@ import numpy as np
 from learner.data.rows import Row, trajectory_rows
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError, StoreError, TrainingError
-from pipeline.runtime.process import load_main
+from pipeline.runtime.plugins import load_main
 from pipeline.runtime.rundir import read_json
 from pipeline.schema import Trajectory
 from pipeline.store.archive import is_archive, read_archive

@@ -13,7 +13,7 @@ from pipeline.config.algorithm import ImportanceConfig, LossConfig
 from pipeline.config.policy_losses import OwnLoss
 from pipeline.config.replay import ReplayConfig
 from pipeline.errors import ConfigurationError
-from pipeline.scorer.conversation import resolve
+from pipeline.runtime.plugins import resolve
 
 SCORES = frozenset({"logprobs", "entropies", "reference"})
 """Passes before the first optimizer step that can be asked for (fields of

@@ -135,7 +135,7 @@ def engine_bytes(shape: Shape, tensor_parallel: int = 1) -> float:
 
 def memory_sentences(config: RunConfig) -> list[str]:
     """The estimate for a run on GPUs, where the shape of its model is on this machine; otherwise nothing."""
-    from learner.models.preflight import model_folder
+    from learner.models.prepare import model_folder
 
     try:
         folder = model_folder(config)

@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import aiohttp
 import anyio
 import numpy as np
 import orjson
@@ -28,13 +27,12 @@ from pipeline.config.learner import ReferenceConfig
 from pipeline.errors import (
     EngineError,
     EngineProtocolError,
-    EngineRefused,
-    EngineUnavailable,
     Interrupted,
     StoreError,
     TrainingError,
 )
 from pipeline.runtime.engine_keys import authorization
+from pipeline.runtime.http import TEXT_MAX, HttpClient, retried
 
 
 class Reference(Protocol):
@@ -151,7 +149,9 @@ class AskedElsewhere:
 LOOK_SECONDS = 0.5
 """Bound on how long a stop waits for a request that is under way."""
 RETRY_SECONDS = 1.0
-_TEXT_MAX = 300
+ROUTE = "/v1/completions"
+ANSWER_BYTES_MAX = 256 * 1024 * 1024
+"""About 100 bytes for each token of a row."""
 
 
 class ServerReference:
@@ -159,7 +159,8 @@ class ServerReference:
 
     def __init__(self, config: ReferenceConfig, interrupt: Interrupt, key: str | None = None) -> None:
         self._headers = authorization(key)
-        self._url = f"{(config.url or '').rstrip('/')}/v1/completions"
+        self._url = (config.url or "").rstrip("/")
+        self._server = f"the reference server {self._url}"
         self._config = config
         self._interrupt = interrupt
 
@@ -197,31 +198,21 @@ class ServerReference:
 
         async def one(row: Row, offset: int) -> None:
             async with limit:
-                out[offset : offset + row.n_sampled] = await self._row(session, row)
+                out[offset : offset + row.n_sampled] = await self._row(http, row)
 
         async def watch_interrupt() -> None:
             while not self._interrupt.is_set():
                 await anyio.sleep(LOOK_SECONDS)
             raise Interrupted
 
-        async with aiohttp.ClientSession(headers=self._headers) as session, anyio.create_task_group() as watching:
+        async with HttpClient(self._headers) as http, anyio.create_task_group() as watching:
             watching.start_soon(watch_interrupt)
             async with anyio.create_task_group() as tasks:
                 for row, offset in zip(rows, token_offsets(rows), strict=True):
                     tasks.start_soon(one, row, int(offset))
             watching.cancel_scope.cancel()
 
-    async def _row(self, session: aiohttp.ClientSession, row: Row) -> TokenArray:
-        for attempt in range(1, self._config.attempts_max + 1):
-            try:
-                return prompt_logprobs(await self._ask(session, row), row, f"the reference server {self._url}")
-            except EngineUnavailable:
-                if attempt == self._config.attempts_max:
-                    raise
-                await anyio.sleep(RETRY_SECONDS * attempt)
-        raise AssertionError("unreachable: attempts_max is at least 1")
-
-    async def _ask(self, session: aiohttp.ClientSession, row: Row) -> Any:
+    async def _row(self, http: HttpClient, row: Row) -> TokenArray:
         body: dict[str, Any] = {
             "prompt": row.token_ids.tolist(),
             "max_tokens": 1,
@@ -230,27 +221,16 @@ class ServerReference:
         }
         if self._config.model is not None:
             body["model"] = self._config.model
-        seconds = self._config.timeout_seconds
-        try:
-            async with session.post(self._url, json=body, timeout=aiohttp.ClientTimeout(total=seconds)) as response:
-                text = await response.read()
-        except TimeoutError as error:
-            raise EngineUnavailable(f"the reference server {self._url} did not answer within {seconds:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineUnavailable(
-                f"the reference server {self._url} failed: {type(error).__name__}: {error}"
-            ) from error
-        shown = text[:_TEXT_MAX].decode("utf-8", "replace")
-        if 400 <= response.status < 500:
-            raise EngineRefused(f"the reference server {self._url} refused with {response.status}: {shown}")
-        if response.status != 200:
-            raise EngineUnavailable(
-                f"expected 200 from the reference server {self._url}, got {response.status}: {shown}"
-            )
-        try:
-            return orjson.loads(text)
-        except orjson.JSONDecodeError as error:
-            raise EngineProtocolError(f"expected JSON from the reference server {self._url}, got {shown!r}") from error
+        data = orjson.dumps(body)
+
+        async def ask() -> TokenArray:
+            answer = await http.request(
+                "POST", self._url, ROUTE, data=data, seconds=self._config.timeout_seconds, bytes_max=ANSWER_BYTES_MAX,
+                server=self._server,
+            )  # fmt: skip
+            return prompt_logprobs(answer.accepted(), row, self._server)
+
+        return await retried(ask, self._config.attempts_max, RETRY_SECONDS)
 
 
 def prompt_logprobs(answer: Any, row: Row, server: str = "the engine") -> TokenArray:
@@ -270,7 +250,7 @@ def prompt_logprobs(answer: Any, row: Row, server: str = "the engine") -> TokenA
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise EngineProtocolError(
             f"expected prompt_logprobs of every token from {server}, got "
-            f"{type(error).__name__}: {error} in {str(answer)[:_TEXT_MAX]}: does it know prompt_logprobs (vLLM does)?"
+            f"{type(error).__name__}: {error} in {str(answer)[:TEXT_MAX]}: does it know prompt_logprobs (vLLM does)?"
         ) from error
     return np.asarray(found, dtype=np.float32)
 

@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 
-import aiohttp
 import anyio
 
 from learner.weights.engine_control import EngineControl
@@ -36,6 +35,7 @@ from learner.weights.engine_keeper import EngineKeeper, Target, WeightLoader, We
 from pipeline.errors import EngineError, EngineProtocolError
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.engine_keys import authorization, find_key
+from pipeline.runtime.http import HttpClient
 from pipeline.runtime.process import RoleContext
 from pipeline.schema.state import RoleState
 
@@ -289,10 +289,10 @@ async def await_engines(ctx: RoleContext) -> None:
     headers = authorization(find_key(config.engine, "learner_key"))
     async with (
         ctx.waiting(RoleState.WAITING_FOR_ENGINES, wanted),
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), headers=headers) as session,
+        HttpClient(headers, reuse=False) as http,
     ):
         for url in config.engine.addresses():
-            control = EngineControl(url, session, config.publish.timeout_seconds)
+            control = EngineControl(url, http, config.publish.timeout_seconds)
             while not ctx.stopping.is_set():
                 try:
                     await (control.sleep(config.engine.sleep_level) if sleep else control.version())

@@ -7,31 +7,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import anyio
 import orjson
 
-from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable
+from pipeline.errors import EngineProtocolError, EngineRefused
 from pipeline.runtime.engine_keys import LEARNER_HEADER
+from pipeline.runtime.http import TEXT_MAX, HttpClient
 from pipeline.runtime.progress import SILENCE_SECONDS_MAX, EngineSilence
 from pipeline.schema.weight_stamp import WITHDRAWN
 
 WATCH_SECONDS_MAX = 10.0
 """An engine that does not report its version within this time counts as down."""
 RESUME_SECONDS_MAX = 30.0
-_TEXT_MAX = 300
 _GENERATE, _HEALTH = "/inference/v1/generate", "/health"
 _KEY_HINT = " (is it an engine of another run, or engine.learner_key wrong?)"
 _HINTS = {401: _KEY_HINT, 403: _KEY_HINT, 404: " (is the engine started with VLLM_SERVER_DEV_MODE=1?)"}
 
 
 class EngineControl:
-    """Pause, load, stamp, resume. Every call has a timeout and raises :class:`EngineUnavailable` (no answer),
-    :class:`EngineRefused` (4xx) or :class:`EngineProtocolError` (anything else that is not in the protocol)."""
+    """Pause, load, stamp, resume. Every call has a timeout and raises :class:`pipeline.errors.EngineUnavailable` (no
+    answer), :class:`EngineRefused` (4xx) or :class:`EngineProtocolError` (anything else that is not in the
+    protocol)."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, timeout_seconds: float) -> None:
+    def __init__(self, url: str, http: HttpClient, timeout_seconds: float) -> None:
         self.url = url
-        self._session = session
+        self._http = http
         self.epoch: int | None = None
         """Number of this learner process, once the replay stage has told it."""
         self._timeout_seconds = timeout_seconds
@@ -49,7 +49,7 @@ class EngineControl:
         answer = await self._call("GET", "/weight_info", seconds=min(WATCH_SECONDS_MAX, self._timeout_seconds))
         version = answer.get("weight_version")
         if not isinstance(version, str | int):
-            raise EngineProtocolError(f"expected weight_version of {self.url}, got {str(answer)[:_TEXT_MAX]}")
+            raise EngineProtocolError(f"expected weight_version of {self.url}, got {str(answer)[:TEXT_MAX]}")
         return str(version)
 
     async def pause(self) -> None:
@@ -63,7 +63,7 @@ class EngineControl:
         """True while it keeps requests without sampling."""
         answer = await self._call("GET", "/is_paused", seconds=min(WATCH_SECONDS_MAX, self._timeout_seconds))
         if not isinstance(answer.get("is_paused"), bool):
-            raise EngineProtocolError(f"expected is_paused of {self.url}, got {str(answer)[:_TEXT_MAX]}")
+            raise EngineProtocolError(f"expected is_paused of {self.url}, got {str(answer)[:TEXT_MAX]}")
         return bool(answer["is_paused"])
 
     async def sleep(self, level: int) -> None:
@@ -81,7 +81,7 @@ class EngineControl:
         """True while it does not sample: asleep, or paused."""
         answer = await self._call("GET", "/is_sleeping", seconds=min(WATCH_SECONDS_MAX, self._timeout_seconds))
         if not isinstance(answer.get("is_sleeping"), bool):
-            raise EngineProtocolError(f"expected is_sleeping of {self.url}, got {str(answer)[:_TEXT_MAX]}")
+            raise EngineProtocolError(f"expected is_sleeping of {self.url}, got {str(answer)[:TEXT_MAX]}")
         return bool(answer["is_sleeping"])
 
     async def reload(self, folder: Path) -> None:
@@ -140,7 +140,7 @@ class EngineControl:
         answer = await self._call("GET", "/get_world_size")
         size = answer.get("world_size")
         if not isinstance(size, int):
-            raise EngineProtocolError(f"expected world_size of {self.url}, got {str(answer)[:_TEXT_MAX]}")
+            raise EngineProtocolError(f"expected world_size of {self.url}, got {str(answer)[:TEXT_MAX]}")
         return size
 
     async def _call(
@@ -152,32 +152,21 @@ class EngineControl:
         *,
         json_answer: bool = True,
     ) -> dict[str, Any]:
-        seconds = seconds or self._timeout_seconds
-        what = f"{method} {self.url}{path}"
         headers, asked_at = {}, anyio.current_time()
         if self.epoch is not None and path not in (_GENERATE, _HEALTH):
             self._requests += 1
             headers[LEARNER_HEADER] = f"{self.epoch}.{self._requests}"
-        try:
-            async with self._session.request(
-                method, self.url + path, json=body, headers=headers, timeout=aiohttp.ClientTimeout(total=seconds)
-            ) as response:
-                text = await response.read()
-                self.silence.heard(anyio.current_time() - asked_at if method == "GET" else None)
-        except TimeoutError as error:
-            raise EngineUnavailable(f"{what} did not answer within {seconds:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineUnavailable(f"{what} failed: {type(error).__name__}: {error}") from error
-        shown = text[:_TEXT_MAX].decode("utf-8", "replace")
-        if 400 <= response.status < 500:
-            hint = _HINTS.get(response.status, "")
-            raise EngineRefused(f"{what} was refused with {response.status}: {shown}{hint}")
-        if response.status != 200:
-            raise EngineProtocolError(f"expected 200 from {what}, got {response.status}: {shown}")
-        if not text.strip() or not json_answer:
+        answer = await self._http.request(
+            method, self.url, path, seconds=seconds or self._timeout_seconds, headers=headers,
+            data=None if body is None else orjson.dumps(body), server=f"engine {self.url}",
+        )  # fmt: skip
+        self.silence.heard(anyio.current_time() - asked_at if method == "GET" else None)
+        what, status = f"{method} {self.url}{path}", answer.status
+        if 400 <= status < 500:
+            raise EngineRefused(f"{what} was refused with {status}: {answer.text}{_HINTS.get(status, '')}")
+        if status != 200:
+            raise EngineProtocolError(f"expected 200 from {what}, got {status}: {answer.text}")
+        if not answer.body.strip() or not json_answer:
             return {}
-        try:
-            answer = orjson.loads(text)
-        except orjson.JSONDecodeError as error:
-            raise EngineProtocolError(f"expected JSON from {what}, got {shown!r}") from error
-        return answer if isinstance(answer, dict) else {"result": answer}
+        value = answer.json()
+        return value if isinstance(value, dict) else {"result": value}

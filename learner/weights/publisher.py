@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import anyio
 import anyio.abc
 import anyio.to_thread
@@ -42,6 +41,7 @@ from pipeline.runtime.contents import CONTENTS, find_damage, write_contents
 from pipeline.runtime.disk_wait import when_room
 from pipeline.runtime.engine_addresses import EngineAddresses, engine_addresses
 from pipeline.runtime.engine_keys import authorization, find_key
+from pipeline.runtime.http import HttpClient
 from pipeline.runtime.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -143,11 +143,10 @@ class Publisher:
         self._write = write or (lambda folder, tensors: write_weights(folder, model, tensors))
         self._loader = CheckedLoader(loader or FolderLoader(), self._write)
         self._on_failure = on_failure
-        self._session: aiohttp.ClientSession | None = None
+        self._http = HttpClient(authorization(key), reuse=False)
         self.device = device
         """Set where engines and learner take turns on one device."""
         self._sleep_level = sleep_level
-        self._headers = authorization(key)
         self._run = run
         self.probe = probe
         """Proves which weights an engine serves; None: nothing does."""
@@ -161,9 +160,6 @@ class Publisher:
         self._engines_changed = anyio.Event()
 
     async def __aenter__(self) -> Publisher:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True), headers=self._headers
-        )
         self.set_engines(self._addresses)
         remove_leftovers(self._directory.weights(0).parent)
         return self
@@ -192,8 +188,7 @@ class Publisher:
 
     def _keeper(self, url: str) -> EngineKeeper:
         timeout = self._config.timeout_seconds
-        assert self._session is not None
-        control = self._controls.setdefault(url, EngineControl(url, self._session, timeout))
+        control = self._controls.setdefault(url, EngineControl(url, self._http, timeout))
         control.epoch = self._epoch
         if self.device is None:
             return EngineKeeper(control, self._loader, timeout, self._on_failure, self.probe)
@@ -202,8 +197,7 @@ class Publisher:
         )
 
     async def __aexit__(self, *args: object) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await self._http.close()
 
     def identify(self, epoch: int) -> None:
         """Send the number of this learner process with every request: engines refuse it once it was replaced."""

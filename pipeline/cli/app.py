@@ -248,7 +248,7 @@ def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or em
 
     afterplay init colours && cd colours && afterplay run run.yaml
     """
-    from pipeline.runtime.process import load_main
+    from pipeline.runtime.plugins import load_main
 
     for path in load_main("actors.env_commands.scaffold:write_project")(folder):
         typer.echo(str(path))
@@ -308,7 +308,7 @@ def engine(
       afterplay engine @two_engines --index 1 --set engine.port=8100
       afterplay engine @tiny --join
     """
-    from pipeline.runtime.process import load_main
+    from pipeline.runtime.plugins import load_main
 
     main = load_main("actors.servers.launch:main")
     config = _load_of_run(file, sets) if join else _load(file, sets)
@@ -394,7 +394,7 @@ def learner(
     instead, on one or several machines; then omit learner.ranks.
 
       afterplay learner @tiny
-      torchrun --nproc-per-node 2 -m pipeline.cli.app learner @tiny
+      torchrun --nproc-per-node 2 --no-python afterplay learner @tiny
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()  # torchrun gives each rank a session of its own
@@ -435,7 +435,8 @@ def prepare(file: File, sets: Sets = None) -> None:
 
       afterplay prepare @quickstart
     """
-    from pipeline.runtime.process import configure_logging, load_main
+    from pipeline.runtime.plugins import load_main
+    from pipeline.runtime.process import configure_logging
     from pipeline.runtime.rundir import RunDirectory
 
     configure_logging("prepare")
@@ -667,7 +668,8 @@ def _role(
     job: str = "",
 ) -> NoReturn:
     """``port_index``: the index by which the metrics port is chosen; None: ``index``. ``job``: see ``learner``."""
-    from pipeline.runtime.process import load_main, role_name, run_role
+    from pipeline.runtime.plugins import load_main
+    from pipeline.runtime.process import role_name, run_role
 
     port_index = index if port_index is None else port_index
     code = run_role(role_name(role, index), port_index, config, load_main(main), ends_with_run)
@@ -686,7 +688,7 @@ def _role(
 
 def _follow(file: Path, sets: list[str] | None) -> NoReturn:
     """A rank other than 0 under torchrun."""
-    from pipeline.runtime.process import load_main
+    from pipeline.runtime.plugins import load_main
 
     config = _load(file, sets)
     code = load_main("learner.rank_processes:run")(

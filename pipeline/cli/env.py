@@ -37,7 +37,7 @@ def list_() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from pipeline.runtime.process import load_main
+    from pipeline.runtime.plugins import load_main
 
     table = Table("name", "kind", "description", "ready", box=None, header_style="bold")
     for entry in load_main(f"{_COMMANDS}.describe:entries")():
@@ -52,7 +52,7 @@ def show(name: Name, sets: Sets = None, seed: Seed = 0) -> None:
     afterplay env show babyai
     afterplay env show babyai --set level=BabyAI-PickupLoc-v0 --seed 3
     """
-    from pipeline.runtime.process import load_main
+    from pipeline.runtime.plugins import load_main
 
     details = load_main(f"{_COMMANDS}.describe:details")(name, _options(sets), seed)
     say = typer.echo
@@ -118,7 +118,7 @@ def play(
       afterplay env play babyai --expert
       afterplay env play arithmetic --engine http://127.0.0.1:8100 --model runs/quickstart/model
     """
-    from pipeline.runtime.process import load_main
+    from pipeline.runtime.plugins import load_main
 
     load_main(f"{_COMMANDS}.play:play")(
         name,
@@ -237,7 +237,7 @@ def eval_(
     import os
 
     from pipeline.errors import ConfigurationError
-    from pipeline.runtime.process import load_main
+    from pipeline.runtime.plugins import load_main
 
     if key is None and os.environ.get("OPENAI_API_KEY"):
         key = "env:OPENAI_API_KEY"
@@ -334,7 +334,7 @@ def demonstrate(
 
     afterplay env demonstrate babyai --count 200 --out babyai.jsonl
     """
-    from pipeline.runtime.process import load_main
+    from pipeline.runtime.plugins import load_main
 
     written, skipped = load_main(f"{_COMMANDS}.demonstrate:demonstrate")(
         name, _options(sets), section or name, range(first, first + count), out
@@ -355,7 +355,7 @@ def new(
 
     afterplay env new colours && cd afterplay-colours && pip install -e '.[test]' && pytest
     """
-    from pipeline.runtime.process import load_main
+    from pipeline.runtime.plugins import load_main
 
     folder = folder or Path(f"afterplay-{name.replace('_', '-')}")
     for path in load_main(f"{_COMMANDS}.scaffold:write_package")(name, folder):

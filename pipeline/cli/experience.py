@@ -217,7 +217,7 @@ def import_command(
     from pipeline.cli.status import is_alive
     from pipeline.errors import ConfigurationError
     from pipeline.experience.archive_transfer import Importer
-    from pipeline.runtime.process import load_main
+    from pipeline.runtime.plugins import load_main
 
     config, directory = open_run(run, or_file=True)
     if is_alive(directory):

@@ -41,7 +41,8 @@ def show_plan(
       afterplay plan @gpu --nodes head:8,worker:8 --set placement.tensor_parallel=4
     """
     from pipeline.config.load import load
-    from pipeline.runtime.process import ExitCode, load_main
+    from pipeline.runtime.plugins import load_main
+    from pipeline.runtime.process import ExitCode
     from pipeline.supervisor.inventory import given_inventory, local_inventory
     from pipeline.supervisor.plan import plan
 

@@ -25,7 +25,7 @@ from pipeline.errors import AfterplayError, PlugInTimeout, SchemaError, WireErro
 from pipeline.experience.memory import NAME, Lesson, LessonSource, Memory, close_source, encode_lessons, task_text
 from pipeline.experience.memory_writer import MemoryWriter
 from pipeline.metrics.replay import ReplayMetrics
-from pipeline.runtime.process import load_main
+from pipeline.runtime.plugins import load_main
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import Trajectory
 from pipeline.schema.tokens import require_id

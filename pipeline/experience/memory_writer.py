@@ -22,8 +22,8 @@ import anyio
 from pipeline.config.replay import LessonsConfig
 from pipeline.errors import PlugInError, PlugInTimeout, boundary
 from pipeline.experience.memory import LESSON_CHARACTERS_MAX, plain_conversation, tidy
+from pipeline.runtime.plugins import resolve
 from pipeline.schema import Trajectory
-from pipeline.scorer.conversation import resolve
 
 Write = Callable[[str, Sequence[Trajectory]], Any]
 

@@ -18,7 +18,8 @@ from rich.console import Console
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.process import ExitCode, load_main
+from pipeline.runtime.plugins import load_main
+from pipeline.runtime.process import ExitCode
 from pipeline.supervisor.inventory import local_inventory
 from pipeline.supervisor.plan import plan
 from pipeline.supervisor.run import run

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import importlib
 import importlib.util
 import logging
 import math
@@ -287,17 +286,6 @@ def metrics_port(name: str, index: int, base: int) -> int:
             f"expected metrics ports up to 65535, got {port} for {name}: set metrics.port lower than {base}"
         )
     return port
-
-
-def load_main(path: str) -> Any:
-    """The object at ``module:attribute``, imported only now. Raises :class:`ConfigurationError` that names the path."""
-    module_name, _, attribute = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigurationError(
-            f"expected {path} to be importable, got {type(error).__name__}: {error}. Is Afterplay installed completely?"
-        ) from error
 
 
 def configure_logging(name: str) -> None:

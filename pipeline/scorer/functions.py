@@ -33,8 +33,8 @@ from pipeline.errors import (
     is_failure,
 )
 from pipeline.runtime.plugin_guard import BlockingCalls, TaskOwner, watch_tasks
+from pipeline.runtime.plugins import UserFunction, load_main, resolve
 from pipeline.schema import Trajectory
-from pipeline.scorer.conversation import UserFunction, resolve
 from pipeline.scorer.graders import BUILT_IN
 from pipeline.scorer.verdict import ScoreFailure
 from pipeline.transport.codec import decode_trajectory, encode_trajectory
@@ -82,7 +82,7 @@ def warm_up(path: str, needs: str | None) -> None:
     """Runs in a new process, which imports this module with it. What fails here fails again, and is reported, when the
     function is called."""
     try:
-        resolve(path)
+        _function(path)
         if needs is not None:
             importlib.import_module(needs)
     except Exception as error:
@@ -142,12 +142,12 @@ class Call:
                 f"scorer.functions: expected one of the graders {', '.join(BUILT_IN)}, or your own function as "
                 f"module:function or file.py:function, got {section.path!r}"
             )
-        self._path = grader.path if grader else section.path
+        self._path = section.path
         self._needs = grader.needs if grader else None
         self._worker = section.worker if section.worker is not None else grader is not None and grader.worker
         if grader is not None:
             grader.check(self.name)
-        self._function = resolve(self._path)
+        self._function = _function(self._path)
         _check_options(self.name, self._function, self._options)
         self._async = inspect.iscoroutinefunction(self._function)
         self._threads = BlockingCalls(threads_max, self._timeout_seconds)
@@ -316,7 +316,7 @@ class _Raised(NamedTuple):
 def call_in_worker(path: str, every: list[tuple[bytes, ...]], many: bool, options: Mapping[str, Any]) -> object:
     """Runs in the worker process: what the function gave, or what it raised, safe to send back."""
     try:
-        function = resolve(path)
+        function = _function(path)
         trajectories = [decode_trajectory(frames) for frames in every]
         value = function(trajectories if many else trajectories[0], **options)
         if inspect.iscoroutine(value):
@@ -331,6 +331,11 @@ def call_in_worker(path: str, every: list[tuple[bytes, ...]], many: bool, option
             raise
         failure = failure_of(path, error)
         return _Raised(failure.kind, failure.message, failure.details, failure.line)
+
+
+def _function(path: str) -> UserFunction:
+    """A built-in grader by its name, or the user's own."""
+    return load_main(BUILT_IN[path].path) if path in BUILT_IN else resolve(path)
 
 
 def _copy(trajectory: Trajectory) -> Trajectory:

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.config.rewards import JudgeConfig
-from pipeline.errors import SchemaError
+from pipeline.errors import EngineError, EngineProtocolError, SchemaError
 from pipeline.schema import Trajectory
 from pipeline.scorer.conversation import filled
 from pipeline.scorer.functions import Outcome
-from pipeline.scorer.http_client import JsonPost, ServiceError
+from pipeline.scorer.http_client import JsonPost, reason_of
 from pipeline.scorer.verdict import ScoreFailure
 
 log = logging.getLogger("afterplay.scorer")
@@ -34,9 +34,8 @@ class Judge:
     def __init__(self, section: JudgeConfig, retried: Callable[[str], None]) -> None:
         self.name = section.name
         self._section = section
-        base = section.url.rstrip("/")
-        url = base if base.endswith("/chat/completions") else base.removesuffix("/v1") + ROUTE
-        self._post = JsonPost(section, url, retried)
+        base, whole = section.url.rstrip("/"), section.url.rstrip("/").endswith("/chat/completions")
+        self._post = JsonPost(section, base.removesuffix("/v1"), "" if whole else ROUTE, retried)
         self._score = re.compile(section.score_pattern)
 
     async def close(self) -> None:
@@ -47,8 +46,8 @@ class Judge:
         try:
             answer = await self._post(self._body(trajectory))
             return self._read(answer)
-        except ServiceError as error:
-            failure = ScoreFailure(self.name, error.reason, str(error))
+        except EngineError as error:
+            failure = ScoreFailure(self.name, reason_of(error), str(error))
         except SchemaError as error:
             failure = ScoreFailure(self.name, "raised", str(error))
         log.warning("judge %s, trajectory %s: %s: %s", self.name, trajectory.trajectory_id, failure.reason,
@@ -68,7 +67,7 @@ class Judge:
         except (KeyError, IndexError, TypeError):
             text = None
         if not isinstance(text, str):
-            raise ServiceError("protocol", f"expected choices[0].message.content as text, got {str(answer)[:200]}")
+            raise EngineProtocolError(f"expected choices[0].message.content as text, got {str(answer)[:200]}")
         found = deque(self._score.finditer(text), maxlen=1)
         low, high = self._section.scale
         try:
@@ -77,5 +76,5 @@ class Judge:
             score = math.nan
         if not low <= score <= high:
             came = repr(found[0].group(0)) if found else f"none in {text[-200:]!r}"
-            raise ServiceError("protocol", f"expected a score from {low:g} to {high:g}, got {came}")
+            raise EngineProtocolError(f"expected a score from {low:g} to {high:g}, got {came}")
         return (score - low) / (high - low)

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipeline.config.rewards import RewardModelConfig
-from pipeline.errors import SchemaError
+from pipeline.errors import EngineError, EngineProtocolError, SchemaError
 from pipeline.schema import Trajectory
 from pipeline.scorer.conversation import conversation, filled, prompt_text, reply
 from pipeline.scorer.functions import Outcome
-from pipeline.scorer.http_client import JsonPost, ServiceError
+from pipeline.scorer.http_client import JsonPost, reason_of
 from pipeline.scorer.verdict import ScoreFailure
 
 log = logging.getLogger("afterplay.scorer")
@@ -31,8 +31,8 @@ class RewardModel:
         self.name = section.name
         self._section = section
         route = ROUTES.get(section.format, "")
-        url = section.url.rstrip("/") if route else section.url
-        self._post = JsonPost(section, url if url.endswith(route) else url + route, retried)
+        url = section.url.rstrip("/").removesuffix(route) if route else section.url
+        self._post = JsonPost(section, url, route, retried)
 
     async def close(self) -> None:
         await self._post.close()
@@ -42,8 +42,8 @@ class RewardModel:
         try:
             values = self._read(await self._post(self._body(trajectories)), len(trajectories))
             return [self._checked(value) for value in values]
-        except ServiceError as error:
-            failure = ScoreFailure(self.name, error.reason, str(error))
+        except EngineError as error:
+            failure = ScoreFailure(self.name, reason_of(error), str(error))
         except SchemaError as error:
             failure = ScoreFailure(self.name, "raised", str(error))
         log.warning("reward model %s, %d trajectories: %s: %s", self.name, len(trajectories), failure.reason,
@@ -66,7 +66,7 @@ class RewardModel:
         values = answer.get(key) if isinstance(answer, dict) else None
         if not isinstance(values, list) or len(values) != n:
             came = f"{len(values)} values" if isinstance(values, list) else str(answer)[:200]
-            raise ServiceError("protocol", f"expected {key} as a list of {n} values, got {came}")
+            raise EngineProtocolError(f"expected {key} as a list of {n} values, got {came}")
         if section.format in ROUTES:
             field = "probs" if section.format == "vllm_classify" else "data"
             return [self._labelled(value, field) for value in _in_order(values)]
@@ -77,9 +77,7 @@ class RewardModel:
         while isinstance(found, list) and found and isinstance(found[-1], list):
             found = found[-1]  # a value for every token: that of the last
         if not isinstance(found, list) or len(found) <= self._section.label:
-            raise ServiceError(
-                "protocol", f"expected {field} with a value {self._section.label}, got {str(value)[:200]}"
-            )
+            raise EngineProtocolError(f"expected {field} with a value {self._section.label}, got {str(value)[:200]}")
         return found[self._section.label]
 
     def _checked(self, value: Any) -> Outcome:

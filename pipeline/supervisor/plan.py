@@ -62,15 +62,16 @@ class Gang:
 
     @property
     def launcher(self) -> list[str]:
-        """Arguments of Python that start the ranks of this node, before those of the program."""
+        """Arguments of Python that start the ranks of this node, before their command. Without ``--no-python`` torchrun
+        would search the working folder for our packages first."""
         return [
-            "-m",
-            "torch.distributed.run",
+            *("-P", "-m", "torch.distributed.run"),
             f"--nnodes={self.nodes}",
             f"--node-rank={self.node}",
             f"--nproc-per-node={self.count}",
             f"--master-addr={self.address}",
             f"--master-port={self.port}",
+            "--no-python",
         ]
 
 
@@ -110,8 +111,8 @@ class Place:
 
     def command(self, file: str, python: str = sys.executable) -> list[str]:
         """Its command for the run file ``file``. ``-P``: see :func:`pipeline.runtime.children.module_command`."""
-        launcher = ["-P"] if self.gang is None else self.gang.launcher
-        command = [python, *launcher, "-m", "pipeline.cli.app", self.role, file]
+        launcher = [] if self.gang is None else [python, *self.gang.launcher]
+        command = [*launcher, python, "-P", "-m", "pipeline.cli.app", self.role, file]
         if self.role in ("actor", "engine", REPORTER):
             command += ["--index", str(self.index)]
         if self.role == "engine":

@@ -20,7 +20,7 @@ from pipeline.errors import ConfigurationError, SchemaError
 from pipeline.runtime.disk_wait import free_bytes, size
 from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.findings import Findings
-from pipeline.runtime.process import load_main
+from pipeline.runtime.plugins import load_main
 from pipeline.runtime.rundir import PREPARE_SECONDS_MAX, RunDirectory, await_model
 from pipeline.schema import Task
 from pipeline.scorer.graders import BUILT_IN, check_answer
@@ -146,7 +146,7 @@ def _check_engines(config: RunConfig, found: Findings) -> None:
 
 def _check_functions(config: RunConfig, found: Findings) -> None:
     """The user's own functions of rewards, advantages and losses lead somewhere."""
-    from pipeline.scorer.conversation import resolve as find_function
+    from pipeline.runtime.plugins import resolve as find_function
     from pipeline.scorer.scorer import Scorer
 
     with found.collecting():

@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeline.config import RunConfig
 from pipeline.config.load import dump
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.process import load_main
+from pipeline.runtime.plugins import load_main
 from pipeline.trackers.delivery import SentEntry, TrackerRecord
 
 ADAPTERS: Mapping[str, str] = {

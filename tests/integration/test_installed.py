@@ -1,4 +1,5 @@
-"""The wheel, unpacked beside the packages that it needs, in a folder whose names are those of its packages."""
+"""The wheel, unpacked beside the packages that it needs, in a folder whose modules have the names of its packages and
+are plug-ins of the run."""
 
 from __future__ import annotations
 
@@ -12,17 +13,76 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-STOPS = 'raise ImportError("a package of the user was imported in place of Afterplay\'s")'
-SCRIPT = """
-import afterplay
+PACKAGES = ("afterplay", "pipeline", "actors", "learner")
+STOPS = f"""
+if __name__ in {PACKAGES}:
+    raise ImportError("a module of the user was imported in place of Afterplay's")
+"""
+PLUG_INS = {
+    "actors": """
+from actors.adapters.games import NumberGuess
+from actors.rollout.multi_turn import MultiTurn
 
-run = afterplay.train("@tiny", run__total_steps=2, environments={"guess": {"name": "colours:Mine"}})
+class Guess(NumberGuess):
+    pass
+
+class Loop(MultiTurn):
+    pass
+""",
+    "learner": """
+from learner.advantages.base import spread
+from learner.losses.base import TokenLosses
+
+def loss(tokens, rules):
+    return -(tokens.log_ratio.exp() * tokens.advantages)
+
+def advantages(scored, config):
+    import numpy as np
+
+    return spread(scored, np.array([p.reward for p in scored]) - 0.5)
+""",
+    "pipeline": """
+from pipeline.schema import Trajectory
+
+def reward(trajectory: Trajectory):
+    return trajectory.rewards["environment"]
+
+def shaped(scored, trajectories):
+    return scored
+""",
+    "afterplay": """
+def lesson(task, trajectories):
+    return ["guess in the middle"]
+""",
+}
+RUN_FILE = """
+environments:
+  guess:
+    name: actors:Guess
+    loop: {name: actors:Loop}
+    options: {low: 0, high: 7, turns: 3, compact: true}
+    max_turns: 3
+scorer:
+  environment_weight: 0
+  functions: [{path: pipeline:reward}, {path: pipeline:reward, name: worker, worker: true}]
+advantage: {estimator: learner:advantages, shaping: pipeline:shaped}
+loss: {policy: learner:loss}
+lessons: {enabled: true, writer: afterplay:lesson}
+learner: {ranks: 2}
+"""
+SCRIPT = """
+import sys
+
+import afterplay
+import yaml
+
+run = afterplay.train("@tiny", run__total_steps=2, **yaml.safe_load(open("more.yaml")))
 print([step["step"] for step in run], afterplay.__file__)
 """
 
 
 @pytest.mark.timeout(240)
-def test_a_wheel_runs_its_example_where_folders_have_the_names_of_its_packages(tmp_path: Path) -> None:
+def test_a_wheel_runs_plug_ins_in_modules_with_the_names_of_its_packages(tmp_path: Path) -> None:
     for tool in ("pip", "hatchling"):
         if not any(importlib.metadata.distributions(name=tool)):
             pytest.skip("pip install pip hatchling")
@@ -30,19 +90,17 @@ def test_a_wheel_runs_its_example_where_folders_have_the_names_of_its_packages(t
     subprocess.run([*build, "--wheel-dir", str(tmp_path), str(ROOT)], check=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    packages = ("afterplay", "pipeline", "actors", "learner")
-    assert all((tmp_path / "site" / package / "py.typed").exists() for package in packages)
+    assert all((tmp_path / "site" / package / "py.typed").exists() for package in PACKAGES)
     here = tmp_path / "here"
-    for package in packages[1:]:
-        (here / package).mkdir(parents=True)
-        (here / package / "__init__.py").write_text(STOPS)
-    (here / "colours.py").write_text("from actors.adapters.games import NumberGuess as Mine")
-    (here / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-P", "-m", "pipeline.cli.app", "run", "@tiny", "--set", "run.total_steps=2"]
-    command += ["--set", "environments.guess.name=colours:Mine"]
+    (here / "scripts").mkdir(parents=True)
+    for package, source in PLUG_INS.items():
+        (here / f"{package}.py").write_text(STOPS + source)
+    (here / "more.yaml").write_text(RUN_FILE)
+    (here / "scripts" / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-P", "-m", "pipeline.cli.app", "run", "runs/tiny/config.yaml"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     how = {"cwd": here, "env": environment, "capture_output": True, "text": True, "timeout": 200, "check": False}
-    done = subprocess.run([sys.executable, "train.py"], **how)
+    done = subprocess.run([sys.executable, "scripts/train.py"], **how)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == f"[1, 2] {tmp_path / 'site' / 'afterplay' / '__init__.py'}"
     assert (here / "runs" / "tiny" / "curves.png").exists()

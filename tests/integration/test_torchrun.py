@@ -76,7 +76,7 @@ def gang(run_file: Path) -> Gang:
     @contextmanager
     def start() -> Iterator[RunHandle]:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-        command += ["-m", "pipeline.cli.app", "learner", str(run_file)]
+        command += ["--no-python", str(Path(sys.executable).with_name("afterplay")), "learner", str(run_file)]
         output = run_file.with_name("learner.log")
         with output.open("wb") as log:
             process = subprocess.Popen(

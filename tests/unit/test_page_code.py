@@ -214,6 +214,8 @@ def check(words: list[str], *, whole: bool) -> None:
     elif program == "make":
         targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
         assert {word for word in arguments if "=" not in word} <= targets
+    elif "--no-python" in arguments:
+        check(arguments[arguments.index("--no-python") + 1 :], whole=whole)
     elif program in ("python", "python3", "torchrun", "pytest"):
         check_python(arguments if program != "pytest" else ["-m", "pytest", *arguments], whole=whole)
     else:

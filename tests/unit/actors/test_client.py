@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from actors.engine.base import AnswerMemory, EngineReport, Sampling
+from actors.engine.base import EngineReport, Sampling
 from actors.engine.client import HEAD_BYTES_MAX, TOKEN_BYTES_MAX, EngineClient
 from actors.role import connector
 from pipeline.config import RunConfig
 from pipeline.errors import EngineBusy, EngineError, EngineGone, EngineProtocolError, EngineRefused, EngineUnavailable
 from pipeline.runtime.engine_keys import make_key_files
+from pipeline.runtime.http import AnswerMemory
 from pipeline.schema import FinishReason, VersionSpan
 from tests.support.stub_engine import StubServer, good_answer
 

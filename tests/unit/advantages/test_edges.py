@@ -183,7 +183,7 @@ def test_what_a_users_estimator_returns_is_checked(tmp_path):
             advantages_of(scored, estimator=f"{file}:{name}")
     with pytest.raises(ConfigurationError, match="expected needs out of"):
         needed_scores(config_of(estimator=f"{file}:odd"))
-    with pytest.raises(ConfigurationError, match="expected a function"):
+    with pytest.raises(ConfigurationError, match="has no 'absent'"):
         needed_scores(config_of(estimator=f"{file}:absent"))
     assert isinstance(Estimates(()), Estimates)
 

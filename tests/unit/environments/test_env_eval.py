@@ -138,7 +138,7 @@ def test_the_key_is_read_where_it_is(tmp_path, monkeypatch):
 
 
 def test_nobody_at_the_address_is_said_at_once(tmp_path):
-    with pytest.raises(ConfigurationError, match="cannot be reached"):
+    with pytest.raises(ConfigurationError, match="takes no connection"):
         run("http://127.0.0.1:9/v1", tmp_path)
 
 

@@ -16,7 +16,8 @@ from pipeline.config.explain import resolve
 from pipeline.config.load import dump, load, loads
 from pipeline.errors import ConfigurationError
 from pipeline.launchers.launcher import LAUNCHERS, Launch, launch, require_program
-from pipeline.runtime.process import ADDRESS, load_main
+from pipeline.runtime.plugins import load_main
+from pipeline.runtime.process import ADDRESS
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.supervisor.cluster import Cluster
 from pipeline.supervisor.inventory import Inventory, Node

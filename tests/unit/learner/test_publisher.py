@@ -20,6 +20,7 @@ from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime import progress
 from pipeline.runtime.contents import find_damage, write_contents
 from pipeline.runtime.engine_keys import make_key_files
+from pipeline.runtime.http import HttpClient
 from pipeline.runtime.rundir import RunDirectory
 from tests.support.damage import DAMAGES
 from tests.support.fake_engine import FakeEngine, running
@@ -513,11 +514,9 @@ def test_load_is_needed_unless_the_engine_surely_has_the_weights(served, initial
 
 
 async def test_control_errors_say_what_came(engines):
-    import aiohttp
-
     engine = engines[0]
-    async with aiohttp.ClientSession() as session:
-        control = EngineControl(engine.url, session, 0.2)
+    async with HttpClient() as http:
+        control = EngineControl(engine.url, http, 0.2)
         for fault, kind, words in (
             ("garbage", EngineProtocolError, "html"),
             (404, EngineRefused, "VLLM_SERVER_DEV_MODE"),

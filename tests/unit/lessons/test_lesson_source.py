@@ -12,7 +12,7 @@ from pipeline.config.replay import LessonsConfig
 from pipeline.errors import ConfigurationError
 from pipeline.experience.memory import close_source
 from pipeline.experience.memory_service import MAKE_SOURCE
-from pipeline.runtime.process import load_main
+from pipeline.runtime.plugins import load_main
 
 PLUGINS = str(Path(__file__).parent / "plugins_for_lessons.py")
 

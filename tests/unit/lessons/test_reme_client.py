@@ -14,7 +14,7 @@ from aiohttp import web
 from actors.environments.plugins import make_source
 from actors.rollout.reme import RemeSource
 from pipeline.config.replay import LessonsConfig
-from pipeline.errors import ConfigurationError, TransportError, WireError
+from pipeline.errors import ConfigurationError, EngineProtocolError, EngineUnavailable
 from pipeline.experience.memory import Lesson
 from pipeline.schema import Guidance, Trajectory
 
@@ -139,18 +139,18 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], words: str
 
 async def test_a_service_that_is_not_there_is_named() -> None:
     async with client("http://127.0.0.1:9") as reme:
-        with pytest.raises(TransportError, match=r"lesson service http://127\.0\.0\.1:9"):
+        with pytest.raises(EngineUnavailable, match=r"lesson service http://127\.0\.0\.1:9"):
             await reme.search("o", "guess", 2)
 
 
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        (web.Response(status=500, text="no"), TransportError),
-        (web.Response(text="<html>"), WireError),
-        (web.json_response([1]), WireError),
-        (web.json_response({"metadata": {"memory_list": {"a": 1}}}), WireError),
-        (web.json_response({"answer": ""}), WireError),
+        (web.Response(status=500, text="no"), EngineUnavailable),
+        (web.Response(text="<html>"), EngineProtocolError),
+        (web.json_response([1]), EngineProtocolError),
+        (web.json_response({"metadata": {"memory_list": {"a": 1}}}), EngineProtocolError),
+        (web.json_response({"answer": ""}), EngineProtocolError),
     ],
 )
 async def test_an_answer_that_is_none_is_an_error(answer: web.Response, error: type[Exception]) -> None:

@@ -40,7 +40,7 @@ def test_an_unknown_loss_is_answered_with_the_known_ones():
         LossConfig(policy="pppo")
     with pytest.raises(ConfigurationError, match=r"ppo, gspo, .* got pppo"):
         policy_loss_of("pppo")
-    with pytest.raises(ConfigurationError, match="expected a function 'nothing'"):
+    with pytest.raises(ConfigurationError, match="has no 'nothing'"):
         policy_loss_of(f"{PLUGINS}:nothing")
 
 

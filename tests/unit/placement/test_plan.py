@@ -308,9 +308,9 @@ def test_ranks_of_several_nodes_are_a_gang() -> None:
     assert first.gang is not None and second.gang is not None
     assert (first.gang.first, first.gang.count, second.gang.first, second.gang.count) == (0, 8, 8, 4)
     command = second.command("run.yaml", "python")
-    assert command[:3] == ["python", "-m", "torch.distributed.run"]
+    assert command[:4] == ["python", "-P", "-m", "torch.distributed.run"]
     assert {"--nnodes=2", "--node-rank=1", "--nproc-per-node=4", "--master-addr=10.0.0.0"} <= set(command)
-    assert command[-4:] == ["-m", "pipeline.cli.app", "learner", "run.yaml"]
+    assert command[-7:] == ["--no-python", "python", "-P", "-m", "pipeline.cli.app", "learner", "run.yaml"]
     assert first.ports["ranks"] == 29500
     assert second.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "60", "torchrun would kill the ranks after 30 s"
 

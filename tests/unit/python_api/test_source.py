@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from actors.environments.plugins import attribute
 from afterplay.source import PlugIn, plug_in, source_of
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.plugins import attribute
 
 CELLS = (
     "import math\nfrom collections import Counter as Tally, deque\nclient = object()\nLIMIT = 3\n",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.rewards import ScorerConfig
 from pipeline.errors import ConfigurationError, SchemaError
-from pipeline.scorer.conversation import resolve
+from pipeline.runtime.plugins import resolve
 from pipeline.scorer.graders import BUILT_IN, chosen_letter, last_boxed, normal
 from pipeline.scorer.numbers import last_number
 from pipeline.scorer.scorer import Scorer

@@ -136,7 +136,7 @@ async def test_what_passes_is_tried_again(faults: list[Any]) -> None:
     [
         ("hang", "timeout", 2), ("cut", "unavailable", 2), (lambda _: web.Response(status=503), "unavailable", 2),
         (lambda _: web.Response(status=400, text="no such model"), "refused", 1),
-        (lambda _: web.Response(status=302, headers={"Location": "/x"}), "refused", 1),
+        (lambda _: web.Response(status=302, headers={"Location": "/x"}), "protocol", 1),
         (lambda _: web.Response(text="<html>"), "protocol", 1), (["x"], "protocol", 1),
         ({"choices": []}, "protocol", 1),
         (spoken("no idea"), "protocol", 1), (spoken("Score: 11"), "protocol", 1), (spoken("Score: -1"), "protocol", 1),

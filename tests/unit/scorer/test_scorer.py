@@ -15,8 +15,8 @@ from pipeline.config.rewards import ScorerConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime import plugin_guard
 from pipeline.runtime.plugin_guard import interrupting_blocks
+from pipeline.runtime.plugins import resolve
 from pipeline.schema import Order, Task, Trajectory
-from pipeline.scorer.conversation import resolve
 from pipeline.scorer.functions import HUNG_MAX
 from pipeline.scorer.scorer import Scorer
 from pipeline.scorer.verdict import Verdict
@@ -193,8 +193,8 @@ def test_a_function_without_weight_does_not_decide() -> None:
     [
         ("nocolon", "module:function"),
         ("no.such.module:f", "No module"),
-        ("nowhere.py:f", "does not exist"),
-        (f"{PLUGINS}:missing", "nothing of that name"),
+        ("nowhere.py:f", "there is no file"),
+        (f"{PLUGINS}:missing", "has no 'missing'; it has"),
         (f"{PLUGINS}:NOT_A_FUNCTION", "a int"),
     ],
 )

@@ -23,7 +23,8 @@ from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.contents import set_aside
 from pipeline.runtime.engine_addresses import EngineRegistry
-from pipeline.runtime.process import ExitCode, load_main
+from pipeline.runtime.plugins import load_main
+from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
 from pipeline.supervisor.processes import HealthAnswer
@@ -180,7 +181,7 @@ def test_status_refuses_what_is_no_run_and_tells_of_one_without_a_store(tmp_path
 def test_a_run_whose_roles_are_started_one_by_one_has_its_configuration_and_its_end(tmp_path, monkeypatch):
     place = ["--set", f"run.directory={tmp_path}", "--set", "run.name=r"]
     directory, started = RunDirectory(tmp_path / "r"), []
-    monkeypatch.setattr("pipeline.runtime.process.load_main", lambda path: lambda *_: SimpleNamespace(path="model"))
+    monkeypatch.setattr("pipeline.runtime.plugins.load_main", lambda path: lambda *_: SimpleNamespace(path="model"))
     monkeypatch.setattr("pipeline.runtime.process.configure_logging", lambda name: None)  # onto a stream of this test
     assert invoke("prepare", TINY, *place).exit_code == 0
     assert "not running" in " ".join(invoke("status", str(directory.path)).output.split())
@@ -208,7 +209,7 @@ def test_a_run_whose_roles_are_started_one_by_one_has_its_configuration_and_its_
         assert directory.has_finished(steps) is finished
     ended = []
     monkeypatch.setattr("pipeline.launchers.pods.end_pods", ended.append)
-    monkeypatch.setattr("pipeline.runtime.process.load_main", lambda path: ended.append)
+    monkeypatch.setattr("pipeline.runtime.plugins.load_main", lambda path: ended.append)
     assert invoke("learner", TINY, *place, "--job", "mine").exit_code == 0 and ended == ["mine"]
     assert invoke("learner", TINY, *place, "--job", "-").exit_code == 0 and ended == ["mine"]
     longer = [*place, "--set", f"run.total_steps={steps + 1}"]
