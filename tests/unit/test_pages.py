@@ -12,9 +12,9 @@ import pytest
 import typer
 from pydantic import BaseModel
 
+from learner.preflight import FUNCTIONS
 from pipeline.cli.app import app
 from pipeline.config import RunConfig
-from pipeline.config.base import Choice
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -91,11 +91,11 @@ def sections(model: type[BaseModel] = RunConfig, path: str = "") -> Iterator[tup
     """Every section of the run file with its path, the options of losses and estimators included."""
     yield path, model
     for name, field in model.model_fields.items():
-        kinds = [field.annotation, *get_args(field.annotation)]
-        kinds += [kind for item in field.metadata if isinstance(item, Choice) for kind in item.kinds.values()]
+        key = f"{path}.{name}" if path else name
+        kinds = FUNCTIONS[key].values() if key in FUNCTIONS else (field.annotation, *get_args(field.annotation))
         for kind in dict.fromkeys(kinds):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from sections(kind, f"{path}.{name}" if path else name)
+                yield from sections(kind, key)
 
 
 def help_texts(command: Any, name: str = "afterplay") -> Iterator[tuple[str, str]]:
