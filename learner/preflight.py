@@ -1,8 +1,9 @@
-"""Preflight of the user's own loss, estimator and reward shaping: each is called with a small update, and the loss goes
-backward too, before a run needs them for the first time.
+"""Preflight of what the learner is asked to compute: the options of losses and estimators, and functions of the user's
+own.
 
-The update has two groups whose rewards differ. It finds what raises and what gives another form, not whether the policy
-learns from it.
+The user's own loss, estimator and reward shaping are called with a small update, and the loss goes backward too, before
+a run needs them for the first time. The update has two groups whose rewards differ. It finds what raises and what gives
+another form, not whether the policy learns from it.
 """
 
 from __future__ import annotations
@@ -15,15 +16,85 @@ import numpy as np
 
 from learner.advantages.apply import estimate
 from learner.advantages.base import ScoredTrajectory
-from learner.advantages.registry import needed_scores
+from learner.advantages.group import PassAtK
+from learner.advantages.registry import COMPARING, OPTIONS, needed_scores
 from learner.advantages.rewards import shaped
+from learner.losses.options import CORRECTIONS, KL_CONTROLLERS, OFF_POLICIES, POLICIES
 from pipeline.config import RunConfig
-from pipeline.errors import TrainingError, boundary
+from pipeline.config.base import Options
+from pipeline.config.load import read_options
+from pipeline.errors import ConfigurationError, TrainingError, boundary
 from pipeline.runtime.findings import Findings
 from pipeline.schema import FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
 
+FUNCTIONS: dict[str, Mapping[str, type[Options]]] = {
+    "advantage.estimator": OPTIONS,
+    "loss.policy": POLICIES,
+    "loss.off_policy": OFF_POLICIES,
+    "loss.kl_controller": KL_CONTROLLERS,
+    "replay.correction": CORRECTIONS,
+}
+"""Keys of the run file that name a function of the learner, and the classes of its options by name."""
 GROUPS, ROLLOUTS_MAX, TOKENS = 2, 4, 3
 """Groups, rollouts of each, and tokens of the first turn of each rollout; the second turn has one more."""
+
+
+def with_options(config: RunConfig) -> RunConfig:
+    """A copy in which each function of the learner has all its options, in their class. Those of a user's own function
+    stay as they are; it is not imported.
+
+    Raises :class:`ConfigurationError` for unknown names and options, and for an estimator that does not fit the groups
+    of the run.
+    """
+    problems = []
+    for key, kinds in FUNCTIONS.items():
+        section, name = key.split(".")
+        before = getattr(config, section)
+        try:
+            options = read_options(getattr(before, name), kinds, key)
+        except ConfigurationError as error:
+            problems.append(str(error))
+        else:
+            if type(options) is not kinds.get("own"):
+                config = config.model_copy(update={section: before.model_copy(update={name: options})})
+    problems = problems or _check_groups(config)
+    if problems:
+        raise ConfigurationError("\n".join(problems))
+    return config
+
+
+def _check_groups(config: RunConfig) -> list[str]:
+    """Reasons why the estimator cannot work with the groups of the run."""
+    advantage, groups = config.advantage, config.groups
+    name, n = advantage.estimator.name, groups.n_rollout
+    problems = []
+    if isinstance(advantage.estimator, PassAtK) and advantage.estimator.k > n:
+        problems.append(
+            f"advantage.estimator.k ({advantage.estimator.k}) is more than groups.n_rollout ({n}): the sets of k "
+            "rollouts are drawn from a group"
+        )
+    if n == 1 and name in COMPARING and config.trained_environments and not config.loss.supervised.weight:
+        problems.append(
+            f"advantage.estimator {name} compares the rollouts of a group, but groups.n_rollout is 1, so every "
+            "advantage is 0 and nothing is learned: set groups.n_rollout to 2 or more, or an estimator without groups "
+            "(reinforce_pp, remax, gae)"
+        )
+    if groups.zero_variance == "keep":
+        return problems
+    what, known = f"groups.zero_variance is {groups.zero_variance}", COMPARING | {"remax"}
+    if name not in known and ":" not in name:
+        problems.append(
+            f"{what}, but advantage.estimator {name} also learns from groups with equal rewards: set zero_variance: "
+            f"keep, or one of the estimators {', '.join(sorted(known))}"
+        )
+    elif advantage.rewards != "outcome":
+        problems.append(
+            f"{what}, but advantage.rewards is {advantage.rewards}: turn rewards may differ when outcomes are equal, "
+            "and the replay stage compares only outcomes. Set zero_variance: keep"
+        )
+    elif n == 1 and not advantage.orders_greedy:
+        problems.append(f"{what}, but groups.n_rollout is 1, so the rewards of every group are equal")
+    return problems
 
 
 def check_own_functions(config: RunConfig, tasks: Mapping[str, Sequence[Task]], found: Findings) -> None:

@@ -18,6 +18,7 @@ from learner.checkpoints.writer import CheckpointWriter
 from learner.device_turn import DeviceTurn, limit_memory
 from learner.loop import LearnerLoop
 from learner.models.prepare import prepare_model
+from learner.preflight import with_options
 from learner.rank_processes import RankZero
 from learner.recorder import MetricsLog
 from learner.session import LearnerProgress, LearnerSession
@@ -173,6 +174,7 @@ def load(config: RunConfig, directory: RunDirectory, give_up: Callable[[], bool]
     """Model, optimizer and counters: of the newest intact checkpoint, else of the initial model. With several ranks
     the other ranks load the same meanwhile. Blocks for seconds, and while another process prepares the model; raises
     :class:`Interrupted` when it gives up on that, and :class:`DamagedFiles` where no checkpoint is intact."""
+    config = with_options(config)
     prepare_model(config, directory.model, give_up)
     remove_leftovers(directory.checkpoints)
     found = find_resumption(directory.checkpoints)

@@ -26,9 +26,10 @@ from pydantic.fields import FieldInfo  # noqa: E402
 from typer.cli import get_docs_for_click  # noqa: E402
 
 import afterplay  # noqa: E402
+from learner.preflight import FUNCTIONS  # noqa: E402
 from pipeline.cli.app import app  # noqa: E402
 from pipeline.config import RunConfig  # noqa: E402
-from pipeline.config.base import Choice  # noqa: E402
+from pipeline.config.base import Options  # noqa: E402
 
 CONFIGURATION = ROOT / "zensical.toml"
 PAGES = ("*.md", "docs/*.md")
@@ -106,9 +107,12 @@ def sections(model: type[BaseModel] = RunConfig, path: str = "") -> Iterator[tup
     """Every section with its path, parents first."""
     yield path, model
     for name, field in model.model_fields.items():
-        for kind in dict.fromkeys((field.annotation, *arguments(field.annotation), *chosen(field))):
+        key = f"{path}.{name}".removeprefix(".")
+        for kind in dict.fromkeys(
+            FUNCTIONS[key].values() if key in FUNCTIONS else (field.annotation, *arguments(field.annotation))
+        ):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from sections(kind, f"{path}.{name}".removeprefix("."))
+                yield from sections(kind, key)
 
 
 def arguments(annotation: Any) -> Iterator[Any]:
@@ -116,11 +120,6 @@ def arguments(annotation: Any) -> Iterator[Any]:
     for argument in get_args(annotation):
         yield argument
         yield from arguments(argument)
-
-
-def chosen(field: FieldInfo) -> list[type[BaseModel]]:
-    """The sections that a name selects."""
-    return [kind for item in field.metadata if isinstance(item, Choice) for kind in item.kinds.values()]
 
 
 def section_text(path: str, model: type[BaseModel]) -> str:
@@ -144,16 +143,16 @@ def meaning(field: FieldInfo) -> str:
 
 
 def inner(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a key has, or a list or mapping of it; None for values, and where a name selects one."""
+    """The section that a key has, or a list or mapping of it; None for values and functions."""
     kinds = (field.annotation, *arguments(field.annotation))
     found = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
-    return None if chosen(field) else next(found, None)
+    return next((kind for kind in found if kind is not Options), None)
 
 
 def kind(path: str, field: FieldInfo) -> str:
     """Type of a key in words, with its bounds; of a section a link to it."""
-    if names := [name for item in field.metadata if isinstance(item, Choice) for name in item.kinds]:
-        return " or ".join(f"`{name}`" for name in names)
+    if path in FUNCTIONS:
+        return " or ".join(f"`{name}`" for name in FUNCTIONS[path])
     text = inspect.formatannotation(field.annotation)
     text = re.sub(r"\b(?:[a-z_]+\.)+", "", text)
     text = re.sub(r"Annotated\[(\w+), .*\]", r"\1", text)
@@ -169,6 +168,8 @@ def default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
+    if isinstance(value, Options):
+        return f"`{value.name}`"
     return "" if isinstance(value, BaseModel) or (inner(field) and value) else cell(f"`{value}`")
 
 

@@ -138,7 +138,7 @@ class Services:
             memory_prompter=MemoryPrompter(config.lessons, renderer, metrics, lessons)
             if config.lessons.enabled
             else None,
-            hint_template=config.advantage.hint_template,
+            hint_template=config.advantage.prompt_with_hint,
             loops=build_loops(environments, renderer, metrics),
             splits={name: splits for name, host in environments.items() if (splits := host.splits())},
         )

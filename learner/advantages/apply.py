@@ -26,8 +26,10 @@ def estimate(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> Est
     if not scored:
         raise TrainingError("expected at least one trajectory to estimate advantages of, got none")
     where = f"advantage.estimator {config.estimator.name}"
+    entry = entry_of(config)
+    config = entry.with_options(config)
     with boundary(where):
-        estimates = entry_of(config).estimate(scored, config)
+        estimates = entry.estimate(scored, config)
     if not isinstance(estimates, Estimates):
         raise TrainingError(
             f"{where}: expected Estimates (from learner.advantages.base import Estimates), got "
@@ -53,15 +55,20 @@ def estimate(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> Est
 
 
 def with_advantages(
-    batch: Batch, scores: TokenScores, config: AdvantageConfig, penalties: TokenArray | None = None
+    batch: Batch,
+    scores: TokenScores,
+    config: AdvantageConfig,
+    penalties: TokenArray | None = None,
+    turn_weight: float = 1.0,
 ) -> tuple[Batch, TokenScores]:
     """The batch with estimated advantages, and the scores with the returns where the estimator gives some.
 
     Fresh and replayed trajectories of a group are estimated together, from the rewards as ``advantage`` shapes them.
     ``penalties`` float32 ``[S]`` by token number: taken off the rewards (a KL penalty times its coefficient).
+    ``turn_weight``: factor on the environment's turn rewards.
     The whole update must be given at once: groups and whitening go over all of it. Raises :class:`TrainingError`.
     """
-    scored = shaped(scored_of(batch, scores, penalties), batch.trajectories, config)
+    scored = shaped(scored_of(batch, scores, penalties, turn_weight), batch.trajectories, config)
     estimates = estimate(scored, config)
     advantages = _by_token(batch, estimates.advantages)
     first = token_offsets(batch.rows)
@@ -72,7 +79,9 @@ def with_advantages(
     return replace(batch, rows=rows), replace(scores, returns=returns)
 
 
-def scored_of(batch: Batch, scores: TokenScores, penalties: TokenArray | None = None) -> list[ScoredTrajectory]:
+def scored_of(
+    batch: Batch, scores: TokenScores, penalties: TokenArray | None = None, turn_weight: float = 1.0
+) -> list[ScoredTrajectory]:
     """One for each trajectory of the batch, by ``Row.trajectory_index``, with its rewards as they were given."""
     numbers = _tokens_of_sequences(batch)
     turns = np.concatenate([row.turns[row.loss_mask] for row in batch.rows])
@@ -91,7 +100,7 @@ def scored_of(batch: Batch, scores: TokenScores, penalties: TokenArray | None = 
                     group=g,
                     reward=trajectory.reward,
                     turns=turns[tokens].astype(np.int32),
-                    turn_rewards=trajectory.turn_rewards or (),
+                    turn_rewards=tuple(turn_weight * r for r in trajectory.turn_rewards or ()),
                     baseline=group.plan.baseline,
                     replayed=group.is_replayed(trajectory),
                     behaviour=behaviour[tokens] if trajectory.recorded else None,

@@ -16,6 +16,8 @@ from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import TrainingError
 
 FloatArray = npt.NDArray[np.float64]
+EPSILON = 1e-6
+"""Added to every standard deviation before something is divided by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +106,13 @@ def spread(scored: Sequence[ScoredTrajectory], advantages_N: FloatArray) -> Esti
     return Estimates(tuple(np.full(p.n_tokens, a) for p, a in zip(scored, advantages_N, strict=True)))
 
 
-def whitened(parts: Sequence[FloatArray], epsilon: float) -> tuple[FloatArray, ...]:
-    """``(x - mean) / (std + epsilon)`` over all entries of all parts, population standard deviation; 0 where all are
+def whitened(parts: Sequence[FloatArray]) -> tuple[FloatArray, ...]:
+    """``(x - mean) / (std + EPSILON)`` over all entries of all parts, population standard deviation; 0 where all are
     equal. Raises :class:`TrainingError` where an entry is not finite."""
     together = np.concatenate(parts)
     if not np.isfinite(together).all():
         raise TrainingError("expected finite values to whiten: check rewards, values and penalties")
     if together.max() == together.min():
         return tuple(np.zeros_like(part) for part in parts)
-    mean, scale = together.mean(), together.std() + epsilon
+    mean, scale = together.mean(), together.std() + EPSILON
     return tuple((part - mean) / scale for part in parts)

@@ -7,20 +7,41 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from learner.advantages.base import Estimates, FloatArray, ScoredTrajectory, groups_of, needed
-from learner.advantages.group import by_group, grpo
+from learner.advantages.group import Normalized, by_group, grpo
 from learner.advantages.rewards import total
 from learner.data.microbatch import token_offsets
 from learner.data.rows import Batch, Row, TokenArray, trajectory_rows, with_contexts
 from pipeline.config.algorithm import AdvantageConfig
-from pipeline.config.estimators import Cpo
 from pipeline.errors import TrainingError
 
 LOG_RATIO_MAX = 20.0
 """``g - o`` is clamped to ± this; with ``exp(g)`` at most 1 the signal is bounded by it."""
+
+
+class Cpo(Normalized):
+    """GRPO with a dense signal for failed groups: how much more likely a hint makes each sampled token."""
+
+    name: Literal["cpo"] = "cpo"
+    failed_mean: float = 0.0
+    """A group with a mean reward of at most this has failed (difficulty +1)."""
+    solved_mean: float = 1.0
+    """A group with a mean reward of at least this is solved (difficulty -1)."""
+    failed_weight: float = Field(1.0, ge=0)
+    """Weight of the dense signal in failed groups."""
+    solved_weight: float = Field(0.0, ge=0)
+    """Weight of the dense signal in solved groups, where its sign is reversed. 0: none."""
+
+    @model_validator(mode="after")
+    def _failed_below_solved(self) -> Cpo:
+        if self.failed_mean >= self.solved_mean:
+            raise ValueError(f"failed_mean ({self.failed_mean}) must be below solved_mean ({self.solved_mean})")
+        return self
 
 
 def cpo(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> Estimates:

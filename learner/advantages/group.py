@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field
 
-from learner.advantages.base import Estimates, Estimator, FloatArray, ScoredTrajectory, groups_of
+from learner.advantages.base import EPSILON, Estimates, Estimator, FloatArray, ScoredTrajectory, groups_of
 from learner.advantages.rewards import group_returns
 from pipeline.config.algorithm import AdvantageConfig
-from pipeline.config.estimators import PassAtK
+from pipeline.config.base import Options
 from pipeline.errors import TrainingError
 
-GroupRule = Callable[[FloatArray, AdvantageConfig], FloatArray]
-"""Returns ``[G]`` of one group to one advantage per trajectory ``[G]``."""
-WeightedRule = Callable[[FloatArray, FloatArray, AdvantageConfig], FloatArray]
+GroupRule = Callable[[FloatArray, Any], FloatArray]
+"""Returns ``[G]`` of one group and the estimator's options to one advantage per trajectory ``[G]``."""
+WeightedRule = Callable[[FloatArray, FloatArray, Any], FloatArray]
 """The same from returns and lengths ``[G]`` in trained tokens."""
 
 
 def by_group(rule: GroupRule) -> Estimator:
     """An estimator that compares one group at a time, and gives all tokens of a trajectory the same advantage; or all
     tokens of a turn, where ``advantage.rewards`` is not ``outcome`` (see ``group_returns``)."""
-    return by_group_and_length(lambda returns_G, _, config: rule(returns_G, config))
+    return by_group_and_length(lambda returns_G, _, options: rule(returns_G, options))
 
 
 def by_group_and_length(rule: WeightedRule) -> Estimator:
@@ -39,7 +41,8 @@ def by_group_and_length(rule: WeightedRule) -> Estimator:
             group = [scored[i] for i in members]
             returns_GK = group_returns(group, config)
             lengths_G = np.asarray([p.n_tokens for p in group], dtype=np.float64)
-            estimates_GK = np.stack([_ruled(rule, column, lengths_G, config) for column in returns_GK.T], axis=1)
+            ruled = [_ruled(rule, column, lengths_G, config.estimator) for column in returns_GK.T]
+            estimates_GK = np.stack(ruled, axis=1)
             for i, p, estimates_K in zip(members, group, estimates_GK, strict=True):
                 turns = np.zeros_like(p.turns) if config.rewards == "outcome" else p.turns
                 advantages[i] = estimates_K[turns]
@@ -48,29 +51,47 @@ def by_group_and_length(rule: WeightedRule) -> Estimator:
     return estimate
 
 
-def _ruled(rule: WeightedRule, returns_G: FloatArray, lengths_G: FloatArray, config: AdvantageConfig) -> FloatArray:
+def _ruled(rule: WeightedRule, returns_G: FloatArray, lengths_G: FloatArray, options: Options) -> FloatArray:
     if not np.isfinite(returns_G).all():
         raise TrainingError(f"expected finite returns of a group, got {returns_G}: check rewards and penalties")
     if returns_G.max() == returns_G.min():
         return np.zeros_like(returns_G)
-    return np.asarray(rule(returns_G, lengths_G, config), dtype=np.float64)
+    return np.asarray(rule(returns_G, lengths_G, options), dtype=np.float64)
 
 
-def grpo(returns_G: FloatArray, config: AdvantageConfig) -> FloatArray:
+class Normalized(Options):
+    """Options of estimators that may divide by the standard deviation of a group."""
+
+    normalize_std: bool = True
+    """Divide by the group's standard deviation. False is Dr. GRPO (arXiv:2503.20783)."""
+
+
+class Grpo(Normalized):
+    """Group-relative advantage: reward minus the group's mean, divided by its standard deviation (arXiv:2402.03300)."""
+
+    name: Literal["grpo"] = "grpo"
+
+
+def grpo(returns_G: FloatArray, options: Normalized) -> FloatArray:
     """``(R - mean) / (std + epsilon)`` with the population standard deviation of the group (arXiv:2402.03300, eq. 3).
 
     Without ``normalize_std`` it is ``R - mean`` (Dr. GRPO, arXiv:2503.20783).
 
-    >>> config = AdvantageConfig.model_validate({"estimator": {"name": "grpo", "normalize_std": False}})
-    >>> grpo(np.array([1.0, 0.0, 0.0, 1.0]), config)
+    >>> grpo(np.array([1.0, 0.0, 0.0, 1.0]), Grpo(normalize_std=False))
     array([ 0.5, -0.5, -0.5,  0.5])
     """
-    normalize_std = getattr(config.estimator, "normalize_std", True)
-    scale = float(returns_G.std()) + config.epsilon if normalize_std else 1.0
+    scale = float(returns_G.std()) + EPSILON if options.normalize_std else 1.0
     return np.asarray((returns_G - returns_G.mean()) / scale)
 
 
-def rloo(returns_G: FloatArray, config: AdvantageConfig) -> FloatArray:
+class GroupBaseline(Options):
+    """Estimators without options: ``rloo`` = ``leave_one_out`` (arXiv:2402.14740), ``opo`` (arXiv:2505.23585),
+    ``maxrl`` (arXiv:2602.02710), ``gpg`` (arXiv:2504.02546)."""
+
+    name: Literal["rloo", "leave_one_out", "opo", "maxrl", "gpg"]
+
+
+def rloo(returns_G: FloatArray, options: GroupBaseline) -> FloatArray:
     """``R_i`` minus the mean of the others, which is ``G / (G - 1) · (R_i - mean)`` (arXiv:2402.14740).
 
     As the baseline does not depend on the i-th answer, the gradient of the expected reward is met without bias.
@@ -79,13 +100,13 @@ def rloo(returns_G: FloatArray, config: AdvantageConfig) -> FloatArray:
     return np.asarray((returns_G - returns_G.mean()) * (n / (n - 1)))
 
 
-def opo(returns_G: FloatArray, lengths_G: FloatArray, config: AdvantageConfig) -> FloatArray:
+def opo(returns_G: FloatArray, lengths_G: FloatArray, options: GroupBaseline) -> FloatArray:
     """``R_i - b`` with the mean weighted by length, ``b = Σ l R / Σ l``: the baseline of least variance where the
     squared gradient of an answer grows with its length (arXiv:2505.23585)."""
     return returns_G - float(lengths_G @ returns_G) / float(lengths_G.sum())
 
 
-def maxrl(returns_G: FloatArray, config: AdvantageConfig) -> FloatArray:
+def maxrl(returns_G: FloatArray, options: GroupBaseline) -> FloatArray:
     """``(R - mean) / (mean + epsilon)`` (arXiv:2602.02710).
 
     Of rewards 0 and 1 its expectation is ``Σ_{k=1..G-1} (1 - p)^(k-1) ∇p``, the gradient of log p(success) to order
@@ -97,10 +118,18 @@ def maxrl(returns_G: FloatArray, config: AdvantageConfig) -> FloatArray:
             f"expected returns >= 0 for the estimator maxrl, got {returns_G}: remove penalties, or choose another "
             "estimator"
         )
-    return np.asarray((returns_G - returns_G.mean()) / (float(returns_G.mean()) + config.epsilon))
+    return np.asarray((returns_G - returns_G.mean()) / (float(returns_G.mean()) + EPSILON))
 
 
-def pass_at_k(returns_G: FloatArray, config: AdvantageConfig) -> FloatArray:
+class PassAtK(Options):
+    """Advantage of the best of k rollouts (arXiv:2508.10751)."""
+
+    name: Literal["pass_at_k"] = "pass_at_k"
+    k: int = Field(4, ge=1)
+    """Size of the sets whose best reward counts. At most ``groups.n_rollout``."""
+
+
+def pass_at_k(returns_G: FloatArray, options: PassAtK) -> FloatArray:
     """Effect on the best of k of having the i-th answer among them: over all sets of k of the group,
     ``(mean of the best of the sets with i - mean of the best of all sets) / (std of the best of all sets + epsilon)``.
 
@@ -109,7 +138,7 @@ def pass_at_k(returns_G: FloatArray, config: AdvantageConfig) -> FloatArray:
     best of ``C(j-1, k-1)`` sets, and of ``C(j-2, k-2)`` sets that hold a given worse one.
     Raises :class:`TrainingError` for a group smaller than k.
     """
-    n, k = len(returns_G), config.options_of(PassAtK).k
+    n, k = len(returns_G), options.k
     if n < k:
         raise TrainingError(f"expected groups of at least advantage.estimator.k ({k}) trajectories, got {n}")
     order = np.argsort(returns_G, kind="stable")
@@ -124,7 +153,7 @@ def pass_at_k(returns_G: FloatArray, config: AdvantageConfig) -> FloatArray:
     beaten = np.append(np.cumsum(above[::-1])[::-1][1:], 0.0)
     own = np.asarray([_chosen(i, k - 1) / sets_with_one for i in range(n)]) * ascending
     out = np.zeros(n)
-    out[order] = (own + beaten - mean) / (std + config.epsilon)
+    out[order] = (own + beaten - mean) / (std + EPSILON)
     return out
 
 
@@ -132,7 +161,7 @@ def _chosen(n: int, k: int) -> int:
     return math.comb(n, k) if n >= 0 and k >= 0 else 0
 
 
-centred = by_group(lambda returns_G, config: returns_G - returns_G.mean())
+centred = by_group(lambda returns_G, options: returns_G - returns_G.mean())
 """``R - mean`` of the group."""
 
 

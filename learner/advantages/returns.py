@@ -9,15 +9,32 @@ limits are part of the task.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 
 from learner.advantages.base import Estimates, ScoredTrajectory, needed, whitened
 from learner.advantages.group import centred
 from learner.advantages.rewards import discounted, token_rewards
 from pipeline.config.algorithm import AdvantageConfig
-from pipeline.config.estimators import Gae, ReinforcePp, ReinforcePpBaseline, Remax
+from pipeline.config.base import Options
 from pipeline.errors import TrainingError
+
+Discount = Annotated[float, Field(gt=0, le=1)]
+
+
+class Gae(Options):
+    """Generalised advantage estimation with a critic (arXiv:1506.02438)."""
+
+    name: Literal["gae"] = "gae"
+    gamma: Discount = 1.0
+    """Discount per trained token. 1: no discount."""
+    gae_lambda: float = Field(1.0, ge=0, le=1)
+    """λ of GAE, the trade between bias and variance. 1: return minus value, the usual choice for long answers
+    (arXiv:2503.24290)."""
+    whiten: bool = True
+    """Give the advantages of an update mean 0 and standard deviation 1 over its tokens."""
 
 
 def gae(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> Estimates:
@@ -33,8 +50,18 @@ def gae(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> Estimate
         advantages.append(discounted(deltas, options.gamma * options.gae_lambda))
         returns.append(advantages[-1] + values)
     if options.whiten:
-        return Estimates(whitened(advantages, config.epsilon), tuple(returns))
+        return Estimates(whitened(advantages), tuple(returns))
     return Estimates(tuple(advantages), tuple(returns))
+
+
+class ReinforcePp(Options):
+    """REINFORCE++: discounted token returns, whitened over the update (arXiv:2501.03262)."""
+
+    name: Literal["reinforce_pp"] = "reinforce_pp"
+    gamma: Discount = 1.0
+    """Discount per trained token. 1: no discount."""
+    whiten: bool = True
+    """Give the advantages of an update mean 0 and standard deviation 1 over its tokens."""
 
 
 def reinforce_pp(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> Estimates:
@@ -42,7 +69,15 @@ def reinforce_pp(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) ->
     arXiv:2501.03262); a KL penalty is part of ``r_t``. Needs no group."""
     options = config.options_of(ReinforcePp)
     returns = [discounted(token_rewards(p, config), options.gamma) for p in scored]
-    return Estimates(whitened(returns, config.epsilon) if options.whiten else tuple(returns))
+    return Estimates(whitened(returns) if options.whiten else tuple(returns))
+
+
+class ReinforcePpBaseline(Options):
+    """REINFORCE++ with the group's mean as baseline (arXiv:2501.03262)."""
+
+    name: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
+    whiten: bool = True
+    """Give the advantages of an update mean 0 and standard deviation 1 over its tokens."""
 
 
 def reinforce_pp_baseline(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> Estimates:
@@ -50,7 +85,15 @@ def reinforce_pp_baseline(scored: Sequence[ScoredTrajectory], config: AdvantageC
     standard deviation (REINFORCE++ with baseline, arXiv:2501.03262)."""
     advantages = centred(scored, config).advantages
     whiten = config.options_of(ReinforcePpBaseline).whiten
-    return Estimates(whitened(advantages, config.epsilon) if whiten else advantages)
+    return Estimates(whitened(advantages) if whiten else advantages)
+
+
+class Remax(Options):
+    """Reward minus the reward of a greedy rollout (arXiv:2310.10505)."""
+
+    name: Literal["remax"] = "remax"
+    gamma: Discount = 1.0
+    """Discount per trained token. 1: no discount."""
 
 
 def remax(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> Estimates:

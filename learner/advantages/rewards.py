@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from learner.advantages.base import FloatArray, ScoredTrajectory, groups_of
+from learner.advantages.base import EPSILON, FloatArray, ScoredTrajectory, groups_of
 from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import TrainingError, boundary
 from pipeline.runtime.plugins import resolve
@@ -25,7 +25,7 @@ def total(p: ScoredTrajectory) -> float:
 def turn_rewards(p: ScoredTrajectory, config: AdvantageConfig) -> FloatArray:
     """Rewards by turn ``[K]``, without penalties, where ``advantage.rewards`` is not ``outcome``.
 
-    ``turns``: those of the environment times ``turn_weight``. ``both``: the last turn also gets what of the outcome
+    ``turns``: those of the environment. ``both``: the last turn also gets what of the outcome
     they leave, so that they sum to the outcome. Without turn rewards the last turn gets the outcome.
     """
     turns = max(len(p.turn_rewards), int(p.turns[-1]) + 1)
@@ -33,7 +33,7 @@ def turn_rewards(p: ScoredTrajectory, config: AdvantageConfig) -> FloatArray:
     if not p.turn_rewards:
         rewards[-1] = p.reward
         return rewards
-    rewards[: len(p.turn_rewards)] = config.turn_weight * np.asarray(p.turn_rewards)
+    rewards[: len(p.turn_rewards)] = p.turn_rewards
     if config.rewards == "both":
         rewards[-1] += p.reward - rewards.sum()
     return rewards
@@ -152,7 +152,7 @@ def _normalised(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> 
     groups = [m.tolist() for m in groups_of(scored)] if config.reward_norm == "group" else [list(range(len(scored)))]
     for members in groups:
         returns_M = np.asarray([_return(scored[i], config) for i in members])
-        scale = float(returns_M.std()) + config.epsilon if returns_M.max() > returns_M.min() else 1.0
+        scale = float(returns_M.std()) + EPSILON if returns_M.max() > returns_M.min() else 1.0
         mean = float(returns_M.mean()) if config.rewards == "outcome" else 0.0
         for i in members:
             p = scored[i]
@@ -165,5 +165,5 @@ def _normalised(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> 
 def _return(p: ScoredTrajectory, config: AdvantageConfig) -> float:
     """Sum of the rewards that are used."""
     if config.rewards == "turns" and p.turn_rewards:
-        return config.turn_weight * sum(p.turn_rewards)
+        return sum(p.turn_rewards)
     return p.reward

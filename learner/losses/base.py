@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from learner.losses.options import Clip, TokenCorrection
 from pipeline.config.algorithm import MaskConfig
-from pipeline.config.base import Options, expect_kind
-from pipeline.config.policy_losses import Clip, OffPolicyOptions, PolicyOptions
-from pipeline.config.replay import CorrectionOptions, TokenCorrection
+from pipeline.config.base import Kind, Options, expect_kind
 from pipeline.errors import TrainingError, boundary
+
+LOG_RATIO_MAX = 20.0
+"""Log-ratios are clamped to ± this, in nats, before ``exp``, so that no ratio overflows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class Scored:
     old: Tensor
     """log π_old."""
     log_ratio: Tensor
-    """log π - log π_old, with gradient, clamped to ± ``importance.log_ratio_max``."""
+    """log π - log π_old, with gradient, clamped to ± :data:`LOG_RATIO_MAX`."""
     advantages: Tensor
     mask: Tensor
     """bool: in the loss."""
@@ -139,6 +141,8 @@ class PolicyLoss:
     """Names out of ``learner.losses.registry.SCORES``."""
     needs_signal: bool = True
     """Tokens without advantage have no gradient, so rows without any need no backward pass."""
+    options: type[Options] | None = None
+    """Class of the options of a user's function; None: any are accepted."""
 
     def __call__(self, tokens: Scored, rules: LossRules) -> TokenLosses:
         """Raises :class:`TrainingError` when a user's function does not give one loss a token, and
@@ -159,21 +163,21 @@ class LossRules:
     """Inputs of the policy loss that come from the run file."""
 
     policy: PolicyLoss
-    options: PolicyOptions | dict[str, Any]
-    """Options of the loss in ``loss.policy``; for a user's own loss, its ``options``."""
+    options: Options
+    """Options of the loss in ``loss.policy``."""
     fresh: ClipRange
     off: ClipRange
     """For off-policy tokens (replayed, or guided)."""
     decoupled: bool
     """Anchor at the recomputed π_old and correct with truncated π_old/μ."""
     weight_max: float
-    log_ratio_max: float
     entropy_bonus: float
-    off_policy: OffPolicyOptions = field(default_factory=Clip)
+    log_ratio_max: float = LOG_RATIO_MAX
+    off_policy: Options = field(default_factory=Clip)
     use_recorded: bool = True
     """Replayed tokens are anchored at recorded μ where there is one."""
     weight: Literal["none", "token", "sequence", "geometric"] = "token"
-    replay_correction: CorrectionOptions = field(default_factory=TokenCorrection)
+    replay_correction: Options = field(default_factory=TokenCorrection)
     """Weight of replayed tokens with recorded μ; over trajectories they are anchored at π_prox."""
     masks: tuple[MaskConfig, ...] = ()
     kl_in_loss: bool = False
@@ -181,7 +185,7 @@ class LossRules:
     """Current coefficient: an adaptive controller changes it between updates."""
     kl_estimator: str = "k3"
 
-    def options_of(self, kind: type[Options]) -> Options:
+    def options_of(self, kind: type[Kind]) -> Kind:
         """Options of the chosen loss, which must be of ``kind``."""
         return expect_kind(self.options, kind, "loss.policy")
 

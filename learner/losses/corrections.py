@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from learner.losses.base import LossRules, RowSums, log_ratio
-from pipeline.config.replay import SoftCorrection, TruncatedCorrection
+from learner.losses.options import SoftCorrection, TruncatedCorrection
 
 REASONS = ("", "ratio_cap", "sequence_mask", "geometric_mask", "any_token_mask")
 """Reasons for rejecting a token, by the code in ``Correction.reasons``; code 0: not rejected."""

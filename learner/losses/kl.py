@@ -20,7 +20,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from learner.losses.base import LOG_RATIO_MAX
+from learner.losses.options import KL_CONTROLLERS, Adaptive
 from pipeline.config.algorithm import LossConfig
+from pipeline.config.load import read_options
 from pipeline.errors import TrainingError
 
 
@@ -42,17 +45,13 @@ def kl_terms(log_ratio_S: Tensor, estimator: str) -> Tensor:
 
 
 def kl_penalty(
-    logprobs_S: npt.ArrayLike,
-    reference_S: npt.ArrayLike,
-    coefficient: float,
-    estimator: str = "k1",
-    log_ratio_max: float = 20.0,
+    logprobs_S: npt.ArrayLike, reference_S: npt.ArrayLike, coefficient: float, estimator: str = "k1"
 ) -> npt.NDArray[np.float64]:
     """Penalty on each token's reward, ``coefficient · estimate`` (arXiv:1909.08593, section 2.2), float64
     ``[S]``; 0 where the reference has no finite log-probability.
     """
     d = np.asarray(logprobs_S, np.float64) - np.asarray(reference_S, np.float64)
-    d = np.clip(np.where(np.isfinite(d), d, 0.0), -log_ratio_max, log_ratio_max)
+    d = np.clip(np.where(np.isfinite(d), d, 0.0), -LOG_RATIO_MAX, LOG_RATIO_MAX)
     estimate = kl_terms(torch.from_numpy(d), estimator.removesuffix("+")).numpy()
     return np.asarray(coefficient * estimate, dtype=np.float64)
 
@@ -72,7 +71,10 @@ class KLController:
     def of(cls, loss: LossConfig) -> KLController:
         if loss.kl == "none":
             return cls(0.0)
-        return cls(loss.kl_coef, loss.kl_target if loss.kl_controller == "adaptive" else None, loss.kl_horizon)
+        controller = read_options(loss.kl_controller, KL_CONTROLLERS, "loss.kl_controller")
+        if isinstance(controller, Adaptive):
+            return cls(loss.kl_coef, controller.target, controller.horizon)
+        return cls(loss.kl_coef)
 
     def update(self, kl: float | None, n_trajectories: int) -> None:
         """``kl``: mean over the update's tokens; None or not finite: nothing was measured, nothing changes."""

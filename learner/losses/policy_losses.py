@@ -1,8 +1,7 @@
 """The policy losses: one pure function each.
 
 PPO, GSPO and GMPO clip a ratio, DPPO masks by a divergence, CISPO and SAPO weigh tokens down instead of cutting them
-off. ``bounded`` and ``shaped`` are the losses of off-policy tokens without a clip. Their options are in
-``pipeline.config.policy_losses``.
+off. ``bounded`` and ``shaped`` are the losses of off-policy tokens without a clip.
 
 Dimension: S sampled tokens; every tensor is float ``[S]``.
 """
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from learner.losses.base import LossRules, Scored, TokenLosses
-from pipeline.config.policy_losses import DppoKl, DppoTv, Gmpo, Gspo, Ppo, Sapo
+from learner.losses.options import DppoKl, DppoTv, Gmpo, Gspo, Ppo, Sapo
 
 
 def ppo(tokens: Scored, rules: LossRules) -> TokenLosses:

@@ -1,6 +1,6 @@
 """The policy losses by name or import path, and :class:`LossRules` from the run file.
 
-A new loss is one function, one entry here, and its options in ``pipeline.config.policy_losses``.
+A new loss is one function, one entry here, and the class of its options in ``learner.losses.options``.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from learner.losses.base import ClipRange, LossRules, PolicyLoss
+from learner.losses.options import CORRECTIONS, OFF_POLICIES, POLICIES
 from learner.losses.policy_losses import cispo, dppo_kl, dppo_tv, gmpo, gspo, gspo_token, ppo, sapo
 from pipeline.config.algorithm import ImportanceConfig, LossConfig
-from pipeline.config.policy_losses import OwnLoss
+from pipeline.config.base import Given
+from pipeline.config.load import read_options
 from pipeline.config.replay import ReplayConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.plugins import resolve
@@ -36,13 +38,11 @@ def policy_loss_of(name: str) -> PolicyLoss:
     passed backward too. Raises :class:`ConfigurationError`."""
     if name in LOSSES:
         return LOSSES[name]
-    if ":" not in name:
-        raise ConfigurationError(
-            f"expected loss.policy to be one of {', '.join(LOSSES)}, or your own as module:function or "
-            f"file.py:function, got {name}"
-        )
+    read_options(Given(name=name), POLICIES, "loss.policy")
     found: Any = resolve(name, "policy loss")
-    return found if isinstance(found, PolicyLoss) else PolicyLoss(found, needs_signal=False)
+    if isinstance(found, PolicyLoss):
+        return found
+    return PolicyLoss(found, needs_signal=False, options=getattr(found, "options", None))
 
 
 def needed_scores(loss: LossConfig, importance: ImportanceConfig) -> frozenset[str]:
@@ -67,25 +67,24 @@ def needed_scores(loss: LossConfig, importance: ImportanceConfig) -> frozenset[s
 def loss_rules(loss: LossConfig, importance: ImportanceConfig, replay: ReplayConfig | None = None) -> LossRules:
     """``replay`` None: its defaults. Raises :class:`ConfigurationError` for a policy loss that does not exist."""
     replay = replay or ReplayConfig()
-    chosen, policy = loss.policy, policy_loss_of(loss.policy.name)
+    policy = policy_loss_of(loss.policy.name)
+    kinds = POLICIES if policy.options is None else {"own": policy.options}
+    chosen = read_options(loss.policy, kinds, "loss.policy")
     fresh = ClipRange(
         _first(getattr(chosen, "clip_low", None), policy.clip.low),
         _first(getattr(chosen, "clip_high", None), policy.clip.high),
     )
     return LossRules(
         fresh=fresh,
-        off=ClipRange(
-            _first(loss.off_clip_low, fresh.low), _first(loss.off_clip_high, _first(policy.off_high, fresh.high))
-        ),
+        off=ClipRange(fresh.low, _first(loss.off_clip_high, _first(policy.off_high, fresh.high))),
         decoupled=importance.anchor == "proximal",
         weight_max=importance.weight_max,
-        log_ratio_max=importance.log_ratio_max,
         entropy_bonus=loss.entropy_bonus,
-        off_policy=loss.off_policy,
+        off_policy=read_options(loss.off_policy, OFF_POLICIES, "loss.off_policy"),
         use_recorded=replay.use_recorded_logprobs,
-        replay_correction=replay.correction,
+        replay_correction=read_options(replay.correction, CORRECTIONS, "replay.correction"),
         policy=policy,
-        options=dict(chosen.options) if isinstance(chosen, OwnLoss) else chosen,
+        options=chosen,
         weight=importance.weight,
         masks=importance.masks,
         kl_in_loss=loss.kl == "loss",

@@ -41,8 +41,8 @@ from torch import Tensor
 from learner.losses.base import LossRules, Scored, TokenLosses, log_ratio
 from learner.losses.corrections import Correction, OtherRows, RatioInputs, corrections
 from learner.losses.kl import kl_terms
+from learner.losses.options import SecondMoment, Shaped
 from learner.losses.policy_losses import bounded, shaped
-from pipeline.config.policy_losses import SecondMoment, Shaped
 
 
 @dataclass(frozen=True, slots=True)

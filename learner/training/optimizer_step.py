@@ -21,6 +21,7 @@ from learner.distributed.ranks import Ranks
 from learner.losses.auxiliary import cross_entropy, imported_share, is_imported
 from learner.losses.base import LossRules
 from learner.losses.corrections import OtherRows, second_moment_mask, step_factor
+from learner.losses.options import OFF_POLICIES, SecondMoment
 from learner.losses.total import LossTerms, LossTokens, policy_loss
 from learner.observability.statistics import TokenValues
 from learner.observability.timing import Stopwatch
@@ -29,7 +30,7 @@ from learner.training.optimizer import WeightAverage, clip_gradients, set_rate
 from learner.training.report import Conditions, NonFinite, StepSums, StepTotals
 from pipeline.config import RunConfig
 from pipeline.config.algorithm import LossConfig
-from pipeline.config.policy_losses import SecondMoment
+from pipeline.config.load import read_options
 
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
@@ -71,7 +72,7 @@ def second_moment_loss_mask(
 
     Rows without advantage count too: the mask is a property of the data, not of the rewards.
     """
-    form = loss.off_policy
+    form = read_options(loss.off_policy, OFF_POLICIES, "loss.off_policy")
     if not isinstance(form, SecondMoment):
         return None
     chosen = [

@@ -86,8 +86,7 @@ class ScoringPasses:
         loss = self._config.loss
         if loss.kl != "reward" or scores.logprobs is None or scores.reference is None:
             return None
-        maximum, estimator = self._config.importance.log_ratio_max, loss.kl_estimator or "k1"
-        penalties = kl_penalty(scores.logprobs, scores.reference, coefficient, estimator, maximum)
+        penalties = kl_penalty(scores.logprobs, scores.reference, coefficient, loss.kl_estimator or "k1")
         return penalties.astype(np.float32)
 
     def _token_scores(self, rows: Sequence[Row], watch: Stopwatch) -> TokenScores:
@@ -171,7 +170,8 @@ class Trainer:
             scores = replace(scores, hinted=counterfactual_logprobs(batch, partial(self.score, watch=watch)))
         with watch.stage("prepare"):
             penalties = self._scoring_passes.kl_penalties(scores, self.kl.coefficient)
-            batch, scores = with_advantages(batch, scores, self._config.advantage, penalties)
+            advantage, turn_weight = self._config.advantage, self._config.scorer.environment_weight
+            batch, scores = with_advantages(batch, scores, advantage, penalties, turn_weight)
         report = self.step(batch, policy_version, scores, watch)
         overlong = overlong_count([t.n_sampled for t in batch.trajectories], self._config.advantage)
         return replace(report, overlong=overlong)

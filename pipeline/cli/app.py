@@ -606,8 +606,9 @@ def config_show(
     afterplay config show @tiny > mine.yaml
     """
     from pipeline.config.explain import show
+    from pipeline.runtime.process import load_main
 
-    typer.echo(show(_load(file, sets), plain), nl=False)
+    typer.echo(show(load_main("learner.preflight:with_options")(_load(file, sets)), plain), nl=False)
 
 
 def _load(file: Path, sets: list[str] | None) -> RunConfig:

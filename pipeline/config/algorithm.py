@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.base import Options, Section, expect_kind
-from pipeline.config.estimators import EstimatorOptions, Grpo
-from pipeline.config.policy_losses import Clip, OffPolicyOptions, PolicyOptions, Ppo
+from pipeline.config.base import Choice, Function, Given, Kind, Section, expect_kind
+
+HINT_TEMPLATE = "{prompt}\n\nHint: {hint}"
 
 
 class AdvantageConfig(Section):
     """From rewards to advantages: the estimator, and the changes that are made to rewards before it runs."""
 
-    estimator: EstimatorOptions = Grpo()
+    estimator: Annotated[Function, Choice("grpo")] = Given(name="grpo")
     """Advantage estimator, by name or with its options: ``rloo`` or ``{name: cpo, failed_weight: 0.5}``. Built in:
     ``grpo``, ``rloo`` (also called ``leave_one_out``), ``opo``, ``maxrl``, ``gpg``, ``pass_at_k``, ``remax``,
     ``reinforce_pp``, ``reinforce_pp_baseline``, ``gae``, ``cpo``. Your own: ``module:function`` or
-    ``file.py:function``. docs/LEARNER.md lists their options and sources."""
-    epsilon: float = Field(1e-6, gt=0)
-    """Added to every standard deviation before something is divided by it. Avoids division by zero in groups whose
-    rewards are equal."""
+    ``file.py:function``, with ``greedy_rollouts: true`` to add one rollout at temperature 0 to each group, whose reward
+    is the ``baseline`` that estimators see; ``remax`` always does this. docs/LEARNER.md lists options and sources."""
+    hint_template: str | None = None
+    """First user message as the learner scores it with a hint, for ``cpo`` and your own estimators. ``{prompt}`` is the
+    original message, ``{hint}`` the hint that the environment gives (``Episode.hint``). None: the hint as a last
+    paragraph, ``Hint: ...``."""
     rewards: Literal["outcome", "turns", "both"] = "outcome"
     """Rewards that the estimator sees. ``outcome``: the scorer's reward, placed at the last token. ``turns``: the
-    environment's reward for each turn, placed at the last token of that turn. ``both``: the turn rewards, plus the
-    remainder of the outcome at the last token, so that they sum to the outcome. A trajectory without turn rewards
-    always has its outcome at the last token."""
-    turn_weight: float = Field(1.0, allow_inf_nan=False)
-    """Factor on turn rewards. If the scorer has functions of its own, set it to ``scorer.environment_weight``."""
+    environment's reward for each turn, times ``scorer.environment_weight``, placed at the last token of that turn.
+    ``both``: the turn rewards, plus the remainder of the outcome at the last token, so that they sum to the outcome. A
+    trajectory without turn rewards always has its outcome at the last token."""
     turn_gamma: float = Field(1.0, gt=0, le=1)
     """Discount per turn. Used by estimators that compare the trajectories of a group, unless ``rewards`` is
     ``outcome``. 1: no discount."""
@@ -49,28 +49,32 @@ class AdvantageConfig(Section):
     """Normalization of outcomes before the estimator runs: subtract the mean and divide by the standard deviation, both
     taken over the group or over the update (``batch``). Turn rewards are only divided: subtracting a mean from every
     turn would reward or punish the number of turns."""
-    greedy_rollouts: bool = False
-    """Add one greedy rollout (temperature 0) to each group. It is never trained: its reward is the ``baseline`` that
-    estimators see. ``remax`` always does this."""
 
     @property
-    def hint_template(self) -> str | None:
+    def prompt_with_hint(self) -> str | None:
         """Template of the prompt with a hint, which actors record beside the prompt that they use; None if the
         estimator uses no hints."""
-        template: str | None = getattr(self.estimator, "hint_template", None)
-        return template
+        name = self.estimator.name
+        return (self.hint_template or HINT_TEMPLATE) if name == "cpo" or ":" in name else None
 
     @property
     def orders_greedy(self) -> bool:
-        """True if a greedy rollout belongs to each group."""
-        return self.greedy_rollouts or self.estimator.name == "remax"
+        """True if a greedy rollout belongs to each group. It is never trained."""
+        return self.estimator.name == "remax" or getattr(self.estimator, "greedy_rollouts", False) is True
 
-    def options_of(self, kind: type[Options]) -> Options:
+    def options_of(self, kind: type[Kind]) -> Kind:
         """Options of the chosen estimator, which must be of ``kind``."""
         return expect_kind(self.estimator, kind, "advantage.estimator")
 
     @model_validator(mode="after")
     def _agrees(self) -> AdvantageConfig:
+        if self.hint_template is not None and self.prompt_with_hint is None:
+            raise ValueError(
+                f"advantage.hint_template is for cpo and estimators of your own, got the estimator "
+                f"{self.estimator.name}: omit it"
+            )
+        if not all(part in (self.prompt_with_hint or HINT_TEMPLATE) for part in ("{prompt}", "{hint}")):
+            raise ValueError(f"advantage.hint_template: expected {{prompt}} and {{hint}}, got {self.hint_template!r}")
         if self.overlong_tokens is not None and self.overlong_buffer > self.overlong_tokens:
             raise ValueError(
                 f"advantage.overlong_buffer ({self.overlong_buffer}) must not be more than overlong_tokens "
@@ -127,8 +131,6 @@ class ImportanceConfig(Section):
     with a weight is masked importance sampling; ``{level: token, low: 0.5, high: 5}`` is IcePop (arXiv:2510.18855);
     ``{level: geometric, low: 0.99, high: 1.01}`` rejects rows on which engine and learner disagree. Off-policy tokens
     (replayed, and guided ones as ``loss.off_clip_guided`` selects) have their own loss and are not affected."""
-    log_ratio_max: float = Field(20.0, gt=0)
-    """Log-ratios are clamped to ± this value before ``exp``, so that no ratio overflows."""
 
     @model_validator(mode="after")
     def _weight_is_used(self) -> ImportanceConfig:
@@ -169,22 +171,19 @@ class SupervisedConfig(Section):
 class LossConfig(Section):
     """From advantages to gradients: the policy loss, its aggregation, and the terms added to it."""
 
-    policy: PolicyOptions = Ppo()
+    policy: Annotated[Function, Choice("ppo")] = Given(name="ppo")
     """Policy loss, by name or with its options: ``gspo`` or ``{name: sapo, negative: 1.1}``. Built in: ``ppo``,
     ``gspo``, ``gspo_token``, ``gmpo``, ``cispo``, ``sapo``, ``dppo_tv``, ``dppo_kl``. Your own: ``module:function`` or
     ``file.py:function``; ``learner.losses.base.PolicyLoss`` is its interface. docs/LEARNER.md lists their options and
     sources."""
-    off_clip_low: float | None = Field(None, ge=0, le=1)
-    """Lower clip of off-policy tokens (replayed, and guided ones as ``off_clip_guided`` selects). None: that of the
-    policy loss."""
     off_clip_high: float | None = Field(None, ge=0)
-    """Upper clip of off-policy tokens. None: 1.0, so that their ratio can reach 2 (``cispo``, ``dppo_tv`` and
-    ``dppo_kl``: their ``clip_high``). It is wider than the clip of fresh tokens so that the policy can relearn what it
-    has partly forgotten."""
+    """Upper clip of off-policy tokens (replayed, and guided ones as ``off_clip_guided`` selects). None: 1.0, so that
+    their ratio can reach 2 (``cispo``, ``dppo_tv`` and ``dppo_kl``: their ``clip_high``). It is wider than the clip of
+    fresh tokens so that the policy can relearn what it has partly forgotten. The lower clip is that of fresh tokens."""
     off_clip_guided: Literal["none", "discarded", "all"] = "discarded"
     """Guided rollouts (with lessons in the prompt) that use the off-policy loss: ``none``; ``discarded``, those trained
     on the prompt without the lessons (``lessons.keep_ratio``); or ``all``."""
-    off_policy: OffPolicyOptions = Clip()
+    off_policy: Annotated[Function, Choice("clip")] = Given(name="clip")
     """Loss of off-policy tokens, by name or with options as in ``{name: shaped, beta: 0.1}``. ``clip``: that of fresh
     tokens, with the off-policy clip. ``shaped``: ``-A f(ratio)`` with ``f(x) = x / (x + beta)`` (LUFFY,
     arXiv:2504.14945; ExGRPO, arXiv:2510.02245). ``second_moment``: no clip; the tokens that push the mean squared
@@ -209,13 +208,9 @@ class LossConfig(Section):
     """KL estimator (Schulman 2020), with d = log π - log π_ref: k1 = d, k2 = d²/2, k3 = exp(-d) - 1 + d, abs = |d|. A
     plus keeps the value and uses the gradient of k2, whose expectation under the policy is the gradient of the KL
     (arXiv:2510.01555); the expected gradient of k1 is zero. None: k3 in the loss, k1 in the reward."""
-    kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """``fixed``: the coefficient is constant. ``adaptive``: after each update it changes by at most 20 % of
-    trajectories / ``kl_horizon``, towards a mean KL of ``kl_target`` (arXiv:1909.08593, section 2.2)."""
-    kl_target: float = Field(0.01, gt=0)
-    """With ``kl_controller: adaptive``: target of the estimator's mean, in nats per token."""
-    kl_horizon: float = Field(10_000.0, gt=0)
-    """With ``kl_controller: adaptive``: horizon of the controller, in trajectories. Larger reacts more slowly."""
+    kl_controller: Annotated[Function, Choice("fixed")] = Given(name="fixed")
+    """Controller of the coefficient, by name or with its options. ``fixed``: it is constant. ``adaptive``, or
+    ``{name: adaptive, target: 0.01, horizon: 10000}``: it moves after each update, towards a mean KL of ``target``."""
     supervised: SupervisedConfig = SupervisedConfig()
 
     @model_validator(mode="after")
@@ -225,7 +220,7 @@ class LossConfig(Section):
                 "loss.aggregation_length belongs to loss.aggregation: sequence_sum_norm, got "
                 f"{self.aggregation_length} with {self.aggregation}: set both or neither"
             )
-        if self.kl == "none" and (self.kl_controller == "adaptive" or self.kl_estimator is not None):
+        if self.kl == "none" and (self.kl_controller.name == "adaptive" or self.kl_estimator is not None):
             raise ValueError(
                 "loss.kl is none, so loss.kl_estimator and loss.kl_controller would do nothing: set loss.kl to loss or "
                 "reward"
@@ -235,6 +230,6 @@ class LossConfig(Section):
                 f"loss.kl_estimator {self.kl_estimator} differs from {self.kl_estimator[:-1]} only in its gradient, "
                 f"but a reward has no gradient: set {self.kl_estimator[:-1]}"
             )
-        if self.kl_controller == "adaptive" and self.kl_coef == 0:
+        if self.kl_controller.name == "adaptive" and self.kl_coef == 0:
             raise ValueError("loss.kl_coef is 0, and an adaptive controller only multiplies it: set it above 0")
         return self

@@ -1,11 +1,10 @@
-"""Base classes for sections of the run file: frozen models that refuse unknown keys, and a choice of one model by
-name."""
+"""Base classes for sections of the run file: frozen models that refuse unknown keys, and functions with options."""
 
 from __future__ import annotations
 
 from typing import Any, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, SerializeAsAny, model_validator
 from pydantic_core import CoreSchema, core_schema
 
 NUMBERS = (int, float, int | None, float | None)
@@ -35,46 +34,44 @@ class Section(BaseModel):
         return {key: meant(key, value) for key, value in values.items()}
 
 
-Options = TypeVar("Options", bound=Section)
+class Options(Section):
+    """A function with options of its own, which stand beside its ``name`` in the run file: ``{name: sapo, negative:
+    1.1}``. Each function has a subclass next to it in the learner; so may a function of your own."""
+
+    name: str
 
 
-def expect_kind(options: object, kind: type[Options], key: str) -> Options:
+class Given(Options, extra="allow"):
+    """A function and its options as the run file has them. The learner checks them (``learner.preflight``)."""
+
+
+Kind = TypeVar("Kind", bound=Options)
+
+
+def expect_kind(options: object, kind: type[Kind], key: str) -> Kind:
     """``options`` as ``kind``. Raises :class:`TypeError` where another loss or estimator is chosen."""
     if not isinstance(options, kind):
         raise TypeError(f"expected {kind.__name__} as {key}, got {options!r}")
     return options
 
 
-class Choice:
-    """One of several sections, selected by its ``name``: ``Annotated[A | B, Choice("a")]``.
+def by_name(*kinds: type[Options]) -> dict[str, type[Options]]:
+    """The classes by the names of their functions. A class whose ``name`` may be any text is that of import paths, and
+    stands under ``own``."""
+    return {name: kind for kind in kinds for name in get_args(kind.model_fields["name"].annotation) or ("own",)}
 
-    ``policy: sapo`` is short for ``policy: {name: sapo}``. Without a name, ``default`` is chosen. A section whose
-    ``name`` is any string takes the import path of the user's own function (``module:function``).
+
+class Choice:
+    """A function by its name, or with its options: ``Annotated[Function, Choice("a")]``.
+
+    ``policy: sapo`` is short for ``policy: {name: sapo}``. Without a name, ``default`` is chosen.
     """
 
     def __init__(self, default: str) -> None:
         self.default = default
-        self.kinds: dict[str, type[Section]] = {}
-        """By name; ``own`` is the section for import paths."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        for kind in get_args(source):
-            names = get_args(kind.model_fields["name"].annotation) or ("own",)
-            self.kinds |= dict.fromkeys(names, kind)
-        tagged = core_schema.tagged_union_schema(
-            {name: handler.generate_schema(kind) for name, kind in self.kinds.items()}, discriminator=self._tag
-        )
-        return core_schema.no_info_before_validator_function(self._read, tagged)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the built-in sections."""
-        return tuple(name for name in self.kinds if name != "own")
-
-    def kind(self, value: Any) -> type[Section] | None:
-        """The section that a value of the run file selects, or None if its name is unknown."""
-        tag = self._tag(self.mapping(value))
-        return None if tag is None else self.kinds.get(tag)
+        return core_schema.no_info_before_validator_function(self._read, handler(source))
 
     def mapping(self, value: Any) -> Any:
         """``value`` as a mapping with an explicit name."""
@@ -84,17 +81,11 @@ class Choice:
 
     def _read(self, value: Any) -> Any:
         value = self.mapping(value)
-        if self._tag(value) is None:
-            own = ", or your own as module:function or file.py:function" if "own" in self.kinds else ""
-            came = value.get("name") if isinstance(value, dict) else value
-            raise ValueError(f"expected one of {', '.join(self.names)}{own}, got {came!r}")
-        return value
+        if isinstance(value, Options):
+            return value
+        if not isinstance(value, dict) or not isinstance(value["name"], str):
+            raise ValueError(f"expected the name of a function, or {{name: NAME, OPTION: VALUE}}, got {value!r:.80}")
+        return Given.model_validate(value)
 
-    def _tag(self, value: Any) -> str | None:
-        name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
-        if not isinstance(name, str):
-            return None
-        if name in self.names:
-            return name
-        file, colon, function = name.rpartition(":")
-        return "own" if "own" in self.kinds and file and colon and function.isidentifier() else None
+
+Function = SerializeAsAny[Options]

@@ -202,6 +202,8 @@ def _section(model: BaseModel, depth: int) -> list[str]:
             lines.append("")
         lines += _comment(documentation or "", depth)
         lines += _entry(name, value, depth)
+    for name, value in (model.model_extra or {}).items():
+        lines += _entry(name, value, depth)
     return lines
 
 

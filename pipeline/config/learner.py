@@ -175,9 +175,6 @@ class GroupsConfig(Section):
     """Groups in one update."""
     attempts_max: int = Field(3, ge=1)
     """Attempts at one rollout of a group. If all fail, the group is cancelled."""
-    failures_max: int = Field(100, ge=1)
-    """Failed rollouts of an environment that never succeeded once, after which the run stops with the reason, half a
-    minute after the first failure at the earliest."""
     zero_variance: Literal["keep", "drop", "refill"] = "keep"
     """Treatment of a group whose rewards are all equal. Estimators that compare a group give it advantage 0. ``keep``:
     it is trained. ``drop``: the update is made from the other groups; an update without any group is counted and

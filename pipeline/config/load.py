@@ -20,8 +20,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from pipeline.config.base import Choice
-from pipeline.config.estimators import COMPARING
+from pipeline.config.base import Choice, Options
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigurationError
 
@@ -294,24 +293,9 @@ def _validate(data: dict[str, Any], sources: _Sources) -> RunConfig:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
         problems += [_describe(problem, sources) for problem in error.errors(include_url=False)]
-    else:
-        problems += _check_group_size(config)
     if problems:
         raise ConfigurationError("\n".join(dict.fromkeys(problems)))
     return config
-
-
-def _check_group_size(config: RunConfig) -> list[str]:
-    """An error message for a run that can learn nothing: each of its rollouts is compared with itself."""
-    estimator = config.advantage.estimator.name
-    learns_alone = not config.trained_environments or config.loss.supervised.weight
-    if config.groups.n_rollout > 1 or estimator not in COMPARING or learns_alone:
-        return []
-    return [
-        f"advantage.estimator {estimator} compares the rollouts of a group, but groups.n_rollout is 1, so every "
-        "advantage is 0 and nothing is learned: set groups.n_rollout to 2 or more, or an estimator without groups "
-        "(reinforce_pp, remax, gae)"
-    ]
 
 
 def _check_named(data: dict[str, Any], sources: _Sources) -> list[str]:
@@ -345,33 +329,48 @@ def choice_at(path: Path_) -> Choice | None:
     return next((item for item in found.metadata if isinstance(item, Choice)), None) if found else None
 
 
-def _without_names(path: Path_) -> tuple[Path_, type[BaseModel] | None]:
-    """A pydantic location without the names of choices, as a path of the run file; and the section there."""
-    for i in range(1, len(path)):
-        choice = choice_at(path[:i])
-        if choice is not None:
-            kind = choice.kinds[str(path[i])]
-            return (*path[:i], *path[i + 1 :]), kind if i + 2 == len(path) else model_at(kind, path[i + 1 : -1])
-    return path, model_at(RunConfig, path[:-1])
-
-
 def _describe(problem: Any, sources: _Sources) -> str:
     """One line with the place, the key, the expected value, the value that came and the remedy."""
-    path, model = _without_names(tuple(problem["loc"]))
-    key, place, kind = _dotted(path), sources.name(path), problem["type"]
-    if kind == "extra_forbidden":
-        known = list(model.model_fields) if model else []
+    path = tuple(problem["loc"])
+    place = sources.name(path)
+    if problem["type"] == "extra_forbidden":
         place = next((came for at, came in sources.overrides.items() if at[: len(path)] == path), place)
-        return f"{place}: unknown key {key}{_suggestion(str(path[-1]), known, path[:-1])}"
+    return f"{place}: {_sentence(problem, path, model_at(RunConfig, path[:-1]))}"
+
+
+def _sentence(problem: Any, path: Path_, model: type[BaseModel] | None) -> str:
+    key, kind = _dotted(path), problem["type"]
+    if kind == "extra_forbidden":
+        return f"unknown key {key}{_suggestion(str(path[-1]), list(model.model_fields) if model else [], path[:-1])}"
     came = "" if isinstance(problem["input"], dict | BaseModel) else f", got {_short(problem['input'])}"
     if kind == "value_error":
-        return f"{place}: {key + ': ' if key else ''}{problem['ctx']['error']}"
+        return f"{key + ': ' if key else ''}{problem['ctx']['error']}"
     if kind == "literal_error":
-        return f"{place}: {key}: expected one of {problem['ctx']['expected']}{came}"
+        return f"{key}: expected one of {problem['ctx']['expected']}{came}"
     if kind == "model_type":
-        return f"{place}: {key}: expected a section (keys and values){came}"
+        return f"{key}: expected a section (keys and values){came}"
     message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return f"{place}: {key}: expected {message[0].lower() + message[1:]}{came}"
+    return f"{key}: expected {message[0].lower() + message[1:]}{came}"
+
+
+def read_options(given: Options, kinds: Mapping[str, type[Options]], key: str) -> Options:
+    """A function of the run file with its options in the class that ``kinds`` has for its name; ``own`` is the class
+    for import paths. Raises :class:`ConfigurationError`, a line for each problem, for a name that is not among
+    ``kinds``, and for options that are unknown or wrong."""
+    file, _, function = given.name.rpartition(":")
+    kind = kinds.get("own" if file and function.isidentifier() else given.name)
+    if kind is None:
+        names = ", ".join(name for name in kinds if name != "own")
+        own = ", or your own as module:function or file.py:function" if "own" in kinds else ""
+        raise ConfigurationError(f"{key}: expected one of {names}{own}, got {given.name!r}")
+    if isinstance(given, kind):
+        return given
+    try:
+        return kind.model_validate(given.model_dump())
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        lines = [_sentence(problem, (*key.split("."), *problem["loc"]), kind) for problem in problems]
+        raise ConfigurationError("\n".join(lines)) from error
 
 
 USUAL_NAMES = {

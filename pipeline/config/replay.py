@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.base import Choice, Section
+from pipeline.config.base import Choice, Function, Given, Section
 
 
 class PriorityConfig(Section):
@@ -25,40 +25,6 @@ class PriorityConfig(Section):
     beta: float = Field(0.4, ge=0, le=1)
     """Exponent of the importance correction ``min(1, (M P)^-beta)`` at the start of the run; it grows to 1 until the
     end. ``1 / M`` is the mean probability of a drawn task."""
-
-
-class TokenCorrection(Section):
-    """Each replayed token is weighted by its own π/μ, which the off-policy loss clips. The prefixes before the token
-    keep the distribution of μ."""
-
-    name: Literal["token"] = "token"
-
-
-class TruncatedCorrection(Section):
-    """``min(W, max)``, with W the product of π/μ over the trajectory's sampled tokens (truncated importance sampling,
-    Ionides 2008); ``geometric``: ``min(W^(1/n), max)``, n their number."""
-
-    name: Literal["sequence", "geometric"] = "sequence"
-    max: float | None = Field(2.0, gt=0)
-    """Upper bound of the weight. None: no bound, so that ``sequence`` is unbiased and its variance unbounded."""
-
-
-class SoftCorrection(Section):
-    """``W^k exp(lambda (1 - W))``, with W as for ``sequence`` (VESPO, arXiv:2602.10693): 1 at W = 1, near 0 for very
-    small and very large W. Defaults of the published code."""
-
-    name: Literal["soft"] = "soft"
-    k_positive: float = Field(2.0, ge=0)
-    """k for tokens with positive advantage. The kernel is largest at ``W = k / lambda``."""
-    lambda_positive: float = Field(3.0, gt=0)
-    """lambda for tokens with positive advantage. Larger fades large W sooner."""
-    k_negative: float = Field(3.0, ge=0)
-    """k for tokens with negative advantage."""
-    lambda_negative: float = Field(2.0, gt=0)
-    """lambda for tokens with negative advantage."""
-
-
-CorrectionOptions = Annotated[TokenCorrection | TruncatedCorrection | SoftCorrection, Choice("token")]
 
 
 class EssGuardConfig(Section):
@@ -170,7 +136,7 @@ class ReplayConfig(Section):
     use_recorded_logprobs: bool = True
     """Weight replayed tokens by π/μ with the log-probabilities recorded when they were sampled. False: the ratio is
     taken to the current policy (1 in the first pass), which is biased."""
-    correction: CorrectionOptions = TokenCorrection()
+    correction: Annotated[Function, Choice("token")] = Given(name="token")
     """Importance weight of replayed trajectories, by name or with its options: ``soft`` or ``{name: sequence, max:
     4}``. ``token``: of each token. ``sequence`` and ``geometric``: truncated, over the trajectory. ``soft``: a kernel
     over the trajectory (VESPO). Over the trajectory means over all its sampled tokens, in all turns and branches,

@@ -10,7 +10,6 @@ from pydantic import AfterValidator, Field, model_validator
 
 from pipeline.config.algorithm import AdvantageConfig, ImportanceConfig, LossConfig
 from pipeline.config.base import Section
-from pipeline.config.estimators import COMPARING, PassAtK
 from pipeline.config.evaluation import EvaluationConfig, TracesConfig
 from pipeline.config.learner import CheckpointConfig, GroupsConfig, LearnerConfig, PublishConfig, StalenessConfig
 from pipeline.config.placement import PlacementConfig, check_placement
@@ -136,7 +135,6 @@ class RunConfig(Section):
         self._check_replay()
         self._check_adapters()
         self._check_delta()
-        self._check_advantage()
         self._check_rewards()
         self._check_demonstrations()
         check_colocation(self.engine, self.learner, self.publish)
@@ -150,16 +148,6 @@ class RunConfig(Section):
                 f"{self.groups.trajectories_per_step} trajectories of a step"
             )
         return self
-
-    def _check_advantage(self) -> None:
-        estimator, n = self.advantage.estimator, self.groups.n_rollout
-        if isinstance(estimator, PassAtK) and estimator.k > n:
-            raise ValueError(
-                f"advantage.estimator.k ({estimator.k}) is more than groups.n_rollout ({n}): the sets of k rollouts "
-                "are drawn from a group"
-            )
-        if self.groups.zero_variance != "keep":
-            self._check_zero_variance()
 
     def _check_rewards(self) -> None:
         scorer = self.scorer
@@ -211,23 +199,6 @@ class RunConfig(Section):
                 "loss.supervised.source is replayed, but replay.enabled is false: set replay.enabled: true, or "
                 "source: file"
             )
-
-    def _check_zero_variance(self) -> None:
-        """Groups with equal rewards may be left out only if their advantages are 0."""
-        advantage, what = self.advantage, f"groups.zero_variance is {self.groups.zero_variance}"
-        name = advantage.estimator.name
-        if name not in COMPARING | {"remax"} and ":" not in name:
-            raise ValueError(
-                f"{what}, but advantage.estimator {name} also learns from groups with equal rewards: set "
-                f"zero_variance: keep, or one of the estimators {', '.join(sorted(COMPARING | {'remax'}))}"
-            )
-        if advantage.rewards != "outcome":
-            raise ValueError(
-                f"{what}, but advantage.rewards is {advantage.rewards}: turn rewards may differ when outcomes are "
-                "equal, and the replay stage compares only outcomes. Set zero_variance: keep"
-            )
-        if self.groups.n_rollout == 1 and not advantage.orders_greedy:
-            raise ValueError(f"{what}, but groups.n_rollout is 1, so the rewards of every group are equal")
 
     def _check_adapters(self) -> None:
         if self.publish.lora == "merged":

@@ -12,6 +12,8 @@ from pipeline.stage.group_records import Clock
 from pipeline.store.journal import Journal
 from pipeline.store.ledger import EnvironmentOutcomes, outcomes_of
 
+FAILURES_MAX = 100
+"""Failed rollouts, in this process, after which an environment that never succeeded ends the run."""
 FAILING_SECONDS = 30.0
 """Between the first failure and the verdict: what an environment needs may still be starting."""
 ENGINE = "engine: EngineUnavailable"
@@ -21,12 +23,10 @@ MESSAGE_CHARACTERS_MAX = 500
 
 
 class RolloutOutcomes:
-    """``failures_max``: failed rollouts, in this process, after which an environment that never succeeded ends the
-    run."""
+    """Successes and failures of rollouts by environment, and whether the run can continue."""
 
     def __init__(self, config: RunConfig, journal: Journal, clock: Clock) -> None:
         self._trained = frozenset(config.trained_environments)
-        self._failures_max = config.groups.failures_max
         self._journal = journal
         self._clock = clock
         self.successes = 0
@@ -66,12 +66,11 @@ class RolloutOutcomes:
         """Reason why the run must end; empty if it can continue."""
         for environment in self._trained & self._failed.keys():
             long = self._clock.now - self._first_failed_at[environment] >= FAILING_SECONDS
-            if self._failed[environment] >= self._failures_max and long:
+            if self._failed[environment] >= FAILURES_MAX and long:
                 outcomes = self.summary()[environment]
                 if not outcomes.succeeded:
                     return (
-                        f"{outcomes.describe(environment)}. Expected at least one that succeeds within "
-                        f"groups.failures_max={self._failures_max}: fix what fails and start the run again, which "
-                        "resumes it"
+                        f"{outcomes.describe(environment)}. Expected at least one that succeeds within {FAILURES_MAX}: "
+                        "fix what fails and start the run again, which resumes it"
                     )
         return ""

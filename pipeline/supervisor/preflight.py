@@ -45,6 +45,10 @@ LOW_PRIORITY = 19
 def check_all(config: RunConfig) -> Findings:
     """All checks of ``afterplay config check``. Plug-ins are imported, and run in this process."""
     found = Findings()
+    try:
+        config = load_main("learner.preflight:with_options")(config)
+    except ConfigurationError as error:
+        found.problems += str(error).splitlines()
     with found.collecting():
         fitting = plan(config, local_inventory()).fitting()
         found.notes += fitting.reasons
@@ -161,7 +165,6 @@ def _own_functions(config: RunConfig) -> Iterator[tuple[str, str]]:
         "advantage.estimator": config.advantage.estimator.name,
         "advantage.shaping": config.advantage.shaping,
         "loss.policy": config.loss.policy.name,
-        "loss.off_policy": config.loss.off_policy.name,
     }
     yield from ((key, name) for key, name in named.items() if name is not None and ":" in name)
 

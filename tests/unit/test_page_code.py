@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import typer
 
-from learner.preflight import check_own_functions
+from learner.preflight import check_own_functions, with_options
 from pipeline.cli.app import app
 from pipeline.cli.experience import START
 from pipeline.config import RunConfig
@@ -99,7 +99,7 @@ def placed(fragment: dict[str, Any]) -> dict[str, Any]:
 def test_run_files_are_valid(block: Block) -> None:
     fragment = parse_yaml(block.text, str(block))
     assert isinstance(fragment, dict)
-    loads(dump_yaml(placed(fragment)), str(block), environment={})
+    with_options(loads(dump_yaml(placed(fragment)), str(block), environment={}))
 
 
 @each("json")

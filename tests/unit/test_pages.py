@@ -12,9 +12,10 @@ import pytest
 import typer
 from pydantic import BaseModel
 
+from learner.preflight import FUNCTIONS
 from pipeline.cli.app import app
 from pipeline.config import RunConfig
-from pipeline.config.base import Choice
+from pipeline.config.load import parse_yaml
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -91,11 +92,11 @@ def sections(model: type[BaseModel] = RunConfig, path: str = "") -> Iterator[tup
     """Every section of the run file with its path, the options of losses and estimators included."""
     yield path, model
     for name, field in model.model_fields.items():
-        kinds = [field.annotation, *get_args(field.annotation)]
-        kinds += [kind for item in field.metadata if isinstance(item, Choice) for kind in item.kinds.values()]
+        key = f"{path}.{name}" if path else name
+        kinds = FUNCTIONS[key].values() if key in FUNCTIONS else (field.annotation, *get_args(field.annotation))
         for kind in dict.fromkeys(kinds):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from sections(kind, f"{path}.{name}" if path else name)
+                yield from sections(kind, key)
 
 
 def help_texts(command: Any, name: str = "afterplay") -> Iterator[tuple[str, str]]:
@@ -151,6 +152,16 @@ def test_keys_of_the_run_file_that_are_named_exist(page: str) -> None:
     code = {key for key, place in places.items() if place.is_dir() or place.with_suffix(".py").exists()}
     keys = named - files - code
     assert [key for key in sorted(keys) if not has(RunConfig, key.split("."))] == []
+
+
+@pytest.mark.parametrize("key", sorted(FUNCTIONS.keys() - {"loss.kl_controller"}))
+def test_a_table_has_the_options_of_each_function_with_their_defaults(key: str) -> None:
+    rows = [line for page in PAGES for line in (ROOT / page).read_text().splitlines() if line.startswith("| `")]
+    for name, kind in FUNCTIONS[key].items():
+        of_name = [row for row in rows if f"`{name}`" in row.split("|")[1]]
+        for option, field in kind.model_fields.items() if name != "own" else ():
+            given = {value for row in of_name for value in re.findall(rf"`{option}: ([^`]*)`", row)}
+            assert option == "name" or field.default in [parse_yaml(v, key) for v in given], f"{key} {name}: {option}"
 
 
 # Form

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 
+from learner.advantages import base, registry, rewards
+from learner.advantages import group as group_estimators
 from learner.advantages.apply import estimate
 from learner.advantages.base import ScoredTrajectory
 from pipeline.config.algorithm import AdvantageConfig
+from tests.unit.advantages import slow
 
 OPTIONS = {"normalize_std", "k", "gamma", "gae_lambda", "whiten", "failed_mean", "failed_weight", "solved_weight"}
 REWARD = st.floats(-3, 3, allow_nan=False, width=32)
@@ -54,9 +61,19 @@ def updates(draw, rewards=REWARD, groups_max=3, size_max=5, size_min=1):
 def config_of(estimator="grpo", **given):
     """The section with ``given``, of which an estimator's own options go to it and those of other estimators go."""
     options = {key: given.pop(key) for key in OPTIONS & given.keys()}
-    has = type(AdvantageConfig(estimator=estimator).estimator).model_fields
+    has = registry.OPTIONS[estimator if ":" not in estimator else "own"].model_fields
     own = {key: value for key, value in options.items() if key in has}
-    return AdvantageConfig(estimator={"name": estimator, **own}, **given)
+    config = AdvantageConfig(estimator={"name": estimator, **own}, **given)
+    return config if ":" in estimator else registry.entry_of(config).with_options(config)
+
+
+@contextmanager
+def epsilon(value: float) -> Iterator[None]:
+    """Estimators and slow references add ``value`` to standard deviations."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (base, group_estimators, rewards, slow):
+            patch.setattr(module, "EPSILON", value)
+        yield
 
 
 def advantages_of(scored, **options):
@@ -64,4 +81,4 @@ def advantages_of(scored, **options):
 
 
 def options_of(name):
-    return {"estimator": name, "k": 2, "epsilon": 1e-9}
+    return {"estimator": name, "k": 2}

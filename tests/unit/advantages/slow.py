@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 
+EPSILON = 1e-6
+
 
 def groups(scored):
     out = {}
@@ -36,9 +38,9 @@ def rewards_by_turn(p, config):
     """Dictionary turn -> reward."""
     if not p.turn_rewards:
         return {int(p.turns[-1]): p.reward}
-    out = {k: config.turn_weight * r for k, r in enumerate(p.turn_rewards)}
+    out = dict(enumerate(p.turn_rewards))
     if config.rewards == "both":
-        out[len(p.turn_rewards) - 1] += p.reward - math.fsum(config.turn_weight * r for r in p.turn_rewards)
+        out[len(p.turn_rewards) - 1] += p.reward - math.fsum(p.turn_rewards)
     return out
 
 
@@ -60,11 +62,11 @@ def later(rewards, t, factor):
     return math.fsum(factor ** (j - t) * rewards[j] for j in range(t, len(rewards)))
 
 
-def whitened(parts, config):
+def whitened(parts):
     everything = [v for part in parts for v in part]
     if flat(everything):
         return [[0.0] * len(part) for part in parts]
-    centre, scale = mean(everything), std(everything) + config.epsilon
+    centre, scale = mean(everything), std(everything) + EPSILON
     return [[(v - centre) / scale for v in part] for part in parts]
 
 
@@ -98,7 +100,7 @@ def by_group(rule):
 
 
 def grpo(returns, lengths, config):
-    scale = std(returns) + config.epsilon if config.estimator.normalize_std else 1.0
+    scale = std(returns) + EPSILON if config.estimator.normalize_std else 1.0
     return [(r - mean(returns)) / scale for r in returns]
 
 
@@ -112,15 +114,14 @@ def opo(returns, lengths, config):
 
 
 def maxrl(returns, lengths, config):
-    return [(r - mean(returns)) / (mean(returns) + config.epsilon) for r in returns]
+    return [(r - mean(returns)) / (mean(returns) + EPSILON) for r in returns]
 
 
 def pass_at_k(returns, lengths, config):
     sets = list(itertools.combinations(range(len(returns)), config.estimator.k))
     best = [max(returns[i] for i in chosen) for chosen in sets]
     return [
-        (mean(b for b, chosen in zip(best, sets, strict=True) if i in chosen) - mean(best))
-        / (std(best) + config.epsilon)
+        (mean(b for b, chosen in zip(best, sets, strict=True) if i in chosen) - mean(best)) / (std(best) + EPSILON)
         for i in range(len(returns))
     ]
 
@@ -148,17 +149,17 @@ def gae_raw(scored, config):
 
 def gae(scored, config):
     raw = gae_raw(scored, config)
-    return whitened(raw, config) if config.estimator.whiten else raw
+    return whitened(raw) if config.estimator.whiten else raw
 
 
 def reinforce_pp(scored, config):
     raw = [[later(rewards_by_token(p, config), t, config.estimator.gamma) for t in range(p.n_tokens)] for p in scored]
-    return whitened(raw, config) if config.estimator.whiten else raw
+    return whitened(raw) if config.estimator.whiten else raw
 
 
 def reinforce_pp_baseline(scored, config):
     raw = by_group(centred)(scored, config)
-    return whitened(raw, config) if config.estimator.whiten else raw
+    return whitened(raw) if config.estimator.whiten else raw
 
 
 def remax(scored, config):

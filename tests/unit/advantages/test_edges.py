@@ -5,11 +5,11 @@ from itertools import product
 import numpy as np
 import pytest
 
+from learner.advantages.apply import estimate
 from learner.advantages.base import Estimates
-from pipeline.config import RunConfig
+from learner.advantages.registry import COMPARING, needed_scores
 from pipeline.config.algorithm import AdvantageConfig
-from pipeline.config.estimators import COMPARING
-from pipeline.errors import TrainingError
+from pipeline.errors import ConfigurationError, TrainingError
 from tests.unit.advantages.cases import advantages_of, config_of, make_scored, options_of
 
 
@@ -172,9 +172,6 @@ def test_what_a_users_estimator_returns_is_checked(tmp_path):
         "def odd(scored, config):\n    return None\n"
         "odd.needs = {'gold'}\n"
     )
-    from learner.advantages.registry import needed_scores
-    from pipeline.errors import ConfigurationError
-
     scored = [make_scored(2.0)]
     assert advantages_of(scored, estimator=f"{file}:good")[0].tolist() == [2.0] * 3
     assert needed_scores(config_of(estimator=f"{file}:good")) == {"entropies"}
@@ -188,17 +185,40 @@ def test_what_a_users_estimator_returns_is_checked(tmp_path):
     assert isinstance(Estimates(()), Estimates)
 
 
+def test_a_users_estimator_has_options_with_types_where_it_has_a_class_for_them(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from learner.advantages.apply import Estimates\n"
+        "from pipeline.config.base import Options\n"
+        "import numpy as np\n"
+        "class Scaled(Options):\n    scale: float = 2.0\n"
+        "def plain(scored, config):\n"
+        "    return Estimates(tuple(np.full(p.n_tokens, config.estimator.scale) for p in scored))\n"
+        "def typed(scored, config):\n    return plain(scored, config)\n"
+        "typed.options = Scaled\n"
+    )
+
+    def first(name, **options):
+        return estimate([make_scored(1.0)], AdvantageConfig(estimator={"name": f"{file}:{name}", **options}))
+
+    assert first("plain", scale=3.0).advantages[0].tolist() == [3.0] * 3
+    assert first("typed").advantages[0].tolist() == [2.0] * 3
+    with pytest.raises(ConfigurationError, match=r"unknown key advantage\.estimator\.scal; did you mean .*\.scale\?"):
+        first("typed", scal=3.0)
+    with pytest.raises(ConfigurationError, match=r"advantage\.estimator\.scale: expected a valid number"):
+        first("typed", scale="much")
+
+
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="expected one of grpo, rloo"):
-        config_of(estimator="grop")
+    with pytest.raises(ConfigurationError, match=r"expected one of grpo, .*, or your own as .*, got 'grop'"):
+        estimate([make_scored(1.0)], AdvantageConfig(estimator="grop"))
 
 
 def test_run_files_that_an_estimator_cannot_work_with_say_why():
-    with pytest.raises(ValueError, match=r"advantage\.estimator\.k \(8\) is more than groups\.n_rollout \(4\)"):
-        advantage = {"estimator": {"name": "pass_at_k", "k": 8}}
-        RunConfig.model_validate({"groups": {"n_rollout": 4}, "advantage": advantage})
     with pytest.raises(ValueError, match=r"expected \{prompt\} and \{hint\}"):
-        AdvantageConfig(estimator={"name": "cpo", "hint_template": "{prompt}"})
+        AdvantageConfig(estimator="cpo", hint_template="{prompt}")
+    with pytest.raises(ValueError, match="for cpo and estimators of your own, got the estimator grpo"):
+        AdvantageConfig(hint_template="{prompt} {hint}")
 
 
 def test_cpo_gives_a_trajectory_without_a_hint_no_dense_signal():

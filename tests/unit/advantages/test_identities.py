@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from learner.advantages.registry import ESTIMATORS
-from tests.unit.advantages.cases import advantages_of, make_scored, options_of, updates
+from tests.unit.advantages.cases import advantages_of, epsilon, make_scored, options_of, updates
 
 QUARTERS = st.integers(0, 12).map(lambda i: i / 4)
 """Rewards whose sums are exact, so that equal groups are equal."""
@@ -63,7 +63,8 @@ def test_maxrl_is_the_gradient_of_log_success_to_the_order_of_the_group_less_one
     """log p = -Σ (1 - p)^k / k, so ∇ log p = Σ_{k >= 1} (1 - p)^(k - 1) ∇ p (arXiv:2602.02710, section 3)."""
     right = np.array([1.0, 0.0, 0.0])
     truncated = sum((1 - PROBABILITIES[0]) ** (k - 1) for k in range(1, size)) * gradient_of_reward(right)
-    gradient = expected_gradient(size, right, estimator="maxrl", epsilon=1e-12)
+    with epsilon(1e-12):
+        gradient = expected_gradient(size, right, estimator="maxrl")
     np.testing.assert_allclose(gradient, truncated, atol=1e-9)
 
 
@@ -115,7 +116,9 @@ def test_a_constant_added_to_all_rewards_changes_nothing(name, scored, constant)
 @given(scored=updates(rewards=QUARTERS, size_min=2), scale=st.sampled_from([0.25, 8.0]))
 def test_the_scale_of_rewards_does_not_matter_to_normalised_estimators(name, scored, scale):
     scaled = [replace(p, reward=p.reward * scale) for p in scored]
-    for x, y in zip(advantages_of(scored, **options_of(name)), advantages_of(scaled, **options_of(name)), strict=True):
+    with epsilon(1e-9):
+        small, large = (advantages_of(update, **options_of(name)) for update in (scored, scaled))
+    for x, y in zip(small, large, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 

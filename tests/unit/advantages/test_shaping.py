@@ -203,6 +203,11 @@ def test_replayed_and_imported_trajectories_share_the_group_with_fresh_ones():
     assert out == {"a": [-1.0] * 2, "b": [0.5, 1.0], "c": [0.5] * 3}
 
 
+def test_turn_rewards_have_the_weight_that_the_scorer_gives_the_environment():
+    batch = batch_of([make_trajectory("a", 1.0, [make_turn(1, 0.5), make_turn(1, 3.0)])])
+    assert [p.turn_rewards for p in scored_of(batch, TokenScores(), turn_weight=0.5)] == [(0.25, 1.5)]
+
+
 def test_replay_of_one_turn_knows_the_length_and_rewards_of_the_whole():
     stored = make_trajectory("b", 3.0, [make_turn(5, 1.0), make_turn(1, 2.0)])
     batch = batch_of([make_trajectory("a", 0.0, [make_turn(2, 0.0)]), stored], {"b": StoredRollout(turn=1)})

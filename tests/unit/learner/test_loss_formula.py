@@ -15,7 +15,7 @@ from pipeline.config.algorithm import ImportanceConfig, LossConfig
 
 def rules(dual_clip=3.0, off_policy="clip", **given) -> LossRules:
     form = {"name": off_policy, "dual_clip": dual_clip} if off_policy == "second_moment" else off_policy
-    loss = LossConfig(policy={"name": "ppo", "dual_clip": dual_clip}, off_policy=form, off_clip_low=0.2)
+    loss = LossConfig(policy={"name": "ppo", "dual_clip": dual_clip}, off_policy=form)
     return replace(loss_rules(loss, ImportanceConfig()), **given)
 
 

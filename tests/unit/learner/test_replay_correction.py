@@ -182,7 +182,6 @@ def test_a_stale_pool_of_long_trajectories_is_seen_by_the_guard_of_trajectories_
     ("replay", "said"),
     [
         ({"correction": "sequence", "use_recorded_logprobs": False}, "use_recorded_logprobs is false"),
-        ({"correction": "sequenze"}, "expected one of token, sequence, geometric, soft"),
     ],
 )
 def test_a_correction_that_cannot_be_taken_is_refused(replay, said):

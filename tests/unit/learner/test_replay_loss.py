@@ -12,11 +12,11 @@ from hypothesis import given, settings
 
 from learner.losses.base import ClipRange, LossRules
 from learner.losses.corrections import second_moment_mask, step_factor
+from learner.losses.options import Shaped
 from learner.losses.registry import loss_rules
 from learner.losses.total import LossTokens, policy_loss
 from learner.observability.statistics import Weights
 from pipeline.config.algorithm import ImportanceConfig, LossConfig
-from pipeline.config.policy_losses import Shaped
 from pipeline.config.replay import ReplayConfig
 from pipeline.experience.difficulty import selected_rate
 
@@ -26,8 +26,8 @@ F = torch.float64
 
 def rules(dual_clip=3.0, off_policy="clip", **given) -> LossRules:
     form = {"name": off_policy, "dual_clip": dual_clip} if off_policy == "second_moment" else off_policy
-    loss = LossConfig(policy={"name": "ppo", "dual_clip": dual_clip}, off_policy=form, off_clip_low=0.3)
-    return replace(loss_rules(loss, ImportanceConfig()), **given)
+    loss = LossConfig(policy={"name": "ppo", "dual_clip": dual_clip}, off_policy=form)
+    return replace(loss_rules(loss, ImportanceConfig()), **{"off": ClipRange(0.3, 1.0), **given})
 
 
 def tokens(rows, *, proximal=True) -> LossTokens:
@@ -248,6 +248,6 @@ def test_the_guard_shrinks_by_the_root_of_ess_over_its_target_and_never_grows(d,
 
 
 def test_off_policy_rules_come_from_the_run_file():
-    loss = LossConfig(off_clip_low=0.4, off_clip_high=2.0, off_policy={"name": "shaped", "beta": 0.2})
+    loss = LossConfig(off_clip_high=2.0, off_policy={"name": "shaped", "beta": 0.2})
     r = loss_rules(loss, ImportanceConfig(), ReplayConfig(use_recorded_logprobs=False))
-    assert (r.off, r.off_policy, r.use_recorded) == (ClipRange(0.4, 2.0), Shaped(beta=0.2), False)
+    assert (r.off, r.off_policy, r.use_recorded) == (ClipRange(0.2, 2.0), Shaped(beta=0.2), False)

@@ -10,6 +10,7 @@ import torch
 
 from learner.losses.base import ClipRange, LossRules
 from learner.losses.corrections import OtherRows
+from learner.losses.options import POLICIES
 from learner.losses.registry import loss_rules
 from learner.losses.total import LossTokens
 from pipeline.config.algorithm import ImportanceConfig, LossConfig
@@ -22,7 +23,7 @@ def rules_of(name: str = "ppo", off_policy: str = "clip", **given) -> LossRules:
     """The loss as published, wider for off-policy tokens. ``given`` are options that the loss has, and fields of
     :class:`LossRules`."""
     options = {key: given.pop(key) for key in ("dual_clip", "ratio_max", "positive", "negative") if key in given}
-    had = {key: value for key, value in options.items() if hasattr(LossConfig(policy=name).policy, key)}
+    had = {key: value for key, value in options.items() if key in POLICIES[name].model_fields}
     form = {"name": off_policy}
     if off_policy == "second_moment" and "dual_clip" in options:
         form["dual_clip"] = options["dual_clip"]

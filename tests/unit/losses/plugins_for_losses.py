@@ -5,7 +5,7 @@ from learner.losses.base import PolicyLoss
 
 def reinforce(tokens, rules):
     """Plain REINFORCE, scaled by an option."""
-    return -rules.options.get("scale", 1.0) * tokens.advantages * tokens.logprobs
+    return -getattr(rules.options, "scale", 1.0) * tokens.advantages * tokens.logprobs
 
 
 def too_short(tokens, rules):

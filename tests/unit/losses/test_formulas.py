@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 
+from learner.losses.options import SoftCorrection, TokenCorrection, TruncatedCorrection
 from learner.losses.policy_losses import binary_kl, binary_tv
 from learner.losses.registry import LOSSES
 from learner.losses.total import policy_loss
 from pipeline.config.algorithm import MaskConfig
-from pipeline.config.replay import SoftCorrection, TokenCorrection, TruncatedCorrection
 from tests.unit.losses.cases import POISON, hostile, poisoned, rules_of, tensors
 from tests.unit.losses.slow import Token, slow_loss
 

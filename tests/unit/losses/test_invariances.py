@@ -150,7 +150,7 @@ def test_rows_without_advantage_still_feel_the_kl(kit):
 def test_the_adaptive_coefficient_follows_the_measured_kl(kit):
     rows = rows_of(kit, 4)
     config = kit.run_config(
-        loss={"kl": "loss", "kl_coef": 0.1, "kl_controller": "adaptive", "kl_target": 1e-4, "kl_horizon": 8}
+        loss={"kl": "loss", "kl_coef": 0.1, "kl_controller": {"name": "adaptive", "target": 1e-4, "horizon": 8}}
     )
     trainer = Trainer(Policy(kit.tiny_model(), config.learner, torch.device("cpu")), config)
     scores = TokenScores(reference=np.concatenate([references(rows)[row.trajectory_id] for row in rows]))

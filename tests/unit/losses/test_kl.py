@@ -74,7 +74,7 @@ def test_an_unknown_estimator_is_named():
 
 
 def test_the_adaptive_controller_moves_towards_its_target_by_bounded_steps_and_resumes():
-    config = LossConfig(kl="loss", kl_coef=0.1, kl_controller="adaptive", kl_target=0.02, kl_horizon=1000)
+    config = LossConfig(kl="loss", kl_coef=0.1, kl_controller={"name": "adaptive", "target": 0.02, "horizon": 1000})
     c = KLController.of(config)
     c.update(5.0, 100)
     assert c.coefficient == pytest.approx(0.1 * (1 + 0.2 * 0.1))

@@ -198,5 +198,5 @@ def test_orders_and_plans_without_the_new_fields_read_as_before():
 
 
 def test_baselines_may_be_ordered_for_an_estimator_of_ones_own(make_stage):
-    stage = make_stage(advantage={"estimator": "grpo", "greedy_rollouts": True})
+    stage = make_stage(advantage={"estimator": {"name": "mine.py:estimate", "greedy_rollouts": True}})
     assert sum(o.greedy for o in stage.orders()) == 1

@@ -19,16 +19,20 @@ from tests.unit.replay.test_replay_role import configuration, links, stage
 VALUE_ERROR = "environment step: ValueError: no such move\nin the maze"
 
 
-def stage_with(failures_max: int = 3) -> tuple[Stage, RolloutOutcomes]:
+@pytest.fixture(autouse=True)
+def failures_max(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.stage.rollout_outcomes.FAILURES_MAX", 3)
+
+
+def a_stage() -> tuple[Stage, RolloutOutcomes]:
     found = Stage(
-        environments={"maze": {}, "sums": {}, "held": {"weight": 0}},
-        groups={"n_rollout": 2, "groups_per_step": 2, "failures_max": failures_max},
+        environments={"maze": {}, "sums": {}, "held": {"weight": 0}}, groups={"n_rollout": 2, "groups_per_step": 2}
     )
     return found, found.core.outcomes
 
 
 def test_rates_and_the_commonest_cause_are_counted_by_environment_and_survive_a_restart() -> None:
-    core, outcomes = stage_with()
+    core, outcomes = a_stage()
     for reason in (VALUE_ERROR, VALUE_ERROR, "not answered in time"):
         outcomes.failed("maze", reason)
     outcomes.failed("maze", "KeyError: 'x' (mine.py, line 3, in pay)", "score: mine.py:pay raised KeyError")
@@ -49,7 +53,7 @@ def test_rates_and_the_commonest_cause_are_counted_by_environment_and_survive_a_
 
 
 def test_a_run_ends_when_an_environment_never_succeeded_and_says_why_in_one_sentence() -> None:
-    core, outcomes = stage_with(failures_max=3)
+    core, outcomes = a_stage()
     outcomes.succeeded("sums")
     for _ in range(3):
         outcomes.failed("maze", VALUE_ERROR)
@@ -57,7 +61,7 @@ def test_a_run_ends_when_an_environment_never_succeeded_and_says_why_in_one_sent
     core.round(FAILING_SECONDS)
     assert outcomes.hopeless().startswith(
         "environment maze: all 3 rollouts failed, most often with environment step: ValueError; the newest: no such "
-        "move in the maze. Expected at least one that succeeds within groups.failures_max=3: fix what fails"
+        "move in the maze. Expected at least one that succeeds within 3: fix what fails"
     )
 
 
@@ -65,7 +69,7 @@ def test_a_run_ends_when_an_environment_never_succeeded_and_says_why_in_one_sent
 def test_a_run_goes_on_where_one_rollout_succeeded_engines_are_away_or_only_an_evaluation_fails(
     environment: str,
 ) -> None:
-    core, outcomes = stage_with(failures_max=1)
+    core, outcomes = a_stage()
     for _ in range(100):
         outcomes.failed("sums", "engine: EngineUnavailable: http://127.0.0.1:1 does not answer")
         outcomes.failed(environment, VALUE_ERROR)
@@ -76,7 +80,7 @@ def test_a_run_goes_on_where_one_rollout_succeeded_engines_are_away_or_only_an_e
 
 
 def test_causes_without_end_are_counted_together() -> None:
-    _, outcomes = stage_with()
+    _, outcomes = a_stage()
     for number in range(100):
         outcomes.failed("maze", f"environment step: Error{number}: x")
     causes = outcomes.summary()["maze"].causes
@@ -87,7 +91,8 @@ async def test_the_stage_ends_with_the_reason_and_what_failed_is_durable_and_no_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.stage.rollout_outcomes.FAILING_SECONDS", 0.0)
-    config = configuration(tmp_path, groups={"n_rollout": 3, "groups_per_step": 2, "failures_max": 6})
+    monkeypatch.setattr("pipeline.stage.rollout_outcomes.FAILURES_MAX", 6)
+    config = configuration(tmp_path, groups={"n_rollout": 3, "groups_per_step": 2})
     network, trainer = MemoryNetwork(), InstantLearner(4, 3, 2)
     player = InstantActor(status=TrajectoryStatus.ERROR)
     actor, learner = links(network)

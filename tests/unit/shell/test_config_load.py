@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learner.advantages.group import Grpo
+from learner.losses.options import Gspo, Ppo
+from learner.preflight import with_options
 from pipeline.config import RunConfig
-from pipeline.config.estimators import Grpo
 from pipeline.config.explain import free_ports, is_free, resolve, show, split_address
 from pipeline.config.load import USUAL_NAMES, dump, dump_yaml, load, model_at, parse_yaml
 from pipeline.config.load import loads as loads_file
-from pipeline.config.policy_losses import Gspo, Ppo
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError
 
@@ -121,17 +122,8 @@ def test_a_list_element_can_be_set():
             (f"environments: {{{json.dumps(name)}: {{name: arithmetic}}}}", "expected names of at most 100 letters")
             for name in ("a/b", "", "'a'", 'a"b', "a b", "a\n", "ä", "x" * 101, "-a", ".", "..", "a\\b", "{a}", "a,b")
         ],
-        ("loss: {policy: pppo}", "line 1: loss.policy: expected one of ppo, gspo, gspo_token, gmpo,"),
-        ("advantage: {estimator: 3}", "or your own as module:function or file.py:function, got 3"),
-        (
-            "loss:\n  policy:\n    name: sapo\n    positiv: 2",
-            "run.yaml, line 4: unknown key loss.policy.positiv; did you mean loss.policy.positive?",
-        ),
-        (
-            "loss: {policy: {name: sapo, clip_low: 0.1}}",
-            "loss.policy.clip_low; loss.policy has name, positive, negative",
-        ),
-        ("loss: {policy: {clip_low: 3}}", "line 1: loss.policy.clip_low: expected less than or equal to 1, got 3"),
+        ("loss: {policy: 3}", "line 1: loss.policy: expected the name of a function, or {name: NAME, OPTION: VALUE}"),
+        ("loss: {policy: {name: 3}}", "loss.policy: expected the name of a function"),
         ("a: !!python/object:os.system {}", "run.yaml, line 1"),
     ],
 )
@@ -288,15 +280,15 @@ def test_urls_of_engines_that_the_run_starts_are_where_they_listen(engine, says,
 
 CHOICES = """
 loss: {policy: {name: sapo, negative: 1.5}, off_policy: {name: shaped, beta: 0.2}}
-advantage: {estimator: {name: "mine.py:estimate", options: {k: 3}}}
+advantage: {estimator: {name: "mine.py:estimate", k: 3}}
 """
 
 
-def test_options_of_a_choice_are_kept_and_only_those_are_shown():
-    config = loads(CHOICES)
-    assert loads(dump(config)) == loads(show(config)) == config
+def test_options_of_a_function_are_kept_and_all_of_them_are_shown():
+    config = with_options(loads(CHOICES))
+    assert with_options(loads(dump(config))) == with_options(loads(show(config))) == config
     text = show(config)
-    assert "negative: 1.5" in text
+    assert "negative: 1.5" in text and "positive: 1.0" in text and "k: 3" in text
     assert "clip_low: 0" not in text and "dual_clip" not in text and "gae_lambda" not in text
 
 
@@ -304,10 +296,57 @@ def test_a_name_alone_is_a_choice_whose_options_can_be_set():
     config = loads(
         "loss: {policy: gspo}", overrides=["loss.policy.clip_low=0.1", "advantage.estimator.normalize_std=false"]
     )
-    assert config.loss.policy == Gspo(clip_low=0.1)
-    assert config.advantage.estimator == Grpo(normalize_std=False)
-    assert loads("loss: {policy: gspo}").loss.policy == Gspo()
-    assert loads("loss: {policy: {name: sapo, positive: 2}}", overrides=["loss.policy=ppo"]).loss.policy == Ppo()
+    assert with_options(config).loss.policy == Gspo(clip_low=0.1)
+    assert with_options(config).advantage.estimator == Grpo(normalize_std=False)
+    assert with_options(loads("loss: {policy: gspo}")).loss.policy == Gspo()
+    other = loads("loss: {policy: {name: sapo, positive: 2}}", overrides=["loss.policy=ppo"])
+    assert with_options(other).loss.policy == Ppo()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("loss: {policy: pppo}", "loss.policy: expected one of ppo, gspo, gspo_token, gmpo, cispo, sapo, dppo_tv,"),
+        ("loss: {policy: pppo}", "or your own as module:function or file.py:function, got 'pppo'"),
+        ("loss: {off_policy: 'a:b'}", "loss.off_policy: expected one of clip, shaped, second_moment, got 'a:b'"),
+        ("loss: {kl: loss, kl_controller: fix}", "loss.kl_controller: expected one of fixed, adaptive, got 'fix'"),
+        ("replay: {correction: tokens}", "expected one of token, sequence, geometric, soft, got 'tokens'"),
+        (
+            "loss: {policy: {name: sapo, positiv: 2}}",
+            "unknown key loss.policy.positiv; did you mean loss.policy.positive?",
+        ),
+        (
+            "loss: {policy: {name: sapo, clip_low: 0.1}}",
+            "unknown key loss.policy.clip_low; loss.policy has name, positive, negative",
+        ),
+        ("loss: {policy: {clip_low: 3}}", "loss.policy.clip_low: expected less than or equal to 1, got 3"),
+        ("loss: {policy: {clip_low: true}}", "loss.policy.clip_low: expected a valid number"),
+        ("replay: {correction: {name: soft, max: 2}}", "unknown key replay.correction.max"),
+        ("advantage: {estimator: {greedy_rollouts: true}}", "unknown key advantage.estimator.greedy_rollouts"),
+        ("advantage: {estimator: {name: cpo, failed_mean: 2}}", "failed_mean (2.0) must be below solved_mean (1.0)"),
+        (
+            "groups: {n_rollout: 4}\nadvantage: {estimator: {name: pass_at_k, k: 8}}",
+            "advantage.estimator.k (8) is more than groups.n_rollout (4)",
+        ),
+        ("groups: {n_rollout: 1}", "advantage.estimator grpo compares the rollouts of a group"),
+        ("groups: {zero_variance: drop}\nadvantage: {estimator: gae}", "also learns from groups with equal rewards"),
+        ("groups: {zero_variance: drop}\nadvantage: {rewards: turns}", "the replay stage compares only outcomes"),
+        (
+            "groups: {zero_variance: drop, n_rollout: 1}\nadvantage: {estimator: 'a:b'}",
+            "so the rewards of every group are equal",
+        ),
+    ],
+)
+def test_names_and_options_of_functions_are_refused_with_the_known_ones(text, words):
+    with pytest.raises(ConfigurationError) as refused:
+        with_options(loads(text))
+    assert words in str(refused.value)
+
+
+def test_all_wrong_options_are_named_at_once():
+    with pytest.raises(ConfigurationError) as refused:
+        with_options(loads("loss: {policy: {name: gspo, clip_lo: 1, clip_high: x}}\nreplay: {correction: none}"))
+    assert len(str(refused.value).splitlines()) == 3
 
 
 def test_sections_are_found_through_mappings_and_lists():

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
+from learner.preflight import with_options
 from pipeline.config import RunConfig
+from pipeline.errors import ConfigurationError
 from pipeline.store.experience_report import examine_run
 from pipeline.store.records import GroupState
 from pipeline.transport.messages import Kind
@@ -225,8 +226,8 @@ def test_a_late_answer_to_a_group_that_was_left_out_is_a_duplicate(stage) -> Non
     ],
 )
 def test_run_files_that_would_lose_signal_are_refused(sections: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValidationError, match=words):
-        RunConfig.model_validate({"groups": groups("drop"), **sections})
+    with pytest.raises(ConfigurationError, match=words):
+        with_options(RunConfig.model_validate({"groups": groups("drop"), **sections}))
 
 
 @pytest.mark.parametrize("what", ["drop", "refill"])

@@ -1,22 +1,24 @@
-"""Options of each policy loss (``loss.policy``) and of each loss of off-policy tokens (``loss.off_policy``).
+"""Options of the policy losses, of the losses of off-policy tokens, of the corrections of replayed tokens, and of the
+controllers of the KL coefficient.
 
-The functions are in ``learner.losses.policy_losses``. Default clips are those of the cited publication.
+The functions are in ``learner.losses``; these classes stand apart from them because ``afterplay config check`` reads
+them without PyTorch. Default clips are those of the cited publication.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.config.base import Choice, Section
+from pipeline.config.base import Options, by_name
 
 Low = Annotated[float, Field(ge=0, le=1)]
 High = Annotated[float, Field(ge=0)]
 DualClip = Annotated[float | None, Field(gt=1)]
 
 
-class Ppo(Section):
+class Ppo(Options):
     """PPO's clipped surrogate (arXiv:1707.06347) with the asymmetric clip of DAPO (arXiv:2503.14476)."""
 
     name: Literal["ppo"] = "ppo"
@@ -28,7 +30,7 @@ class Ppo(Section):
     """Bound on the loss of tokens with negative advantage, as a multiple of |A| (arXiv:1912.09729). None: no bound."""
 
 
-class Gspo(Section):
+class Gspo(Options):
     """GSPO: the ratio of a row is the geometric mean of its tokens' ratios (arXiv:2507.18071)."""
 
     name: Literal["gspo", "gspo_token"] = "gspo"
@@ -41,7 +43,7 @@ class Gspo(Section):
     """Bound on the loss of tokens with negative advantage, as a multiple of |A| (arXiv:1912.09729). None: no bound."""
 
 
-class Gmpo(Section):
+class Gmpo(Options):
     """GMPO: token ratios are clipped inside a geometric mean (arXiv:2507.20673)."""
 
     name: Literal["gmpo"] = "gmpo"
@@ -53,7 +55,7 @@ class Gmpo(Section):
     """Bound on the loss of tokens with negative advantage, as a multiple of |A| (arXiv:1912.09729). None: no bound."""
 
 
-class Cispo(Section):
+class Cispo(Options):
     """CISPO: log π weighted by a clipped ratio without gradient (arXiv:2506.13585). Clips of ScaleRL
     (arXiv:2510.13786)."""
 
@@ -64,7 +66,7 @@ class Cispo(Section):
     """Upper clip; see ``clip_low``."""
 
 
-class Sapo(Section):
+class Sapo(Options):
     """SAPO: a smooth gate replaces the clip (arXiv:2511.20347)."""
 
     name: Literal["sapo"] = "sapo"
@@ -75,7 +77,7 @@ class Sapo(Section):
     negative tokens spread over the whole vocabulary and are less stable."""
 
 
-class DppoTv(Section):
+class DppoTv(Options):
     """DPPO: tokens are masked by a bound on the total variation (arXiv:2602.04879)."""
 
     name: Literal["dppo_tv"] = "dppo_tv"
@@ -87,7 +89,7 @@ class DppoTv(Section):
     """Upper bound of the ratio. Needed because the divergence bounds the ratio of rare tokens hardly at all."""
 
 
-class DppoKl(Section):
+class DppoKl(Options):
     """DPPO: tokens are masked by a bound on the KL divergence (arXiv:2602.04879)."""
 
     name: Literal["dppo_kl"] = "dppo_kl"
@@ -99,32 +101,25 @@ class DppoKl(Section):
     """Upper bound of the ratio. Needed because the divergence bounds the ratio of rare tokens hardly at all."""
 
 
-class OwnLoss(Section):
-    """A user's function by its import path."""
+class OwnLoss(Options, extra="allow"):
+    """A user's function by its import path. It reads its options as ``rules.options.NAME``. A subclass of
+    ``pipeline.config.base.Options`` as the function's attribute ``options`` gives them types and defaults."""
 
     name: str
     """``module:function`` or ``file.py:function``."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the function, which reads them as ``rules.options``."""
     clip_low: Low | None = None
     """Lower clip, passed to the function as ``tokens.low``. None: the default of its ``PolicyLoss``, else 0.2."""
     clip_high: High | None = None
     """Upper clip, passed to the function as ``tokens.high``. None: the default of its ``PolicyLoss``, else 0.28."""
 
 
-PolicyOptions = Annotated[
-    Ppo | Gspo | Gmpo | Cispo | Sapo | DppoTv | DppoKl | OwnLoss,
-    Choice("ppo"),
-]
-
-
-class Clip(Section):
+class Clip(Options):
     """The loss of fresh tokens, with the off-policy clip."""
 
     name: Literal["clip"] = "clip"
 
 
-class Shaped(Section):
+class Shaped(Options):
     """The shaped ratio of LUFFY (arXiv:2504.14945) and ExGRPO (arXiv:2510.02245)."""
 
     name: Literal["shaped"] = "shaped"
@@ -132,7 +127,7 @@ class Shaped(Section):
     """β of ``f(x) = x / (x + beta)``. Smaller gives unlikely tokens a larger gradient."""
 
 
-class SecondMoment(Section):
+class SecondMoment(Options):
     """M2PO: masks by the second moment of the log-ratios (arXiv:2510.01161)."""
 
     name: Literal["second_moment"] = "second_moment"
@@ -142,4 +137,59 @@ class SecondMoment(Section):
     """Bound on the loss of tokens with negative advantage, as a multiple of |A|. None: no bound."""
 
 
-OffPolicyOptions = Annotated[Clip | Shaped | SecondMoment, Choice("clip")]
+class TokenCorrection(Options):
+    """Each replayed token is weighted by its own π/μ, which the off-policy loss clips. The prefixes before the token
+    keep the distribution of μ."""
+
+    name: Literal["token"] = "token"
+
+
+class TruncatedCorrection(Options):
+    """``min(W, max)``, with W the product of π/μ over the trajectory's sampled tokens (truncated importance sampling,
+    Ionides 2008); ``geometric``: ``min(W^(1/n), max)``, n their number."""
+
+    name: Literal["sequence", "geometric"] = "sequence"
+    max: float | None = Field(2.0, gt=0)
+    """Upper bound of the weight. None: no bound, so that ``sequence`` is unbiased and its variance unbounded."""
+
+
+class SoftCorrection(Options):
+    """``W^k exp(lambda (1 - W))``, with W as for ``sequence`` (VESPO, arXiv:2602.10693): 1 at W = 1, near 0 for very
+    small and very large W. Defaults of the published code."""
+
+    name: Literal["soft"] = "soft"
+    k_positive: float = Field(2.0, ge=0)
+    """k for tokens with positive advantage. The kernel is largest at ``W = k / lambda``."""
+    lambda_positive: float = Field(3.0, gt=0)
+    """lambda for tokens with positive advantage. Larger fades large W sooner."""
+    k_negative: float = Field(3.0, ge=0)
+    """k for tokens with negative advantage."""
+    lambda_negative: float = Field(2.0, gt=0)
+    """lambda for tokens with negative advantage."""
+
+
+class Fixed(Options):
+    """The coefficient is constant."""
+
+    name: Literal["fixed"] = "fixed"
+
+
+class Adaptive(Options):
+    """After each update the coefficient changes by at most 20 % of trajectories / ``horizon``, towards a mean KL of
+    ``target`` (arXiv:1909.08593, section 2.2)."""
+
+    name: Literal["adaptive"] = "adaptive"
+    target: float = Field(0.01, gt=0)
+    """Target of the estimator's mean, in nats per token."""
+    horizon: float = Field(10_000.0, gt=0)
+    """Horizon of the controller, in trajectories. Larger reacts more slowly."""
+
+
+POLICIES = by_name(Ppo, Gspo, Gmpo, Cispo, Sapo, DppoTv, DppoKl, OwnLoss)
+"""``loss.policy``."""
+OFF_POLICIES = by_name(Clip, Shaped, SecondMoment)
+"""``loss.off_policy``."""
+CORRECTIONS = by_name(TokenCorrection, TruncatedCorrection, SoftCorrection)
+"""``replay.correction``."""
+KL_CONTROLLERS = by_name(Fixed, Adaptive)
+"""``loss.kl_controller``."""
