@@ -606,7 +606,7 @@ def config_show(
     afterplay config show @tiny > mine.yaml
     """
     from pipeline.config.explain import show
-    from pipeline.runtime.process import load_main
+    from pipeline.runtime.plugins import load_main
 
     typer.echo(show(load_main("learner.preflight:with_options")(_load(file, sets)), plain), nl=False)
 

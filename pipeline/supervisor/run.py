@@ -32,7 +32,8 @@ from pipeline.errors import AfterplayError, ConfigurationError, StoreError
 from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.disk_wait import left_out, wait_for_room
 from pipeline.runtime.engine_keys import LEARNER_DIGEST_FILE
-from pipeline.runtime.process import ExitCode, load_main
+from pipeline.runtime.plugins import load_main
+from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import FileLock, RunDirectory, read_json, write_bytes_atomically
 from pipeline.store.evaluation_results import read_results
 from pipeline.store.ledger import read_ledger
