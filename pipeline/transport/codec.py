@@ -132,11 +132,11 @@ def decode_task(header: Mapping[str, Any]) -> Task:
 
 WHOLE_MAX = 2**53
 """Largest whole number in a header: every reader of JSON has it exactly."""
-_DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = Limits()
 _KINDS = {kind.value.encode(): kind for kind in Kind}
 
 
-def encode_message(message: WireMessage, limits: Limits = _DEFAULT_LIMITS) -> list[Buffer]:
+def encode_message(message: WireMessage, limits: Limits = DEFAULT_LIMITS) -> list[Buffer]:
     """``[kind, header, frame …]`` for one multipart send. Raises :class:`LimitExceeded`."""
     header = orjson.dumps(message.header, option=orjson.OPT_SERIALIZE_NUMPY)
     frames: list[Buffer] = [message.kind.value.encode(), header, *message.frames]
@@ -147,7 +147,7 @@ def encode_message(message: WireMessage, limits: Limits = _DEFAULT_LIMITS) -> li
     return frames
 
 
-def decode_message(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS) -> WireMessage:
+def decode_message(frames: Sequence[Buffer], limits: Limits = DEFAULT_LIMITS) -> WireMessage:
     """The inverse. Raises :class:`WireError` that says which part is not understood, :class:`LimitExceeded` for
     size."""
     if len(frames) < 2:
@@ -234,7 +234,7 @@ def encode_trajectory(trajectory: Trajectory) -> Frames:
     )
 
 
-def decode_trajectory(frames: Sequence[Buffer], limits: Limits = _DEFAULT_LIMITS) -> Trajectory:
+def decode_trajectory(frames: Sequence[Buffer], limits: Limits = DEFAULT_LIMITS) -> Trajectory:
     """The inverse of :func:`encode_trajectory`; arrays are views on ``frames``.
 
     Raises :class:`WireError` for bytes that are no trajectory, :class:`LimitExceeded` for too many tokens,
