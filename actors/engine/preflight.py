@@ -28,10 +28,10 @@ def check_engines(config: RunConfig, found: Findings) -> None:
 async def _ask_all(config: RunConfig, key: str | None, found: Findings) -> None:
     async with anyio.create_task_group() as asking:
         for url in config.engine.addresses():
-            asking.start_soon(_ask, url, config, key, found)
+            asking.start_soon(_ask_engine, url, config, key, found)
 
 
-async def _ask(url: str, config: RunConfig, key: str | None, found: Findings) -> None:
+async def _ask_engine(url: str, config: RunConfig, key: str | None, found: Findings) -> None:
     shown = without_password(url)
     remedy = ": start it and wait until it is healthy, or correct engine.urls"
     async with EngineClient(url, key=key) as client:
@@ -48,10 +48,10 @@ async def _ask(url: str, config: RunConfig, key: str | None, found: Findings) ->
                 ) from None
             except (EngineError, ValueError) as error:
                 raise ConfigurationError(f"engine.urls: {str(error).replace(url, shown).strip()}{remedy}") from None
-            _compare(served, shown, config, found)
+            _compare_served(served, shown, config, found)
 
 
-def _compare(served: ServedModel | None, url: str, config: RunConfig, found: Findings) -> None:
+def _compare_served(served: ServedModel | None, url: str, config: RunConfig, found: Findings) -> None:
     model = config.model
     if served is None:
         found.notes.append(f"engine.urls: {url} does not say which model it serves")

@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 from typing import Any, cast
 
-from actors.environments import plugins
 from actors.environments.base import Environment
+from actors.environments.plugins import construct, find_plugin, names_of
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError
 
@@ -39,17 +39,17 @@ def build(section: str, config: EnvironmentConfig) -> Environment:
     """The environment of the section ``environments.<section>``. Raises :class:`ConfigurationError`."""
     where = f"environments.{section}"
     cls = find(config.name, where)
-    return cast("Environment", _startable(plugins.construct(cls, config.options, where), config.name, where))
+    return cast("Environment", _startable(construct(cls, config.options, where), config.name, where))
 
 
 def names() -> list[str]:
     """Every name that can be given without a colon."""
-    return plugins.names(GROUP, BUILT_IN)
+    return names_of(GROUP, BUILT_IN)
 
 
 def find(name: str, where: str = "environments") -> type[Environment]:
     """The class behind ``name``. Raises :class:`ConfigurationError`."""
-    found = plugins.find(name, where, GROUP, BUILT_IN, "environment")
+    found = find_plugin(name, where, GROUP, BUILT_IN, "environment")
     if not inspect.isclass(found):
         raise ConfigurationError(f"{where}: expected {name} to be a class with a method start(task), got {found!r}")
     return cast("type[Environment]", _startable(found, name, where))

@@ -23,12 +23,12 @@ from pipeline.experience.memory import LessonSource
 from pipeline.runtime.plugins import attribute
 
 
-def names(group: str, built_in: Mapping[str, str]) -> list[str]:
+def names_of(group: str, built_in: Mapping[str, str]) -> list[str]:
     """Every name that can be given without a colon."""
     return sorted({*built_in, *(point.name for point in entry_points(group=group))})
 
 
-def find(name: str, where: str, group: str, built_in: Mapping[str, str], what: str) -> Any:
+def find_plugin(name: str, where: str, group: str, built_in: Mapping[str, str], what: str) -> Any:
     """The class or function that ``name`` refers to. ``where`` is the key of the run file, ``what`` the kind of thing,
     both for messages.
 
@@ -44,7 +44,7 @@ def find(name: str, where: str, group: str, built_in: Mapping[str, str], what: s
         if point.name == name:
             with explained(f"{where}: entry point {name} ({point.value}) failed to load with"):
                 return point.load()
-    known = names(group, built_in)
+    known = names_of(group, built_in)
     close = difflib.get_close_matches(name, known, n=1)
     near = f". Did you mean {close[0]}?" if close else ""
     raise ConfigurationError(

@@ -14,7 +14,7 @@ import anyio
 from actors.engine.base import Sampling
 from actors.engine.pool import EnginePool
 from actors.environments.host import EnvironmentHost
-from actors.environments.plugins import construct, find
+from actors.environments.plugins import construct, find_plugin
 from actors.rendering.renderer import Renderer
 from actors.rollout.agent_loop import AgentLoop
 from actors.rollout.memory_prompt import MemoryPrompter, MemorySource
@@ -56,7 +56,7 @@ def build_loop(host: EnvironmentHost, renderer: Renderer, metrics: ActorMetrics)
 def _loop_class(host: EnvironmentHost) -> type[AgentLoop]:
     where = f"environments.{host.section}.loop"
     name = host.config.loop.name or host.loop or "multi_turn"
-    cls = find(name, where, GROUP, BUILT_IN, "agent loop")
+    cls = find_plugin(name, where, GROUP, BUILT_IN, "agent loop")
     if not (inspect.isclass(cls) and issubclass(cls, AgentLoop)):
         raise ConfigurationError(f"{where}: expected {name} to be an AgentLoop class, got {cls!r}")
     return cls

@@ -44,7 +44,7 @@ from typing import Any, Literal
 
 import jsonschema
 
-from actors.environments.plugins import construct, find
+from actors.environments.plugins import construct, find_plugin
 from actors.tools.parsing.argument_types import validator_of
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.plugin_guard import BlockingCalls
@@ -267,7 +267,7 @@ def build_tool(
     name: str, options: Mapping[str, Any], where: str, threads: BlockingCalls | None = None
 ) -> Tool | Toolset:
     """A class that is constructed with ``options``, or a function as it is. Raises :class:`ConfigurationError`."""
-    found = find(name, where, GROUP, BUILT_IN, "tool")
+    found = find_plugin(name, where, GROUP, BUILT_IN, "tool")
     if inspect.isclass(found):
         tool = construct(found, options, where)
         if not isinstance(tool, Tool | Toolset):
