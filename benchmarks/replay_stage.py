@@ -146,7 +146,7 @@ def draw_tasks(n: int, sampling: str) -> dict[str, object]:
     records = [TaskRecord(task, s, s, 8 - s, visits=1) for task in tasks for s in [rng.randint(1, 7)]]
     difficulty = Difficulty(config(n), {"a": n}, records)
     entries = [entry_of(i, rng.randrange(1000)) for i in range(n)]
-    pool = Pool(config(n, capacity_bytes=2**50).replay, 1, config(n).environments, entries)
+    pool = Pool(config(n, capacity_bytes=2**50).replay, 1, entries)
     planner = Planner(config(n, task_sampling=sampling), pool, difficulty, Draws(0))
     started = time.process_time()
     planner.reindex()

@@ -4,7 +4,7 @@
 
     python -m benchmarks.replay_efficiency --directory efficiency     # 5 arms, seeds 0 to 4, one by one
     python -m benchmarks.replay_efficiency --directory efficiency --arms off on --seeds 0
-    python -m benchmarks.replay_efficiency --directory efficiency --extra young replay.max_age=8,replay.window=99
+    python -m benchmarks.replay_efficiency --directory efficiency --extra young replay.max_age=8,replay.retire_after=2
 
 A run is ``afterplay run configs/replay_tiny.yaml`` with all its processes. A seed changes the model's random weights,
 the order of the tasks and what is drawn from the pool; the engine's sampling is random in every run. The success rate

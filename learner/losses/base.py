@@ -174,8 +174,6 @@ class LossRules:
     entropy_bonus: float
     log_ratio_max: float = LOG_RATIO_MAX
     off_policy: Options = field(default_factory=Clip)
-    use_recorded: bool = True
-    """Replayed tokens are anchored at recorded μ where there is one."""
     weight: Literal["none", "token", "sequence", "geometric"] = "token"
     replay_correction: Options = field(default_factory=TokenCorrection)
     """Weight of replayed tokens with recorded μ; over trajectories they are anchored at π_prox."""
@@ -194,8 +192,8 @@ class LossRules:
         if not replayed:
             return self.decoupled or bool(self.masks)
         if recorded:
-            return not self.use_recorded or self.replay_correction.name != "token"
-        return not self.use_recorded or self.off_policy.name != "shaped"
+            return self.replay_correction.name != "token"
+        return self.off_policy.name != "shaped"
 
     def weighs_trajectory(self, *, replayed: bool, recorded: bool) -> bool:
         """True if such tokens have a weight that is taken over all rows of their trajectory."""

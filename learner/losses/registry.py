@@ -81,7 +81,6 @@ def loss_rules(loss: LossConfig, importance: ImportanceConfig, replay: ReplayCon
         weight_max=importance.weight_max,
         entropy_bonus=loss.entropy_bonus,
         off_policy=read_options(loss.off_policy, OFF_POLICIES, "loss.off_policy"),
-        use_recorded=replay.use_recorded_logprobs,
         replay_correction=read_options(replay.correction, CORRECTIONS, "replay.correction"),
         policy=policy,
         options=chosen,

@@ -20,7 +20,6 @@ is one of
     ... with a weight over trajectories (``replay.correction``): π_prox
     replayed, unrecorded            π_prox, before the first optimizer step of the update: ρ is 1 at first
     ... with ``shaped``             1, as LUFFY sets it: f(ρ) = f(π) = π / (π + β)
-    replayed, all of them, where ``use_recorded`` is False: π_prox
     fresh (guided ones too)         μ, or in the decoupled form π_prox
 
 Of a shaped token the gradient is ``-A f'(ρ) ρ ∇log π`` with ``f'(x) x = β x / (x + β)²``: for π_old = 1 largest where
@@ -153,7 +152,7 @@ def _anchor(tokens: LossTokens, proximal: Tensor, recorded: Tensor, rules: LossR
     """log π_old of each token."""
     replayed = tokens.replay_mask
     anchor = torch.where(replayed, tokens.behaviour, proximal) if rules.decoupled else tokens.behaviour
-    if not rules.use_recorded or rules.replay_correction.name != "token":
+    if rules.replay_correction.name != "token":
         return torch.where(replayed, proximal, anchor)
     unknown = torch.zeros_like(proximal) if rules.off_policy.name == "shaped" else proximal
     return torch.where(replayed & ~recorded, unknown, anchor)
@@ -189,7 +188,7 @@ def _mixed(
     if isinstance(form, Shaped):
         other = shaped(scored.log_ratio, scored.advantages, form.beta)
         return torch.where(off, other, result.losses), off
-    if isinstance(form, SecondMoment) and rules.use_recorded:
+    if isinstance(form, SecondMoment):
         unclipped = off & recorded
         other = bounded(scored.log_ratio.exp(), scored.advantages, form.dual_clip)
         return torch.where(unclipped, other, result.losses), unclipped

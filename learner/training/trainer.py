@@ -239,11 +239,7 @@ class Trainer:
             for chosen in self._minibatches(batch.rows, epoch):
                 rows, first_tokens = [batch.rows[i] for i in chosen], [int(offsets[i]) for i in chosen]
                 try:
-                    loss_mask = None
-                    if rules.use_recorded:
-                        loss_mask = second_moment_loss_mask(
-                            rows, first_tokens, batch.n_sampled, self._config.loss, score
-                        )
+                    loss_mask = second_moment_loss_mask(rows, first_tokens, batch.n_sampled, self._config.loss, score)
                     other_rows = other_rows_of(
                         rows, first_tokens, batch.n_sampled, old_logprobs, loss_mask, rules, score
                     )

@@ -103,7 +103,7 @@ def show(
 ) -> None:
     """List the rollouts of a run, print them, or write them to an HTML page.
 
-    Read-only; works on running, finished and killed runs. Metadata is kept for the newest replay.retain_groups groups.
+    Read-only; works on running, finished and killed runs. Metadata is kept for the newest 20,000 groups.
     Tokens are kept for those still in the replay stage's store, for a sample of each update (traces.trained; also with
     ratio, entropy and advantage), for failed ones and for a sample of each evaluation (traces.evaluated).
 

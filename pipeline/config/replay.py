@@ -10,16 +10,15 @@ from pipeline.config.base import Choice, Function, Given, Section
 
 
 class PriorityConfig(Section):
-    """Options of ``task_sampling: priority``: ``P = (v + epsilon)^alpha * exp(-age / tau)``, normalized over tasks.
+    """Options of ``task_sampling: priority``: ``P = (v + 0.01)^alpha * exp(-age / tau)``, normalized over tasks.
 
-    v is the variance p(1-p) of a success, its mean under the posterior of the task's success rate p. age is the mean
-    age of the task's recorded trajectories, in versions. (Prioritized replay: arXiv:1511.05952.)
+    v is the variance p(1-p) of a success, its mean under the posterior of the task's success rate p; tasks that always
+    or never succeed keep a small probability. age is the mean age of the task's recorded trajectories, in versions.
+    (Prioritized replay: arXiv:1511.05952.)
     """
 
     alpha: float = Field(1.0, ge=0)
     """Exponent of the variance. 0: only the age counts."""
-    epsilon: float = Field(0.01, gt=0)
-    """Added to the variance, so that tasks that always or never succeed keep a small probability."""
     tau: float = Field(32.0, gt=0)
     """Age in versions at which a task's priority has fallen to 1/e."""
     beta: float = Field(0.4, ge=0, le=1)
@@ -40,14 +39,9 @@ class EssGuardConfig(Section):
     """ESS0: the learning rate of a step is multiplied by ``sqrt(min(1, ESS / ESS0))``, with the ESS over all its tokens
     (trajectories) as a share of their number."""
     floor: float = Field(0.3, ge=0, le=1)
-    """The replay share is multiplied by ``shrink`` if the ESS of an update's replayed tokens (trajectories) times
-    ``min(1, mean ratio)`` is below this. (Kish's ESS alone would be 1 if every ratio were 0.01.)"""
-    shrink: float = Field(0.5, gt=0, lt=1)
-    """Factor on the replay share after an update below the floor."""
-    recover: float = Field(0.05, gt=0, le=1)
-    """Added to the share's factor after each update above the floor, until it is 1."""
-    share_min: float = Field(0.0, ge=0, le=1)
-    """Lower bound of the share's factor. 0: replay may stop."""
+    """The replay share is halved if the ESS of an update's replayed tokens (trajectories) times ``min(1, mean ratio)``
+    is below this, and grows by 0.05 after each other update, until it is whole. (Kish's ESS alone would be 1 if every
+    ratio were 0.01.)"""
 
 
 class StoredGroupsConfig(Section):
@@ -71,12 +65,6 @@ class StoredGroupsConfig(Section):
 
 class ReplayConfig(Section):
     """Experience replay (docs/REPLAY.md)."""
-
-    cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
-    """Memory for the newest payloads, in bytes. The oldest are evicted."""
-    retain_groups: int = Field(20_000, ge=1)
-    """Newest groups whose rows stay in the store, for ``afterplay show``. Rows of older ones that are trained,
-    cancelled or evaluated, and covered by a checkpoint, become totals of the ledger."""
 
     enabled: bool = False
     """Train replayed trajectories beside fresh ones. False: only trajectories in flight are stored."""
@@ -104,13 +92,8 @@ class ReplayConfig(Section):
     """Payload bytes of all stored trajectories (``mode: mix``) or groups (``mode: groups``), on disk. Above this, the
     oldest are evicted."""
     success_threshold: float = Field(1.0, allow_inf_nan=False)
-    """A reward of at least this is a success. Decides about difficulty, retirement and storing."""
-    success_lower: int = Field(0, ge=0)
-    """A group's successes are stored if their number s satisfies ``success_lower < s < success_upper``. s is of
-    ``groups.n_rollout``: with fewer fresh rollouts it is scaled up. 0: at least one rollout must succeed."""
-    success_upper: int | None = Field(None, ge=1)
-    """Upper bound of s, exclusive. None: ``groups.n_rollout``, so that groups in which every rollout succeeds store
-    nothing."""
+    """A reward of at least this is a success. Decides about difficulty, retirement and storing. The
+    successes of a group are stored unless all its fresh rollouts succeed."""
     select: Literal["argmin", "argmax", "random"] = "argmin"
     """Order in which a task's stored trajectories are replayed, and kept longest: smallest mean entropy first, largest
     first, or random."""
@@ -127,15 +110,9 @@ class ReplayConfig(Section):
     have weight ``exp(-(s - n/2)^2 / 2)``, which prefers intermediate difficulty (ExGRPO); n is ``groups.n_rollout``, s
     their success rate times n, rounded. ``priority``: by variance and age; see ``priority``."""
     priority: PriorityConfig = PriorityConfig()
-    difficulty: int | None = Field(None, ge=0)
-    """Replay only tasks with exactly this number of successes of ``groups.n_rollout``, at their success rate, rounded.
-    None: all."""
     difficulty_half_life: float = Field(1.0, ge=0)
     """Fresh rollouts, in groups of ``groups.n_rollout``, after which older ones count half in a task's success rate.
     0: only the latest group counts (ExGRPO)."""
-    use_recorded_logprobs: bool = True
-    """Weight replayed tokens by π/μ with the log-probabilities recorded when they were sampled. False: the ratio is
-    taken to the current policy (1 in the first pass), which is biased."""
     correction: Annotated[Function, Choice("token")] = Given(name="token")
     """Importance weight of replayed trajectories, by name or with its options: ``soft`` or ``{name: sequence, max:
     4}``. ``token``: of each token. ``sequence`` and ``geometric``: truncated, over the trajectory. ``soft``: a kernel
@@ -144,8 +121,6 @@ class ReplayConfig(Section):
     docs/REPLAY.md has the bias of each."""
     max_age: int | None = Field(None, ge=1)
     """Oldest trajectory that may be replayed, in versions at the time of training. None: no limit."""
-    window: int = Field(0, ge=0)
-    """Replay only from this number of most recently stored trajectories. 0: from all."""
     retire_after: int | None = Field(1, ge=1, le=16)
     """A task retires when all fresh rollouts of this many consecutive groups succeeded. A replay group counts by its
     fresh rollouts: one with half of ``groups.n_rollout`` is half a group. Retired tasks are only drawn
@@ -162,37 +137,16 @@ class ReplayConfig(Section):
     ess_guard: EssGuardConfig = EssGuardConfig()
 
     @model_validator(mode="after")
-    def _bounds_leave_something(self) -> ReplayConfig:
-        if self.success_upper is not None and self.success_upper <= self.success_lower + 1:
-            raise ValueError(
-                f"replay.success_lower ({self.success_lower}) and success_upper ({self.success_upper}) are both "
-                "exclusive and leave nothing between them: set upper to at least lower + 2"
-            )
+    def _groups_are_possible(self) -> ReplayConfig:
         if self.trajectories_per_task > self.max_trajectories_per_task:
             raise ValueError(
                 f"replay.trajectories_per_task ({self.trajectories_per_task}) is more than "
                 f"max_trajectories_per_task ({self.max_trajectories_per_task}), so there are never enough"
             )
-        if self.enabled and self.mode == "groups":
-            self._groups_can_come_back()
-        return self
-
-    def _groups_can_come_back(self) -> None:
-        """Raises ValueError for what whole groups cannot do."""
-        if self.task_ratio >= 1:
+        if self.enabled and self.mode == "groups" and self.task_ratio >= 1:
             raise ValueError(
                 "replay.mode: groups needs fresh groups in each update, but replay.task_ratio is "
                 f"{self.task_ratio:g}: set it below 1, or replay.mode: mix"
-            )
-
-    @model_validator(mode="after")
-    def _correction_is_possible(self) -> ReplayConfig:
-        if self.correction.name == "token":
-            return self
-        if not self.use_recorded_logprobs:
-            raise ValueError(
-                f"replay.correction {self.correction.name} is a product of π/μ, but replay.use_recorded_logprobs is "
-                "false: set it to true, or replay.correction: token"
             )
         return self
 

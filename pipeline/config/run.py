@@ -251,19 +251,10 @@ class RunConfig(Section):
                 f"replay.trajectories_per_task ({replay.trajectories_per_task}) must be below groups.n_rollout ({n}): "
                 "every group needs fresh rollouts"
             )
-        for key in ("success_upper", "difficulty"):
-            value = getattr(replay, key)
-            if value is not None and value > n:
-                raise ValueError(f"replay.{key} ({value}) is more than groups.n_rollout ({n})")
         if replay.mode == "groups" and self.advantage.orders_greedy:
             raise ValueError(
                 "replay.mode: groups brings groups back without their greedy rollout, which this advantage "
                 "compares with: set replay.mode: mix, or another advantage.estimator"
-            )
-        if replay.success_lower >= n - 1:
-            raise ValueError(
-                f"replay.success_lower ({replay.success_lower}) must be below groups.n_rollout - 1 ({n - 1}): "
-                "otherwise no success is ever stored"
             )
         if replay.max_age is not None and replay.max_age < self.staleness.max:
             raise ValueError(

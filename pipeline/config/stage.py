@@ -9,6 +9,9 @@ from pydantic import Field
 
 from pipeline.config.base import Section
 
+CACHE_BYTES = 64 * 1024 * 1024
+"""Memory of the stage for the newest payloads."""
+
 
 class StageConfig(Section):
     """The replay stage: its address, its store, and the limits of the messages that actors and the learner exchange

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pipeline.config import RunConfig
 from pipeline.schema import Task
@@ -106,11 +106,11 @@ class Difficulty:
         """Share of the counts so far that is left when so many rollouts are added."""
         return 0.5 ** (n_fresh / self._half_life) if self._half_life else 0.0
 
-    def rate_when_stored(self, task_id: str, n_fresh: int, stored: Callable[[int], bool]) -> float:
+    def rate_when_stored(self, task_id: str, n_fresh: int) -> float:
         """Success rate of the task by the groups finished so far, the latest of which, with ``n_fresh`` rollouts, is
-        stored, because ``stored(s)`` is true of its number of successes."""
+        stored, because some of these succeeded and some did not."""
         record = self.records[task_id]
-        return selected_rate(record.successes, record.successes + record.failures, n_fresh, stored)
+        return selected_rate(record.successes, record.successes + record.failures, n_fresh)
 
     def meet(self, task: Task) -> None:
         """The task has come into the pool by import: from here on there is a record of it."""
@@ -169,17 +169,17 @@ def bucket_of(rate: float, n: int) -> int:
     return math.floor(successes + 0.5) if successes < n / 2 else math.ceil(successes - 0.5)
 
 
-def selected_rate(successes: float, counted: float, n: int, stored: Callable[[int], bool]) -> float:
+def selected_rate(successes: float, counted: float, n: int) -> float:
     """Rate p for which the expected number of successes is ``successes``, given that the latest n of the ``counted``
-    rollouts are stored: ``(counted - n) p + E_p[s | stored(s)] = successes``.
+    rollouts are stored: ``(counted - n) p + E_p[s | 0 < s < n] = successes``.
 
     That is the mode of the posterior with a uniform prior and the likelihood of a selected group. Without the selection
     it is ``successes / counted``. It is 0 or 1 where selection alone explains what was counted: a lone success.
     """
-    sizes = [(s, math.log(math.comb(n, s))) for s in range(n + 1) if stored(s)]
-    if successes <= sizes[0][0]:
+    sizes = [(s, math.log(math.comb(n, s))) for s in range(1, n)]
+    if successes <= 1:
         return 0.0
-    if successes >= counted - n + sizes[-1][0]:
+    if successes >= counted - 1:
         return 1.0
     low, high, p = 0.0, 1.0, successes / counted
     for _ in range(STEPS_MAX):

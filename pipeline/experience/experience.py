@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 from pipeline.config import RunConfig
@@ -107,8 +106,7 @@ class Experience:
         self._replay = replay
         self._enabled = replay.enabled
         self._n = config.groups.n_rollout
-        self._upper = self._n if replay.success_upper is None else replay.success_upper
-        self._pool = Pool(replay, config.staleness.max, config.environments, entries)
+        self._pool = Pool(replay, config.staleness.max, entries)
         finite = sizes if sizes is not None else _sizes(config)
         self._difficulty = Difficulty(config, finite, tasks)
         self._draws = Draws(config.run.seed, state.get("draws"))
@@ -230,8 +228,8 @@ class Experience:
         if self._difficulty.is_retired(task.task_id):
             left += self._keeper.retire(task.task_id)
             self._groups.retire(task.task_id)
-        elif self._stores(len(successes), len(fresh)):
-            rate = self._difficulty.rate_when_stored(task.task_id, len(fresh), partial(self._stores, n=len(fresh)))
+        elif self._replay.mode == "mix" and 0 < len(successes) < len(fresh):
+            rate = self._difficulty.rate_when_stored(task.task_id, len(fresh))
             saved = self._keeper.save(PoolEntry.of(task, f, rate) for f in successes if f.replayable)
             left += self._keeper.trim(saved)
         self._keeper.gone(left)
@@ -375,12 +373,6 @@ class Experience:
         if group is None:
             return None
         return Planned(group.task, len(group.members), tuple(map(Candidate, group.members)))
-
-    def _stores(self, successes: int, n: int) -> bool:
-        """True if the successes of a group are stored, which has so many among n fresh rollouts. The bounds are for
-        ``n_rollout``."""
-        replay = self._replay
-        return replay.mode != "groups" and replay.success_lower * n < successes * self._n < self._upper * n
 
     def _fresh(self, sampler: TaskSampler) -> Task:
         task = self._deferred.draw(

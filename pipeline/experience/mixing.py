@@ -19,6 +19,11 @@ from pipeline.tasks.sampler import Drawn, DrawOutcome, TaskSampler
 SLACK = 1e-9
 """Products of a count and a ratio may fall below the whole number that is meant by so much: 100 * 0.29 < 29."""
 
+SHRINK = 0.5
+"""Factor on the factor of the replay share after an update below the floor of the guard."""
+RECOVERY = 0.05
+"""Added to it after each other update, until it is 1."""
+
 
 class Mixing:
     """State of mixing: counters of the batch being admitted, whether replay has begun, credit for retests.
@@ -166,7 +171,7 @@ class DeferredTasks:
 
 
 def next_factor(guard: EssGuardConfig, factor: float, ess: float | None) -> float:
-    """The share's factor, in [share_min, 1], after an update whose replayed tokens had this ESS (0 to 1): Kish's times
+    """The share's factor, in [0, 1], after an update whose replayed tokens had this ESS (0 to 1): Kish's times
     ``min(1, mean ratio)``. Kish's alone is 1 where every ratio is 0.01, and such replays carry nothing but a baseline.
 
     Below the floor it shrinks by a factor, else it grows by a constant: fast down, slow up. An update without replayed
@@ -176,5 +181,5 @@ def next_factor(guard: EssGuardConfig, factor: float, ess: float | None) -> floa
     if not guard.enabled:
         return 1.0
     if ess is not None and not (math.isfinite(ess) and ess >= guard.floor):
-        return max(guard.share_min, factor * guard.shrink)
-    return min(1.0, factor + guard.recover)
+        return factor * SHRINK
+    return min(1.0, factor + RECOVERY)

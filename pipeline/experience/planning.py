@@ -38,12 +38,10 @@ class Planner:
 
     def reindex(self) -> None:
         """Bring the index up to date with the shelves that changed."""
-        only = self._replay.difficulty
         for task_id in sorted(self._pool.touched):
             shelf = self._pool.shelf(task_id)
             bucket = self._difficulty.bucket(task_id)
-            wanted = shelf is not None and shelf.usable and only in (None, bucket)
-            if shelf is None or not wanted:
+            if shelf is None or shelf.entries[0].task.environment not in self._environments:
                 self._index.discard(task_id)
                 self._priorities.discard(task_id)
             elif self._by_priority:
@@ -68,9 +66,9 @@ class Planner:
         if drawn is None:
             return None
         shelf = self._pool.shelf(drawn[0])
-        assert shelf is not None and shelf.usable, f"{drawn[0]} is indexed without usable entries"
-        k = min(self._replay.trajectories_per_task, len(shelf.usable))
-        return Planned(shelf.usable[0].task, k, self.candidates(shelf, k, drawn[1]))
+        assert shelf is not None, f"{drawn[0]} is indexed without entries"
+        k = min(self._replay.trajectories_per_task, len(shelf.entries))
+        return Planned(shelf.entries[0].task, k, self.candidates(shelf, k, drawn[1]))
 
     def _draw_task(self, batch: Collection[str], progress: float, version: int) -> tuple[str, float] | None:
         """A task and the importance correction of having drawn it."""
@@ -90,13 +88,13 @@ class Planner:
         """The part of a task's log priority that does not change with its age."""
         record = self._difficulty.records.get(task_id)
         priority = self._replay.priority
-        return log_priority(record.variance if record else 1 / 6, priority.alpha, priority.epsilon)
+        return log_priority(record.variance if record else 1 / 6, priority.alpha)
 
     def candidates(self, shelf: TaskEntries, k: int, correction: float = 1.0) -> tuple[Candidate, ...]:
         """The k that are replayed, first; behind them, if the learner chooses, the others."""
-        replay, usable = self._replay, shelf.usable
-        n = len(usable) if replay.entropy == "current" and replay.select != "random" else k
-        chosen = choose(usable, n, replay.select, partial(self._draws.next, "trajectory"))
+        replay = self._replay
+        n = len(shelf.entries) if replay.entropy == "current" and replay.select != "random" else k
+        chosen = choose(shelf.entries, n, replay.select, partial(self._draws.next, "trajectory"))
         return tuple(Candidate(e, correction * self._bias(e)) for e in chosen)
 
     def _bias(self, entry: PoolEntry) -> float:

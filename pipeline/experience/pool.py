@@ -1,15 +1,14 @@
 """The experience pool: stored trajectories by task, the bounds on them, and the rows that a change touches.
 
-An entry is *usable* when it is among the latest ``window`` entries held and of an environment that the run has; one
-that is too old (``max_age``) is removed. Everything follows from the entries in ``saved`` order and the version;
-nothing depends on the order of past events. Every change goes through :class:`PoolKeeper`, so that
+An entry that is too old (``max_age``) is removed. Everything follows from the entries in ``saved`` order and the
+version; nothing depends on the order of past events. Every change goes through :class:`PoolKeeper`, so that
 :meth:`PoolKeeper.take` gives a store exactly the rows that it lacks.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pipeline.config.replay import ReplayConfig
@@ -24,7 +23,6 @@ class TaskEntries:
 
     entries: list[PoolEntry] = field(default_factory=list)
     """In ``saved`` order."""
-    usable: tuple[PoolEntry, ...] = ()
     n_recorded: int = 0
     version_sum: int = 0
     """Sum of ``version_min`` over the recorded ones."""
@@ -43,15 +41,8 @@ class Pool:
     :attr:`touched` names the tasks whose shelf is no longer what it was; the owner empties it.
     """
 
-    def __init__(
-        self,
-        replay: ReplayConfig,
-        staleness_max: int,
-        environments: Collection[str],
-        entries: Iterable[PoolEntry] = (),
-    ) -> None:
+    def __init__(self, replay: ReplayConfig, staleness_max: int, entries: Iterable[PoolEntry] = ()) -> None:
         self._replay = replay
-        self._environments = environments
         self._age_max = None if replay.max_age is None else replay.max_age - staleness_max
         self._shelves: dict[str, TaskEntries] = {}
         self._by_seq: dict[int, PoolEntry] = {}
@@ -65,7 +56,7 @@ class Pool:
         self.touched: set[str] = set()
         for entry in sorted(entries, key=lambda e: e.saved):
             self._insert(entry)
-        self._refresh(self._shelves)
+        self.touched.update(self._shelves)
 
     def __len__(self) -> int:
         return len(self._by_seq)
@@ -98,9 +89,8 @@ class Pool:
 
     def add(self, entry: PoolEntry) -> None:
         """Store an entry whose ``saved`` is larger than every other's. Bounds are kept by :meth:`trim`."""
-        was = self._window_first()
         self._insert(entry)
-        self._refresh({entry.task.task_id, *self._moved(was)})
+        self.touched.add(entry.task.task_id)
 
     def trim(self, task_ids: Iterable[str] | None = None) -> list[tuple[PoolEntry, Leave]]:
         """Remove what is over the bound of these tasks (None: of all), then what is over the pool's; returns what left,
@@ -125,7 +115,6 @@ class Pool:
 
     def remove(self, entry: PoolEntry) -> None:
         """Raises :class:`KeyError` when it is not held."""
-        was = self._window_first()
         task_id = entry.task.task_id
         del self._by_seq[entry.row_id], self._by_id[entry.trajectory_id], self._by_saved[entry.saved]
         del self._order[bisect.bisect_left(self._order, entry.saved)]
@@ -140,7 +129,7 @@ class Pool:
         self.bytes -= entry.n_bytes
         if not shelf.entries:
             del self._shelves[task_id]
-        self._refresh({task_id, *self._moved(was)})
+        self.touched.add(task_id)
 
     def age_to(self, version: int) -> list[PoolEntry]:
         """The policy is at this version: remove the entries that have become too old; returns them, the oldest policy
@@ -172,26 +161,6 @@ class Pool:
             shelf.version_sum += entry.version_min
             self._versions.setdefault(entry.version_min, {})[entry.row_id] = entry.task.task_id
         self.bytes += entry.n_bytes
-
-    def _usable(self, entry: PoolEntry) -> bool:
-        return entry.saved >= self._window_first() and entry.task.environment in self._environments
-
-    def _window_first(self) -> int:
-        window = self._replay.window
-        return self._order[-window] if 0 < window <= len(self._order) else -1
-
-    def _moved(self, was: int) -> list[str]:
-        """Tasks of the entries that the first place of the window has passed since it was at ``was``."""
-        low, high = sorted((was, self._window_first()))
-        first, last = bisect.bisect_left(self._order, low), bisect.bisect_left(self._order, high)
-        return [self._by_saved[saved].task.task_id for saved in self._order[first:last]]
-
-    def _refresh(self, task_ids: Iterable[str]) -> None:
-        for task_id in list(task_ids):
-            self.touched.add(task_id)
-            shelf = self._shelves.get(task_id)
-            if shelf is not None:
-                shelf.usable = tuple(entry for entry in shelf.entries if self._usable(entry))
 
     def _worst(self, entries: list[PoolEntry]) -> PoolEntry:
         return max(entries, key=rank(self._replay.select))

@@ -15,6 +15,8 @@ from pipeline.experience.sum_tree import TRIES, draw_weighted
 from pipeline.store.experience_records import PoolEntry
 
 Select = Literal["argmin", "argmax", "random"]
+VARIANCE_ADDED = 0.01
+"""To the variance of a success, so that tasks that always or never succeed keep a small probability."""
 
 
 def rank(select: Select) -> Callable[[PoolEntry], float]:
@@ -32,7 +34,7 @@ def rank(select: Select) -> Callable[[PoolEntry], float]:
 
 
 class TaskIndex:
-    """Ids of tasks with usable entries, in all and by bucket.
+    """Ids of tasks with entries that may be replayed, in all and by bucket.
 
     Sorted, so that the same contents give the same draws whatever came before. A change costs a binary search and a
     memory move.
@@ -109,9 +111,9 @@ def draw_normal(index: TaskIndex, n_rollout: int, exclude: Collection[str], rng:
     return None
 
 
-def log_priority(variance: float, alpha: float, epsilon: float) -> float:
-    """Log of ``(variance + epsilon)^alpha``; of the whole priority ``-age / tau`` is added."""
-    return alpha * math.log(variance + epsilon)
+def log_priority(variance: float, alpha: float) -> float:
+    """Log of ``(variance + VARIANCE_ADDED)^alpha``; of the whole priority ``-age / tau`` is added."""
+    return alpha * math.log(variance + VARIANCE_ADDED)
 
 
 def sampling_correction(ratio: float, beta: float) -> float:

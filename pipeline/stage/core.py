@@ -45,6 +45,9 @@ SLOTS_FACTOR_MAX = 4
 """An actor may offer so many times ``actor.concurrency`` slots: its run file may be an older one."""
 COMPLAINT_SECONDS = 1.0
 """Shortest time between two lines of the log about wrong messages."""
+RETAIN_GROUPS = 20_000
+"""Newest groups whose rows stay in the store, for ``afterplay show``. Rows of older ones that are trained, cancelled or
+evaluated, and covered by a checkpoint, become totals of the ledger."""
 ROLL_UP_GROUPS = 256
 """Groups whose rows are rolled up in one transaction, which takes some ten milliseconds."""
 
@@ -251,7 +254,7 @@ class StageCore:
     def _roll_up(self) -> None:
         """Let rows of groups that ended long ago be rolled up, some groups at a time, oldest first. Those of updates
         that an older checkpoint may lack stay: a learner may have to go back to it."""
-        due = self.records.next_group - self.config.replay.retain_groups
+        due = self.records.next_group - RETAIN_GROUPS
         if due - self._rolled_below < ROLL_UP_GROUPS:
             return
         if self._first_needed[0] != (durable := self.dispatch.durable_updates):

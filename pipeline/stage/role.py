@@ -11,6 +11,7 @@ import anyio
 import anyio.to_thread
 from anyio.streams.memory import MemoryObjectSendStream
 
+from pipeline.config.stage import CACHE_BYTES
 from pipeline.config.tasks import TRAIN
 from pipeline.errors import TransportClosed
 from pipeline.experience.memory_service import MemoryService, open_memory_service
@@ -119,7 +120,7 @@ async def _serve(
     metrics: ReplayMetrics,
     untrained: UntrainedTraces,
 ) -> None:
-    config, cache = ctx.config, PayloadCache(ctx.config.replay.cache_bytes)
+    config, cache = ctx.config, PayloadCache(CACHE_BYTES)
     inbox_send, inbox_receive = anyio.create_memory_object_stream[Item](COMMIT_BATCH_MAX)
 
     async def deliver(verdicts: Sequence[tuple[TrajectoryRecord, Verdict]]) -> None:

@@ -153,7 +153,7 @@ class StoredRolloutOutcome:
 @dataclass(slots=True)
 class StoredOutcomes:
     """Outcomes of groups and trajectories. :meth:`read` now and then, because rows of old groups are rolled up
-    (``replay.retain_groups``), and once at the end."""
+    (``RETAIN_GROUPS`` of the stage), and once at the end."""
 
     groups: dict[int, StoredGroupOutcome] = field(default_factory=dict)
     rollouts: dict[str, StoredRolloutOutcome] = field(default_factory=dict)

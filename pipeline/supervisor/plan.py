@@ -17,6 +17,7 @@ from itertools import cycle
 from pipeline.config import RunConfig
 from pipeline.config.explain import split_address
 from pipeline.config.rollouts import ANSWERS_BYTES_MAX, OUTBOX_BYTES_MAX
+from pipeline.config.stage import CACHE_BYTES
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.process import metrics_port, role_name
 from pipeline.runtime.rundir import PREPARE_SECONDS_MAX
@@ -163,7 +164,7 @@ def plan(config: RunConfig, inventory: Inventory, center: str = "learner") -> Pl
             head.name,
             Rule("replay", REPLAY, stuck_seconds_max=stuck),
             cpus=2,
-            memory_bytes=config.replay.cache_bytes + CREDIT_BYTES * config.actor.replicas,
+            memory_bytes=CACHE_BYTES + CREDIT_BYTES * config.actor.replicas,
             environment=_environment(head),
             ports=_replay_ports(config),
             needs_disk=True,

@@ -31,7 +31,6 @@ def config_of(rng: random.Random, _: int) -> RunConfig:
         "entropy": rng.choice(("current", "stored")),
         "task_sampling": rng.choice(("uniform", "normal", "priority")),
         "max_age": rng.choice((None, None, eta + 2, eta + 6)),
-        "window": rng.choice((0, 0, 5)),
         "retest_ratio": rng.choice((0.0, 0.2)),
         "bias_correction": rng.random() < 0.5,
         "ess_guard": {"enabled": rng.random() < 0.5},

@@ -80,7 +80,7 @@ def test_overlong_penalty_is_the_published_one(n, longest, buffer, penalty):
 
 def test_overlong_penalty_counts_all_sampled_tokens_and_is_off_by_default():
     config = AdvantageConfig(overlong_tokens=4, overlong_buffer=2)
-    short, long = make_scored(1.0, (0, 0)), make_scored(1.0, (0, 0), sampled=3)
+    short, long = make_scored(1.0, (0, 0)), make_scored(1.0, (0, 0, 0))
     assert [p.reward for p in shaped([short, long], [], config)] == [1.0, 0.5]
     assert overlong_count([2, 3, 9], config) == 2
     assert [p.reward for p in shaped([short, long], [], AdvantageConfig())] == [1.0, 1.0]
@@ -206,13 +206,6 @@ def test_replayed_and_imported_trajectories_share_the_group_with_fresh_ones():
 def test_turn_rewards_have_the_weight_that_the_scorer_gives_the_environment():
     batch = batch_of([make_trajectory("a", 1.0, [make_turn(1, 0.5), make_turn(1, 3.0)])])
     assert [p.turn_rewards for p in scored_of(batch, TokenScores(), turn_weight=0.5)] == [(0.25, 1.5)]
-
-
-def test_replay_of_one_turn_knows_the_length_and_rewards_of_the_whole():
-    stored = make_trajectory("b", 3.0, [make_turn(5, 1.0), make_turn(1, 2.0)])
-    batch = batch_of([make_trajectory("a", 0.0, [make_turn(2, 0.0)]), stored], {"b": StoredRollout(turn=1)})
-    p = scored_of(batch, TokenScores())[1]
-    assert (p.n_tokens, p.sampled, p.turn_rewards, p.turns.tolist()) == (1, 6, (1.0, 2.0), [1])
 
 
 def test_remax_takes_the_baseline_of_the_plan():

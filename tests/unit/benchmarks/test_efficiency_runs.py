@@ -70,7 +70,10 @@ def test_fingerprint_ignores_where_a_run_lives_and_notices_how_it_is_measured():
 
 def test_extra_arms_are_split_at_commas_outside_brackets():
     assert split_overrides("a.b=1, c.d=[2, 3],e.f={g: 1, h: 2}") == ("a.b=1", "c.d=[2, 3]", "e.f={g: 1, h: 2}")
-    assert arms_of([["young", "replay.max_age=8,replay.window=9"]])["young"] == ("replay.max_age=8", "replay.window=9")
+    assert arms_of([["young", "replay.max_age=8,replay.capacity=9"]])["young"] == (
+        "replay.max_age=8",
+        "replay.capacity=9",
+    )
     for bad in ([["on", "a=1"]], [["a/b", "a=1"]], [["x", "no value"]]):
         with pytest.raises(ConfigurationError):
             arms_of(bad)

@@ -202,13 +202,11 @@ class History:
         self.batch = [*self.batch, planned] if len(self.batch) + 1 < size else []
 
     def check_candidates(self, candidates) -> None:
-        replay = self.config.replay
         ids = [candidate.entry.trajectory_id for candidate in candidates]
         assert len(ids) == len(set(ids))
-        latest = [entry.row_id for entry in self.experience.entries][-replay.window :]
         for candidate in candidates:
             entry = candidate.entry
-            assert entry.row_id in latest
+            assert self.experience.holds(entry.row_id)
             assert 0 <= candidate.weight <= 1
         self.check_ages(candidate.entry for candidate in candidates)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.replay import EssGuardConfig
 from pipeline.experience.experience import Experience
-from pipeline.experience.mixing import next_factor
+from pipeline.experience.mixing import RECOVERY, next_factor
 from pipeline.tasks.sampler import TaskSampler
 
 BATCH = 8
@@ -63,7 +63,7 @@ def test_the_share_comes_back_in_full_once_what_is_stale_has_left_the_pool(make)
     for task in range(30):
         make.play(loop.experience, 1000 + task, 1, 8, 100 + 8 * task)
     assert not any(loop.experience.holds(row_id) for row_id in range(30))
-    for _ in range(math.ceil(1 / config.replay.ess_guard.recover)):
+    for _ in range(math.ceil(1 / RECOVERY)):
         loop.update()
     assert loop.experience.factor == 1.0
     assert loop.update() == 4
@@ -95,13 +95,13 @@ def test_what_carries_no_weight_shrinks_the_share_though_its_ess_is_perfect(make
     assert experience.factor == pytest.approx(0.3)
 
 
-@given(st.lists(st.none() | st.floats(0, 1), max_size=60), st.floats(0, 1))
-def test_whatever_it_is_told_the_factor_stays_in_bounds_and_finds_its_way_back(told, least):
-    guard = EssGuardConfig(enabled=True, share_min=least)
+@given(st.lists(st.none() | st.floats(0, 1), max_size=60))
+def test_whatever_it_is_told_the_factor_stays_in_bounds_and_finds_its_way_back(told):
+    guard = EssGuardConfig(enabled=True)
     factor = 1.0
     for ess in told:
         factor = next_factor(guard, factor, ess)
-        assert least <= factor <= 1
-    for _ in range(math.ceil((1 - least) / guard.recover) + 1):
+        assert 0 <= factor <= 1
+    for _ in range(math.ceil(1 / RECOVERY) + 1):
         factor = next_factor(guard, factor, 0.9)
     assert factor == 1.0

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.replay import EssGuardConfig, ReplayConfig
+from pipeline.experience import mixing
 from pipeline.experience.experience import Experience
 from pipeline.experience.mixing import Mixing, next_factor
 from pipeline.experience.selection import Draws
@@ -150,18 +151,20 @@ def test_where_one_environment_is_retired_the_others_are_played(make):
 
 
 def test_the_guard_shrinks_fast_recovers_slowly_and_stays_in_its_bounds():
-    guard = EssGuardConfig(enabled=True, floor=0.3, shrink=0.5, recover=0.05, share_min=0.1)
+    guard = EssGuardConfig(enabled=True, floor=0.3)
     assert next_factor(guard, 1.0, 0.29) == 0.5
     assert next_factor(guard, 0.5, 0.3) == pytest.approx(0.55)
-    assert next_factor(guard, 0.15, 0.0) == 0.1
+    assert next_factor(guard, 0.15, 0.0) == 0.075
     assert next_factor(guard, 0.99, 0.9) == 1.0
     assert next_factor(guard, 0.5, None) == pytest.approx(0.55)
     assert next_factor(guard, 1.0, math.nan) == 0.5
     assert next_factor(EssGuardConfig(), 0.2, 0.0) == 1.0
 
 
-def test_a_collapsed_ess_stops_replay_until_it_has_recovered(make):
-    guard = {"enabled": True, "shrink": 0.1, "recover": 0.25}
+def test_a_collapsed_ess_stops_replay_until_it_has_recovered(make, monkeypatch):
+    monkeypatch.setattr(mixing, "SHRINK", 0.1)
+    monkeypatch.setattr(mixing, "RECOVERY", 0.25)
+    guard = {"enabled": True}
     stage = Stage(make.config(batch=4, task_ratio=0.5, ess_guard=guard), [make.entry(i, 100 + i) for i in range(9)])
     told = dict(used=[], entropies={}, solve_rate=None)
     shares = []

@@ -13,8 +13,8 @@ from learner.data.rows import Batch, StoredRollout, trajectory_rows
 from learner.distributed.ranks import Alone
 from learner.recorder import trained_facts
 from learner.training.trainer import Trainer
-from pipeline.config.replay import EssGuardConfig, ReplayConfig
-from pipeline.experience.mixing import next_factor
+from pipeline.config.replay import EssGuardConfig
+from pipeline.experience.mixing import SHRINK, next_factor
 from tests.unit.packing.conftest import PACKED, SHARED, grouped_rows
 from tests.unit.ranks.test_divided_gradients import OneOf
 
@@ -174,19 +174,8 @@ def test_a_stale_pool_of_long_trajectories_is_seen_by_the_guard_of_trajectories_
         factors[level] = next_factor(guard, 1.0, told.header()["ess"]["carried"]), report.guard_lr_factor
     long = turns * tokens > 1
     assert factors["token"] == (1.0, 1.0)
-    assert factors["sequence"][0] == (guard.shrink if long else 1.0)
+    assert factors["sequence"][0] == (SHRINK if long else 1.0)
     assert (factors["sequence"][1] < 0.9) == long
-
-
-@pytest.mark.parametrize(
-    ("replay", "said"),
-    [
-        ({"correction": "sequence", "use_recorded_logprobs": False}, "use_recorded_logprobs is false"),
-    ],
-)
-def test_a_correction_that_cannot_be_taken_is_refused(replay, said):
-    with pytest.raises(ValueError, match=said):
-        ReplayConfig.model_validate(replay)
 
 
 @pytest.mark.parametrize("form", ["shaped", "second_moment"])

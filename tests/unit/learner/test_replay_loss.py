@@ -58,9 +58,7 @@ def slow(rows, r: LossRules, *, proximal=True) -> tuple[float, list[float]]:
             continue
         now = old if proximal else new
         w, anchor = 1.0, mu
-        if replayed and not r.use_recorded:
-            anchor = now
-        elif replayed and not recorded:
+        if replayed and not recorded:
             anchor = 0.0 if r.off_policy.name == "shaped" else now
         elif not replayed and r.decoupled:
             anchor, w = now, min(math.exp(now - mu), r.weight_max)
@@ -71,7 +69,7 @@ def slow(rows, r: LossRules, *, proximal=True) -> tuple[float, list[float]]:
             loss, grad = -a * rho / (rho + beta), -a * rho * beta / (rho + beta) ** 2
         else:
             clip = r.off if off else r.fresh
-            free = off and r.off_policy.name == "second_moment" and recorded and r.use_recorded
+            free = off and r.off_policy.name == "second_moment" and recorded
             bounded = rho if free else min(max(rho, 1 - clip.low), 1 + clip.high)
             loss = max(-a * rho, -a * bounded)
             grad = -a * rho if -a * rho >= loss and (bounded == rho or -a * rho > -a * bounded) else 0.0
@@ -90,9 +88,9 @@ token = st.tuples(
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(token, min_size=1, max_size=8), st.sampled_from(FORMS), st.booleans(), st.booleans(), st.booleans())
-def test_every_kind_of_token_has_the_loss_and_gradient_of_the_slow_reference(rows, form, decoupled, use, proximal):
-    r = rules(off_policy=form, decoupled=decoupled, use_recorded=use)
+@given(st.lists(token, min_size=1, max_size=8), st.sampled_from(FORMS), st.booleans(), st.booleans())
+def test_every_kind_of_token_has_the_loss_and_gradient_of_the_slow_reference(rows, form, decoupled, proximal):
+    r = rules(off_policy=form, decoupled=decoupled)
     t = tokens(rows, proximal=proximal)
     loss = policy_loss(t, r).loss
     (grad,) = torch.autograd.grad(loss, t.logprobs)
@@ -130,14 +128,13 @@ def test_without_off_policy_tokens_every_form_is_plain_ppo_bit_for_bit(form):
     assert torch.equal(policy_loss(t, rules(off_policy=form)).loss, (t.weights * plain).sum())
 
 
-@pytest.mark.parametrize("use", [True, False])
-def test_recorded_under_current_weights_the_ratio_is_one_and_the_gradient_plain(use):
+def test_recorded_under_current_weights_the_ratio_is_one_and_the_gradient_plain():
     rng = np.random.default_rng(0)
     rows = [(x, x, x, rng.normal(), True, True, False, True, 1.0) for x in -rng.uniform(0.1, 4, 20)]
     fresh = [(*row[:5], False, *row[6:]) for row in rows]
     for form in ("clip", "second_moment"):
         both = [tokens(rows), tokens(fresh)]
-        losses = [policy_loss(t, rules(off_policy=form, use_recorded=use)).loss for t in both]
+        losses = [policy_loss(t, rules(off_policy=form)).loss for t in both]
         assert losses[0].item() == losses[1].item()
         assert torch.equal(*(torch.autograd.grad(x, t.logprobs)[0] for x, t in zip(losses, both, strict=True)))
 
@@ -218,7 +215,7 @@ def test_replayed_successes_times_the_success_rate_are_the_true_gradient_and_tim
 def test_the_estimated_rate_leaves_a_sixth_of_bias_after_one_group():
     p, n = 0.3, 4
     chance = [math.comb(n, s) * p**s * (1 - p) ** (n - s) for s in range(n + 1)]
-    rate = [0.0] + [selected_rate(s, n, n, lambda s: 0 < s < n) for s in range(1, n)]
+    rate = [0.0] + [selected_rate(s, n, n) for s in range(1, n)]
     left = sum(chance[s] * rate[s] for s in range(1, n)) / sum(chance[1:n]) / p
     came, expected = replayed_successes(n, rate.__getitem__)
     torch.testing.assert_close(came, left * expected, rtol=1e-10, atol=1e-12)
@@ -249,5 +246,5 @@ def test_the_guard_shrinks_by_the_root_of_ess_over_its_target_and_never_grows(d,
 
 def test_off_policy_rules_come_from_the_run_file():
     loss = LossConfig(off_clip_high=2.0, off_policy={"name": "shaped", "beta": 0.2})
-    r = loss_rules(loss, ImportanceConfig(), ReplayConfig(use_recorded_logprobs=False))
-    assert (r.off, r.off_policy, r.use_recorded) == (ClipRange(0.2, 2.0), Shaped(beta=0.2), False)
+    r = loss_rules(loss, ImportanceConfig(), ReplayConfig())
+    assert (r.off, r.off_policy) == (ClipRange(0.2, 2.0), Shaped(beta=0.2))

@@ -44,7 +44,7 @@ def mixed(kit, n=9):
     return out
 
 
-def reference(kit, rows, form, use_recorded=True, bound=math.inf):
+def reference(kit, rows, form, bound=math.inf):
     """Gradient of the formula in :mod:`learner.losses.total` by full logits, in float64, one token at a time."""
     model = kit.tiny_model().double()
     entries = []
@@ -54,7 +54,7 @@ def reference(kit, rows, form, use_recorded=True, bound=math.inf):
             entries.append((row, log_p[t - 1, int(row.token_ids[t])], float(row.behaviour_logprobs[t])))
     with_moment = [e for e in entries if (e[0].replayed or e[0].discarded) and e[0].recorded]
     dropped = set()
-    if form == "second_moment" and use_recorded:
+    if form == "second_moment":
         order = sorted(with_moment, key=lambda e: -abs(e[1].item() - e[2]))
         while order and np.mean([(e[1].item() - e[2]) ** 2 for e in order]) > bound:
             dropped.add(id(order.pop(0)))
@@ -64,12 +64,12 @@ def reference(kit, rows, form, use_recorded=True, bound=math.inf):
         if id(e) in dropped:
             continue
         anchor, a = mu, float(row.advantages[0])
-        if row.replayed and not (row.recorded and use_recorded):
-            anchor = 0.0 if form == "shaped" and use_recorded else new.detach()
+        if row.replayed and not row.recorded:
+            anchor = 0.0 if form == "shaped" else new.detach()
         rho, off = (new - anchor).exp(), row.replayed or row.discarded
         if off and form == "shaped":
             token = -a * rho / (rho + 0.1)
-        elif off and form == "second_moment" and row.recorded and use_recorded:
+        elif off and form == "second_moment" and row.recorded:
             token = -a * rho
         else:
             token = torch.maximum(-a * rho, -a * rho.clamp(0.8, 2.0 if off else 1.28))
@@ -84,12 +84,11 @@ def off_policy(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("use_recorded", [True, False])
-def test_fresh_replayed_demonstrated_and_guided_rows_each_get_their_formula(kit, form, use_recorded):
+def test_fresh_replayed_demonstrated_and_guided_rows_each_get_their_formula(kit, form):
     rows = mixed(kit)
-    trainer = trainer_of(kit, loss={"off_policy": off_policy(form)}, replay={"use_recorded_logprobs": use_recorded})
+    trainer = trainer_of(kit, loss={"off_policy": off_policy(form)})
     report, came = gradients(trainer, rows)
-    loss, expected, dropped = reference(kit, rows, form, use_recorded, 1.0)
+    loss, expected, dropped = reference(kit, rows, form, 1.0)
     assert report.loss == pytest.approx(loss, rel=1e-4)
     assert report.statistics.all.masked == dropped
     for name, gradient in expected.items():

@@ -58,7 +58,7 @@ def token_loss(t, i, members, leaves, log_ratios, tokens, rules, name, proximal)
     a, rho = t.advantage, log_ratios[i].exp()
     if t.off and rules.off_policy.name == "shaped":
         return -a * rho / (rho + rules.off_policy.beta)
-    if t.off and rules.off_policy.name == "second_moment" and t.recorded and rules.use_recorded:
+    if t.off and rules.off_policy.name == "second_moment" and t.recorded:
         return dual(-a * rho, a, rules.off_policy)
     low, high = (rules.off.low, rules.off.high) if t.off else (rules.fresh.low, rules.fresh.high)
     old = pi_old(t, rules, proximal)
@@ -121,7 +121,7 @@ def coin_distance(p: float, q: float, name: str) -> float:
 def pi_old(t: Token, rules, proximal: bool):
     now = t.proximal if proximal else t.new
     if t.replayed:
-        if not rules.use_recorded or rules.replay_correction.name != "token":
+        if rules.replay_correction.name != "token":
             return now
         if not t.recorded:
             return 0.0 if rules.off_policy.name == "shaped" else now

@@ -41,7 +41,6 @@ options = st.fixed_dictionaries(
         "masks": masks,
         "replay_correction": st.sampled_from(CORRECTIONS),
         "off_policy": st.sampled_from(["clip", "shaped", "second_moment"]),
-        "use_recorded": st.booleans(),
         "entropy_bonus": st.sampled_from([0.0, 0.1]),
         "kl_in_loss": st.booleans(),
         "kl_coef": st.just(0.3),
@@ -120,8 +119,7 @@ def test_without_off_policy_tokens_their_settings_change_not_a_bit(name):
     tokens = [Token(*-rng.uniform(0.1, 3, 4), rng.normal(), row=i // 3) for i in range(10)]
     losses = set()
     for form in ("clip", "shaped", "second_moment"):
-        for use in (True, False):
-            losses.add(policy_loss(tensors(tokens), rules_of(name, off_policy=form, use_recorded=use)).loss.item())
+        losses.add(policy_loss(tensors(tokens), rules_of(name, off_policy=form)).loss.item())
     assert len(losses) == 1
 
 

@@ -14,6 +14,7 @@ from pipeline.experience.archive_transfer import PoolWriter
 from pipeline.schema import SCHEMA_VERSION, Guidance, Order, Task
 from pipeline.schema.trajectory import Trajectory
 from pipeline.scorer.verdict import combine
+from pipeline.stage import core
 from pipeline.stage.core import StageCore
 from pipeline.store.experience_report import examine_run
 from pipeline.store.journal import Send
@@ -155,8 +156,11 @@ def test_a_stored_group_comes_back_whole_with_its_failures_and_rewards(tmp_path:
     stage.store.close()
 
 
-def test_stored_groups_and_their_payloads_survive_restart_rollback_and_roll_up(tmp_path: Any) -> None:
-    stage = Stage(tmp_path / "s.sqlite", half, mode="groups", groups={"uses_max": 2}, retain_groups=1)
+def test_stored_groups_and_their_payloads_survive_restart_rollback_and_roll_up(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "RETAIN_GROUPS", 1)
+    stage = Stage(tmp_path / "s.sqlite", half, mode="groups", groups={"uses_max": 2})
     for _ in range(6):
         stage.train(stage.play())
         stage.tell(Kind.CHECKPOINTED, updates=stage.updates - 1)
@@ -448,9 +452,12 @@ def test_entropy_is_known_where_it_was_recorded_and_stripped_prompts_are_not_rep
 
 
 @pytest.mark.parametrize("mode", ["mix", "groups"])
-def test_what_is_over_the_bound_on_bytes_leaves_and_is_counted(mode: str, tmp_path: Any) -> None:
+def test_what_is_over_the_bound_on_bytes_leaves_and_is_counted(
+    mode: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The oldest leave, and the stage continues."""
-    stage = Stage(tmp_path / "s.sqlite", half, mode=mode, groups={"uses_max": 9}, capacity_bytes=5_000, retain_groups=1)
+    monkeypatch.setattr(core, "RETAIN_GROUPS", 1)
+    stage = Stage(tmp_path / "s.sqlite", half, mode=mode, groups={"uses_max": 9}, capacity_bytes=5_000)
     for _ in range(8):
         stage.train(stage.play())
         stage.tell(Kind.CHECKPOINTED, updates=stage.updates)

@@ -23,9 +23,9 @@ ACTS = st.lists(st.sampled_from(["train", "train", "durable", "fail", "leave", "
 TABLES = ("groups", "orders", "trajectories", "group_replays")
 
 
-def history(path: Path, acts: list[str], **replay: Any) -> Ledger:
+def history(path: Path, acts: list[str]) -> Ledger:
     """The accounts after these acts, which depend on nothing else."""
-    sections = {"replay": {"enabled": True, "mode": "mix", "start_ratio": 0.0, **replay}, "run": {"total_steps": 1000}}
+    sections = {"replay": {"enabled": True, "mode": "mix", "start_ratio": 0.0}, "run": {"total_steps": 1000}}
     stage = StoredStage(path, **sections)
     trained, durable = 0, 0
     for act in acts:
@@ -68,8 +68,9 @@ def open_order(stage: StoredStage) -> Any:
 def test_a_history_with_roll_up_ends_in_the_same_accounts(acts: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "ROLL_UP_GROUPS", 1)
-        rolled = history(Path(folder) / "rolled", acts, retain_groups=1)
         whole = history(Path(folder) / "whole", acts)
+        patch.setattr(core, "RETAIN_GROUPS", 1)
+        rolled = history(Path(folder) / "rolled", acts)
         assert rolled == whole
         assert rolled.audit() == []
         assert rolled.rows["replays"] == whole.rows["replays"]
@@ -84,11 +85,12 @@ def test_each_update_has_its_groups_and_nothing_else_counts_as_trained_after_any
     acts: list[str], zero_variance: str
 ) -> None:
     """The learner is the witness: groups of the updates that its weights have."""
-    sections = {"replay": {"enabled": True, "mode": "mix", "start_ratio": 0.0, "retain_groups": 1}}
+    sections = {"replay": {"enabled": True, "mode": "mix", "start_ratio": 0.0}}
     sections["groups"] = {"n_rollout": 2, "groups_per_step": 2, "zero_variance": zero_variance}
     made: list[set[str]] = []
     checkpoints = [0]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "RETAIN_GROUPS", 1)
         patch.setattr(core, "ROLL_UP_GROUPS", 1)
         path = Path(folder) / "replay.sqlite"
         stage = StoredStage(path, **sections)
@@ -126,9 +128,10 @@ def counted(path: Path) -> dict[str, int]:
 
 def test_rows_stop_growing_and_pages_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "ROLL_UP_GROUPS", 4)
+    monkeypatch.setattr(core, "RETAIN_GROUPS", 8)
     path = tmp_path / "replay.sqlite"
     every = {"keep": 1, "every": 1}
-    stage = StoredStage(path, replay={"retain_groups": 8}, run={"total_steps": 1000}, checkpoint=every)
+    stage = StoredStage(path, run={"total_steps": 1000}, checkpoint=every)
     sizes, rows = [], []
     for update in range(10, 61, 10):
         stage.train(update, durable=True)

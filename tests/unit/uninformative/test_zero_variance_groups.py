@@ -146,7 +146,7 @@ def test_stored_trajectories_in_a_group_count_among_its_rewards(stage) -> None:
     """A replay group whose fresh rollouts all fail still compares with the stored success; what is solved by all is
     left out with it. What the pool learns from groups that are left out does not change."""
     replay = {"enabled": True, "mode": "mix", "start_ratio": 0.0, "task_ratio": 1.0, "trajectories_per_task": 1,
-              "max_age": None, "success_upper": 3, "window": 0, "ess_guard": {"enabled": False}}  # fmt: skip
+              "max_age": None, "ess_guard": {"enabled": False}}  # fmt: skip
     s = stage(
         groups=groups("drop", n=3, per_step=1), replay=replay, environments={"a": {"tasks": 1, "max_seconds": 10}}
     )
@@ -235,7 +235,7 @@ def test_a_replay_group_that_is_left_out_does_not_change_the_pool(stage, what: s
     """A replay group whose fresh rollouts succeed like its replay teaches nothing, and stores nothing, like a solved
     plain group."""
     replay = {"enabled": True, "mode": "mix", "start_ratio": 0.0, "task_ratio": 1.0, "trajectories_per_task": 1,
-              "max_age": None, "window": 0, "retire_after": None, "ess_guard": {"enabled": False}}  # fmt: skip
+              "max_age": None, "retire_after": None, "ess_guard": {"enabled": False}}  # fmt: skip
     s = stage(groups=groups(what, n=3, per_step=1), replay=replay, environments={"a": {"tasks": 1, "max_seconds": 10}})
     s.play(0, 0, 1)
     s.train()
