@@ -150,7 +150,10 @@ class AskedElsewhere:
 
 LOOK_SECONDS = 0.5
 """Bound on how long a stop waits for a request that is under way."""
-RETRY_SECONDS = 1.0
+CONCURRENCY = 8
+"""Requests to a reference server in flight."""
+TIMEOUT_SECONDS, ATTEMPTS_MAX, RETRY_SECONDS = 60.0, 3, 1.0
+"""Of one request; the update fails after the last attempt."""
 _TEXT_MAX = 300
 
 
@@ -166,7 +169,7 @@ class ServerReference:
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """See :meth:`Reference.logprobs`. Raises :class:`TrainingError` for tokens that were
         not sampled with temperature 1, :class:`pipeline.errors.EngineError` when the server does not give all in
-        ``attempts_max`` attempts each, :class:`Interrupted`."""
+        :data:`ATTEMPTS_MAX` attempts each, :class:`Interrupted`."""
         for row in rows:
             if not (row.temperatures[row.loss_mask] == 1.0).all():
                 raise TrainingError(
@@ -193,7 +196,7 @@ class ServerReference:
         """Nothing to load."""
 
     async def _all(self, rows: Sequence[Row], out: TokenArray) -> None:
-        limit = anyio.CapacityLimiter(self._config.concurrency)
+        limit = anyio.CapacityLimiter(CONCURRENCY)
 
         async def one(row: Row, offset: int) -> None:
             async with limit:
@@ -212,14 +215,14 @@ class ServerReference:
             watching.cancel_scope.cancel()
 
     async def _row(self, session: aiohttp.ClientSession, row: Row) -> TokenArray:
-        for attempt in range(1, self._config.attempts_max + 1):
+        for attempt in range(1, ATTEMPTS_MAX + 1):
             try:
                 return prompt_logprobs(await self._ask(session, row), row, f"the reference server {self._url}")
             except EngineUnavailable:
-                if attempt == self._config.attempts_max:
+                if attempt == ATTEMPTS_MAX:
                     raise
                 await anyio.sleep(RETRY_SECONDS * attempt)
-        raise AssertionError("unreachable: attempts_max is at least 1")
+        raise AssertionError("unreachable")
 
     async def _ask(self, session: aiohttp.ClientSession, row: Row) -> Any:
         body: dict[str, Any] = {
@@ -230,7 +233,7 @@ class ServerReference:
         }
         if self._config.model is not None:
             body["model"] = self._config.model
-        seconds = self._config.timeout_seconds
+        seconds = TIMEOUT_SECONDS
         try:
             async with session.post(self._url, json=body, timeout=aiohttp.ClientTimeout(total=seconds)) as response:
                 text = await response.read()
