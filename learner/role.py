@@ -18,6 +18,7 @@ from learner.checkpoints.writer import CheckpointWriter
 from learner.device_turn import DeviceTurn, limit_memory
 from learner.loop import LearnerLoop
 from learner.models.prepare import prepare_model
+from learner.policy.reference import ATTEMPTS_MAX, TIMEOUT_SECONDS
 from learner.preflight import with_options
 from learner.rank_processes import RankZero
 from learner.recorder import MetricsLog
@@ -165,9 +166,8 @@ def allow_time_limits(ctx: RoleContext, *, several_ranks: bool) -> None:
     if several_ranks:
         for state in (RoleState.TRAINING, RoleState.SAVING, RoleState.PUBLISHING):
             progress.allow(state, config.learner.ranks_timeout_seconds)
-    reference = config.learner.reference
-    if reference.source == "server":
-        progress.allow(RoleState.TRAINING, 2 * reference.timeout_seconds * reference.attempts_max)
+    if config.learner.reference.source == "server":
+        progress.allow(RoleState.TRAINING, 2 * TIMEOUT_SECONDS * ATTEMPTS_MAX)
 
 
 def load(config: RunConfig, directory: RunDirectory, give_up: Callable[[], bool] = lambda: False) -> Start:
@@ -216,5 +216,5 @@ def choose_version(progress: LearnerProgress, recorded: int, written: list[int])
 
 
 def credit_groups(config: RunConfig) -> int:
-    """Groups that the learner may hold: those in training and the prefetched batches."""
-    return config.groups.groups_per_step * (1 + config.learner.prefetch_batches)
+    """Groups that the learner may hold: those in training, and a decoded batch that waits."""
+    return 2 * config.groups.groups_per_step

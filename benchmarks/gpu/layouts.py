@@ -30,7 +30,7 @@ from learner.training.trainer import Trainer
 GRADIENT_MAX = 0.1
 TIMES_MAX = 1.5
 FORMS: dict[str, dict[str, Any]] = {
-    "packed": {"packing": "packed", "share_prefixes": False},
+    "packed": {"packing": "packed", "shared": False},
     "shared": {"packing": "packed"},
     "shared, checkpointed": {"packing": "packed", "gradient_checkpointing": True},
 }
@@ -52,9 +52,11 @@ def equality(bench: Bench) -> Iterator[tuple[str, Facts]]:
     case, model = small_case(bench), small_model(bench)
     rows = make_rows(case, model.config.vocab_size)
 
-    def scored(**options: Any) -> Scored:
-        options = {"grad_clip": 1e9, **options}
-        return Scored.of(make_trainer(case, copy.deepcopy(model), **options), rows)
+    def scored(shared: bool = True, **options: Any) -> Scored:
+        trainer = make_trainer(case, copy.deepcopy(model), **{"grad_clip": 1e9, **options})
+        if not shared:
+            trainer.policy.form = Form(packed=True)
+        return Scored.of(trainer, rows)
 
     exact = scored(compute_dtype="float32", packing="padded")
     rounded = scored(packing="padded")

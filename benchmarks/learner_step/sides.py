@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.learner_step.case import Case, make_rows
 from benchmarks.learner_step.trl import trl_train
-from learner.data.microbatch import plan_microbatches
+from learner.data.microbatch import Form, plan_microbatches
 from learner.data.rows import Batch, Row
 from learner.models.model_folder import ModelFolder
 from learner.policy.policy import Policy
@@ -38,8 +38,8 @@ from pipeline.config import RunConfig
 LEARNER: dict[str, dict[str, Any]] = {
     "learner": {},
     "learner_padded": {"packing": "padded"},
-    "learner_packed": {"packing": "packed", "share_prefixes": False},
-    "learner_shared": {"packing": "packed", "share_prefixes": True},
+    "learner_packed": {"packing": "packed"},
+    "learner_shared": {"packing": "packed"},
 }
 BARE = ("bare", "bare_rows", "bare_selecting")
 SIDES = (*LEARNER, *BARE, "trl")
@@ -184,6 +184,8 @@ def measure(case: Case, side: str, directory: Path) -> Measured:
         trl_train(case, clock.start, clock.stop, directory)
     elif side in LEARNER:
         trainer = make_trainer(case, _model(case), **LEARNER[side])
+        if side == "learner_packed":
+            trainer.policy.form = Form(packed=True)  # without sharing prefixes
         clock = timed(learner_steps(trainer, rows, reports), case.steps, case.device)
     else:
         clock = timed(bare_steps(case, side, _model(case), rows), case.steps, case.device)

@@ -238,7 +238,7 @@ def choose_form(
             model.set_attn_implementation(before)
             kind = "trial"
     if reason is None:
-        return Form(packed=True, shared_min=SHARED_TOKENS_MIN if config.share_prefixes else None)
+        return Form(packed=True, shared_min=SHARED_TOKENS_MIN)
     if config.packing == "packed":
         raise ConfigurationError(f"learner.packing is packed, but {reason}: set it to padded")
     log.info("rows are padded, not packed: %s", reason)

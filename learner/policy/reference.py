@@ -148,7 +148,10 @@ class AskedElsewhere:
 
 LOOK_SECONDS = 0.5
 """Bound on how long a stop waits for a request that is under way."""
-RETRY_SECONDS = 1.0
+CONCURRENCY = 8
+"""Requests to a reference server in flight."""
+TIMEOUT_SECONDS, ATTEMPTS_MAX, RETRY_SECONDS = 60.0, 3, 1.0
+"""Of one request; the update fails after the last attempt."""
 ROUTE = "/v1/completions"
 ANSWER_BYTES_MAX = 256 * 1024 * 1024
 """About 100 bytes for each token of a row."""
@@ -167,7 +170,7 @@ class ServerReference:
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """See :meth:`Reference.logprobs`. Raises :class:`TrainingError` for tokens that were
         not sampled with temperature 1, :class:`pipeline.errors.EngineError` when the server does not give all in
-        ``attempts_max`` attempts each, :class:`Interrupted`."""
+        :data:`ATTEMPTS_MAX` attempts each, :class:`Interrupted`."""
         for row in rows:
             if not (row.temperatures[row.loss_mask] == 1.0).all():
                 raise TrainingError(
@@ -194,7 +197,7 @@ class ServerReference:
         """Nothing to load."""
 
     async def _all(self, rows: Sequence[Row], out: TokenArray) -> None:
-        limit = anyio.CapacityLimiter(self._config.concurrency)
+        limit = anyio.CapacityLimiter(CONCURRENCY)
 
         async def one(row: Row, offset: int) -> None:
             async with limit:
@@ -225,12 +228,12 @@ class ServerReference:
 
         async def ask() -> TokenArray:
             answer = await http.request(
-                "POST", self._url, ROUTE, data=data, seconds=self._config.timeout_seconds, bytes_max=ANSWER_BYTES_MAX,
+                "POST", self._url, ROUTE, data=data, seconds=TIMEOUT_SECONDS, bytes_max=ANSWER_BYTES_MAX,
                 server=self._server,
             )  # fmt: skip
             return prompt_logprobs(answer.accepted(), row, self._server)
 
-        return await retried(ask, self._config.attempts_max, RETRY_SECONDS)
+        return await retried(ask, ATTEMPTS_MAX, RETRY_SECONDS)
 
 
 def prompt_logprobs(answer: Any, row: Row, server: str = "the engine") -> TokenArray:

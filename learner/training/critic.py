@@ -135,7 +135,7 @@ class Critic:
 
     def _apply(self, rate: float) -> float:
         set_rate(self.optimizer, rate)
-        norm = clip_gradients(self.parameters, self._config.critic.grad_clip)
+        norm = clip_gradients(self.parameters, self._config.grad_clip)
         if math.isfinite(norm):
             self.optimizer.step()
         return norm

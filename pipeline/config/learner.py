@@ -48,12 +48,6 @@ class ReferenceConfig(Section):
     1."""
     model: str | None = None
     """Name of the model at the server. None: the only one that it serves."""
-    concurrency: int = Field(8, ge=1, le=256)
-    """Requests to the server in flight."""
-    timeout_seconds: float = Field(60.0, gt=0)
-    """Time limit of one request, in seconds."""
-    attempts_max: int = Field(3, ge=1, le=20)
-    """Attempts at one request before the update fails."""
 
     @model_validator(mode="after")
     def _source_has_what_it_needs(self) -> ReferenceConfig:
@@ -82,8 +76,6 @@ class CriticConfig(Section):
     clip: float | None = Field(0.2, gt=0)
     """Range around the old value outside of which the value's gradient is clipped (PPO's clipped value loss, as in the
     implementation of arXiv:1707.06347). None: plain squared error."""
-    grad_clip: float = Field(1.0, gt=0)
-    """Largest global gradient norm of the critic."""
 
 
 class LearnerConfig(Section):
@@ -116,7 +108,7 @@ class LearnerConfig(Section):
     """Decay per optimizer step of an exponential moving average of the weights, which is saved in the checkpoint. None:
     no average."""
     grad_clip: float = Field(1.0, gt=0)
-    """Largest global gradient norm."""
+    """Largest global gradient norm, of the policy and of the critic."""
     epochs: int = Field(1, ge=1)
     """Passes over each update's trajectories. More than 1 reuses them off-policy."""
     minibatches: int = Field(1, ge=1)
@@ -125,11 +117,9 @@ class LearnerConfig(Section):
     """Tokens of one forward pass, padding included. It determines peak memory; larger is faster on a GPU."""
     packing: Literal["auto", "padded", "packed"] = "auto"
     """Layout of the rows of a forward pass. ``padded``: rows of similar length, padded to the longest. ``packed``: rows
-    end to end without padding; each attends only to itself. ``packed`` needs a decoder with full attention in every
-    layer. ``auto``: ``packed`` if the model supports it, except on a GPU in float32."""
-    share_prefixes: bool = True
-    """Compute a common prefix of packed rows only once (the prompt of a group, the turns before a branch). Results are
-    equal up to rounding."""
+    end to end without padding; each attends only to itself, and a common prefix (the prompt of a group, the turns
+    before a branch) is computed only once. ``packed`` needs a decoder with full attention in every layer. ``auto``:
+    ``packed`` if the model supports it, except on a GPU in float32. Results are equal up to rounding."""
     logits_tokens_max: int = Field(1024, ge=1)
     """Rows of the ``[tokens, vocabulary]`` logits matrix in memory at once. Smaller saves memory."""
     gradient_checkpointing: bool = False
@@ -139,15 +129,11 @@ class LearnerConfig(Section):
     engine uses the device. False: they stay, and ``engine.gpu_memory_share`` must leave room for them."""
     ranks: int = Field(1, ge=1, le=1024)
     """Processes that share the model and each update (FSDP2): gloo on CPUs, NCCL with one GPU each. The learner is rank
-    0 and starts the others on its machine. Under torchrun omit it: torchrun determines the number."""
+    0 and starts the others on its machine. Under torchrun omit it: torchrun determines the number. Ranks on several
+    nodes meet at port 29500 of the first; set ``MASTER_PORT`` where ``afterplay run`` starts to use another."""
     ranks_timeout_seconds: float = Field(600.0, gt=0)
     """Seconds that a rank waits for the others before the learner ends with an error. Must exceed the longest
     micro-batch and the longest checkpoint write."""
-    ranks_port: int = Field(29500, ge=1, le=65535)
-    """Port at which ranks on several nodes meet, on the first of them. Runs that share that node need different
-    ones."""
-    prefetch_batches: int = Field(1, ge=1, le=64)
-    """Decoded batches that may wait at the learner, besides the one in training."""
     lora: LoraConfig = LoraConfig()
     reference: ReferenceConfig = ReferenceConfig()
     critic: CriticConfig = CriticConfig()

@@ -193,7 +193,6 @@ def _roles(config: RunConfig, chosen: Plan) -> dict[str, dict[str, Any]]:
         "learner": {
             "pods": len(places["learner"]),
             "ranksPerPod": ranks.count if ranks else config.learner.ranks,
-            "ranksPort": config.learner.ranks_port,
             "restarts": config.supervisor.restarts_max,
             "metricsPort": metrics_port("learner", 0, METRICS_PORT),
         },

@@ -8,6 +8,7 @@ keys of the engines, and the addresses at which the processes reach each other.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -209,7 +210,7 @@ def _learner(config: RunConfig, division: Division, head: Node, role: str) -> It
         count = len(share.gpus) or on_cpus
         gang = None
         if len(shares) > 1:
-            gang = Gang(i, len(shares), first, count, size, shares[0].node.address, config.learner.ranks_port)
+            gang = Gang(i, len(shares), first, count, size, shares[0].node.address, _ranks_port())
         first += count
         yield Place(
             role,
@@ -233,6 +234,15 @@ def _learner(config: RunConfig, division: Division, head: Node, role: str) -> It
             wish=Wish.PACK,
             gang=gang,
         )
+
+
+def _ranks_port() -> int:
+    """Port at which ranks on several nodes meet, on the first of them. Runs that share that node need different
+    ones."""
+    port = os.environ.get("MASTER_PORT", "29500")
+    if not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise ConfigurationError(f"environment variable MASTER_PORT: expected a port from 1 to 65535, got {port!r}")
+    return int(port)
 
 
 def _engines(config: RunConfig, division: Division, inventory: Inventory) -> Iterator[Place]:

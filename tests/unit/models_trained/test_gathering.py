@@ -130,8 +130,8 @@ def parts_of(rows, tokens_max):
     return microbatches(rows, [0.0] * len(rows), token_offsets(rows), tokens_max, PADDED, ALONE)
 
 
-def critic_of(seed=0, **critic):
-    config = learner_config(critic={"learning_rate": 1e-2, **critic})
+def critic_of(seed=0, grad_clip=1.0, **critic):
+    config = learner_config(grad_clip=grad_clip, critic={"learning_rate": 1e-2, **critic})
     backbone = Backbone(tiny_model(seed).base_model, config, torch.device("cpu"))
     critic = Critic(backbone, config, owns=True)
     with torch.no_grad():

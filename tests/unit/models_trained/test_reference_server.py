@@ -117,9 +117,10 @@ def expected(rows):
     return np.concatenate([[value(int(row.token_ids[t]), t) for t in np.flatnonzero(row.loss_mask)] for row in rows])
 
 
-def test_every_sampled_token_gets_its_own_number(server):
+def test_every_sampled_token_gets_its_own_number(server, monkeypatch):
+    monkeypatch.setattr("learner.policy.reference.CONCURRENCY", 2)
     rows = rows_at_one(9)
-    came = reference_of(server, concurrency=2, model="ref").logprobs(rows, WATCH)
+    came = reference_of(server, model="ref").logprobs(rows, WATCH)
     np.testing.assert_allclose(came, expected(rows), rtol=1e-6)
     assert came.dtype == np.float32
     assert server.most <= 2
@@ -150,13 +151,14 @@ def test_a_server_that_fails_ends_in_one_error_that_says_why(server, fault, erro
     assert len(server.bodies) == requests
 
 
-def test_a_server_that_hangs_or_is_gone_is_given_up_in_bounded_time(server):
+def test_a_server_that_hangs_or_is_gone_is_given_up_in_bounded_time(server, monkeypatch):
+    monkeypatch.setattr("learner.policy.reference.TIMEOUT_SECONDS", 0.1)
     server.faults = [asyncio.Event()] * 10
     start = time.monotonic()
     with pytest.raises(EngineUnavailable, match=r"within 0\.1 s"):
-        reference_of(server, timeout_seconds=0.1, attempts_max=2).logprobs(rows_at_one(2), WATCH)
+        reference_of(server).logprobs(rows_at_one(2), WATCH)
     assert time.monotonic() - start < 5
-    gone = ReferenceConfig(source="server", url="http://127.0.0.1:9", attempts_max=1)
+    gone = ReferenceConfig(source="server", url="http://127.0.0.1:9")
     with pytest.raises(EngineUnavailable, match="failed"):
         ServerReference(gone, Interrupt()).logprobs(rows_at_one(1), WATCH)
 

@@ -23,7 +23,6 @@ def sliding_model():
 def test_full_attention_decoders_are_packed(kit):
     policy = policy_with(kit, kit.tiny_model())
     assert policy.form == Form(packed=True, shared_min=SHARED_TOKENS_MIN)
-    assert policy_with(kit, kit.tiny_model(), share_prefixes=False).form == Form(packed=True)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ async def test_an_update_that_is_delivered_in_time_is_built_while_the_one_before
     monkeypatch.setattr(Prefetcher, "prefetch", watched_prefetch)
     monkeypatch.setattr(Prefetcher, "take", watched_take)
     monkeypatch.setattr(Trainer, "train", held_train)
-    async with world(total_steps=4, learner={"prefetch_batches": 2}) as w:
+    async with world(total_steps=4) as w:
         _, run = w.learner()
         await run()
     assert taken == [(0, False), (1, True), (2, True), (3, True)]

@@ -301,7 +301,8 @@ def test_ranks_are_packed_engines_stay_on_one_node_and_actors_spread() -> None:
     assert (places["learner"].wish, places["engine-0"].wish) == (Wish.PACK, Wish.SPREAD)
 
 
-def test_ranks_of_several_nodes_are_a_gang() -> None:
+def test_ranks_of_several_nodes_are_a_gang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
     config = changed(placement={"learner_gpus": 12, "engine_gpus": 4})
     first, second = (place for place in plan(config, nodes(8, 8)).places if place.role == "learner")
     assert (first.node, second.node, first.rule.ends_run, second.rule.ends_run) == ("n0", "n1", True, False)
@@ -312,6 +313,11 @@ def test_ranks_of_several_nodes_are_a_gang() -> None:
     assert {"--nnodes=2", "--node-rank=1", "--nproc-per-node=4", "--master-addr=10.0.0.0"} <= set(command)
     assert command[-7:] == ["--no-python", "python", "-P", "-m", "pipeline.cli.app", "learner", "run.yaml"]
     assert first.ports["ranks"] == 29500
+    monkeypatch.setenv("MASTER_PORT", "29501")
+    assert next(p for p in plan(config, nodes(8, 8)).places if p.role == "learner").ports["ranks"] == 29501
+    monkeypatch.setenv("MASTER_PORT", "0")
+    with pytest.raises(ConfigurationError, match="MASTER_PORT: expected a port"):
+        plan(config, nodes(8, 8))
     assert second.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "60", "torchrun would kill the ranks after 30 s"
 
 
