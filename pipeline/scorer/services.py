@@ -39,7 +39,7 @@ log = logging.getLogger("afterplay.scorer")
 
 JUDGE_ROUTE = "/v1/chat/completions"
 REPLY_TOKENS_MAX = 512
-"""Of a judge; ``extra`` of the section may have another."""
+"""Limit of a judge; ``extra`` of the section may set another."""
 ROUTES = {"vllm_classify": "/classify", "vllm_pooling": "/pooling"}
 RETRY_SECONDS = 0.5
 """Before the first retry; it doubles with each."""
