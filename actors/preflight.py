@@ -48,8 +48,7 @@ from pipeline.runtime.plugin_guard import (
 )
 from pipeline.schema import FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.scorer.functions import Call, Outcome, Workers
-from pipeline.scorer.judge import Judge
-from pipeline.scorer.reward_model import RewardModel
+from pipeline.scorer.services import Judge, RewardModel
 from pipeline.scorer.verdict import ENVIRONMENT, ScoreFailure
 from pipeline.tasks.splits import evaluated_environments, split_names
 

@@ -9,8 +9,9 @@ for the requests of one update. Dimension: S sampled tokens of the rows.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 import numpy as np
@@ -35,27 +36,25 @@ from pipeline.runtime.engine_keys import authorization
 from pipeline.runtime.http import TEXT_MAX, HttpClient, retried
 
 
-class Reference(Protocol):
-    """Interface of a reference policy."""
+class Reference(ABC):
+    """A reference policy; one whose weights never change has only ``logprobs``."""
 
+    @abstractmethod
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """log π_ref of all sampled tokens of ``rows``, nats, float32 ``[S]``, rows in order. Blocks."""
-        ...
 
-    def updated(self, updates: int) -> None:
+    def updated(self, updates: int) -> None:  # noqa: B027 - optional
         """``updates`` updates are made: the reference may follow."""
-        ...
 
     def state(self) -> dict[str, Tensor] | None:
         """State that a resumed learner cannot rebuild; not copies. None: there is none."""
-        ...
+        return None
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
+    def load(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 - optional
         """Resume from a saved state. Raises :class:`StoreError`."""
-        ...
 
 
-class AdaptersOff:
+class AdaptersOff(Reference):
     """The policy without its adapters: no copy, never refreshed."""
 
     def __init__(self, policy: Policy, tokens_max: int) -> None:
@@ -68,18 +67,8 @@ class AdaptersOff:
             policy = self._policy
             return token_pass(rows, policy.score, 2, self._tokens_max, watch, policy.form, policy.ranks)[0]
 
-    def updated(self, updates: int) -> None:
-        """Never refreshed."""
 
-    def state(self) -> dict[str, Tensor] | None:
-        """None: the weights are those of the model."""
-        return None
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Nothing to load."""
-
-
-class FrozenCopy:
+class FrozenCopy(Reference):
     """A second model, which takes the weights of ``live`` every ``refresh_every`` updates, or never."""
 
     def __init__(self, copy: Policy, live: Policy, tokens_max: int, refresh_every: int | None = None) -> None:
@@ -128,22 +117,12 @@ class FrozenCopy:
             own[name].copy_(tensor)
 
 
-class AskedElsewhere:
+class AskedElsewhere(Reference):
     """Reference on ranks other than 0 if it is a server: rank 0 queries it and sends the scores with the rows."""
 
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """Zeros, which nothing reads."""
         return np.zeros(sum(row.n_sampled for row in rows), np.float32)
-
-    def updated(self, updates: int) -> None:
-        """Never refreshed."""
-
-    def state(self) -> dict[str, Tensor] | None:
-        """None."""
-        return None
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Nothing to load."""
 
 
 LOOK_SECONDS = 0.5
@@ -157,7 +136,7 @@ ANSWER_BYTES_MAX = 256 * 1024 * 1024
 """About 100 bytes for each token of a row."""
 
 
-class ServerReference:
+class ServerReference(Reference):
     """A reference policy behind HTTP. ``interrupt`` cancels the requests; ``key`` opens the server."""
 
     def __init__(self, config: ReferenceConfig, interrupt: Interrupt, key: str | None = None) -> None:
@@ -185,16 +164,6 @@ class ServerReference:
             except BaseExceptionGroup as group:
                 raise _first(group) from group
         return out
-
-    def updated(self, updates: int) -> None:
-        """The server's weights are its own."""
-
-    def state(self) -> dict[str, Tensor] | None:
-        """Nothing to save."""
-        return None
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Nothing to load."""
 
     async def _all(self, rows: Sequence[Row], out: TokenArray) -> None:
         limit = anyio.CapacityLimiter(CONCURRENCY)
@@ -260,18 +229,7 @@ def prompt_logprobs(answer: Any, row: Row, server: str = "the engine") -> TokenA
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first single exception: a stop if there was one, else what the server did."""
-    leaves: list[BaseException] = []
-
-    def collect(error: BaseException) -> None:
-        if isinstance(error, BaseExceptionGroup):
-            for inner in error.exceptions:
-                collect(inner)
-        else:
-            leaves.append(error)
-
-    collect(group)
-    for kind in (Interrupted, EngineError):
-        for leaf in leaves:
-            if isinstance(leaf, kind):
-                return leaf
-    return leaves[0]
+    error: BaseException = group.subgroup(Interrupted) or group.subgroup(EngineError) or group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

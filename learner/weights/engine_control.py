@@ -46,11 +46,7 @@ class EngineControl:
 
     async def version(self) -> str:
         """The stamp of the weights it serves (``GET /weight_info``); ``default`` before the first one."""
-        answer = await self._call("GET", "/weight_info", seconds=min(WATCH_SECONDS_MAX, self._timeout_seconds))
-        version = answer.get("weight_version")
-        if not isinstance(version, str | int):
-            raise EngineProtocolError(f"expected weight_version of {self.url}, got {str(answer)[:TEXT_MAX]}")
-        return str(version)
+        return str(await self._look("/weight_info", "weight_version", str | int))
 
     async def pause(self) -> None:
         """Stop decoding; requests in flight are kept."""
@@ -61,10 +57,7 @@ class EngineControl:
 
     async def is_paused(self) -> bool:
         """True while it keeps requests without sampling."""
-        answer = await self._call("GET", "/is_paused", seconds=min(WATCH_SECONDS_MAX, self._timeout_seconds))
-        if not isinstance(answer.get("is_paused"), bool):
-            raise EngineProtocolError(f"expected is_paused of {self.url}, got {str(answer)[:TEXT_MAX]}")
-        return bool(answer["is_paused"])
+        return bool(await self._look("/is_paused", "is_paused", bool))
 
     async def sleep(self, level: int) -> None:
         """Give the device up: the KV cache, and the weights (``level`` 1: kept in host memory, 2: discarded). Requests
@@ -79,10 +72,7 @@ class EngineControl:
 
     async def is_sleeping(self) -> bool:
         """True while it does not sample: asleep, or paused."""
-        answer = await self._call("GET", "/is_sleeping", seconds=min(WATCH_SECONDS_MAX, self._timeout_seconds))
-        if not isinstance(answer.get("is_sleeping"), bool):
-            raise EngineProtocolError(f"expected is_sleeping of {self.url}, got {str(answer)[:TEXT_MAX]}")
-        return bool(answer["is_sleeping"])
+        return bool(await self._look("/is_sleeping", "is_sleeping", bool))
 
     async def reload(self, folder: Path) -> None:
         """Load the safetensors of a folder that the engine can read."""
@@ -137,11 +127,13 @@ class EngineControl:
 
     async def world_size(self) -> int:
         """Number of worker processes of the engine (``GET /get_world_size``)."""
-        answer = await self._call("GET", "/get_world_size")
-        size = answer.get("world_size")
-        if not isinstance(size, int):
-            raise EngineProtocolError(f"expected world_size of {self.url}, got {str(answer)[:TEXT_MAX]}")
-        return size
+        return int(await self._look("/get_world_size", "world_size", int, self._timeout_seconds))
+
+    async def _look(self, path: str, field: str, kind: Any, seconds: float = WATCH_SECONDS_MAX) -> Any:
+        answer = await self._call("GET", path, seconds=min(seconds, self._timeout_seconds))
+        if not isinstance(answer.get(field), kind):
+            raise EngineProtocolError(f"expected {field} of {self.url}, got {str(answer)[:TEXT_MAX]}")
+        return answer[field]
 
     async def _call(
         self,

@@ -64,8 +64,12 @@ def load_main(path: str) -> Any:
     try:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
+        remedy = "Is Afterplay installed completely?"
+        found = getattr(sys.modules.get(module_name.partition(".")[0]), "__file__", None)
+        if found is not None and Path(found).parents[1] != Path(__file__).parents[2]:
+            remedy = f"{found} hides a package of Afterplay: rename it, or take its folder out of PYTHONPATH"
         raise ConfigurationError(
-            f"expected {path} to be importable, got {type(error).__name__}: {error}. Is Afterplay installed completely?"
+            f"expected {path} to be importable, got {type(error).__name__}: {error}. {remedy}"
         ) from error
 
 

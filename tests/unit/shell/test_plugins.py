@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.plugins import OURS, attribute, resolve
+from pipeline.runtime.plugins import OURS, attribute, load_main, resolve
 
 REWARD = "def reward(trajectory): return {0!r}"
 
@@ -23,7 +23,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     before = set(sys.modules)
     resolve.cache_clear()
     yield tmp_path
-    for name in set(sys.modules) - before:
+    loaded = {name: sys.modules[name] for name in set(sys.modules) - before}
+    for name in [name for name, module in loaded.items() if str(tmp_path) in repr(module.__spec__ or module.__path__)]:
         del sys.modules[name]
     resolve.cache_clear()
 
@@ -145,3 +146,13 @@ def test_what_cannot_be_loaded_is_one_sentence_that_names_a_collision(
     with pytest.raises(ConfigurationError, match=message) as error:
         attribute(path, "scorer.functions")
     assert str(error.value).startswith("scorer.functions: ") and "\n" not in str(error.value)
+
+
+def test_a_module_that_hides_a_package_of_ours_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(folder, "learner.py")
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "learner"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ConfigurationError, match=r"learner.py hides a package of Afterplay: rename it, or take its"):
+        load_main("learner.role:main")
+    del sys.modules["learner"]
