@@ -116,7 +116,7 @@ async def _damage(target: Target, folder: Path) -> str:
 
 
 class Publisher:
-    """Implements :class:`learner.weights.engine_keeper.WeightPublisher`. Use as an async context manager."""
+    """Keeps all engines at the newest published version while ``run`` runs. Use as an async context manager."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class Publisher:
             keeper.control.epoch = epoch
 
     async def run(self) -> None:
-        """Watch the engines until cancelled."""
+        """Watch the engines until cancelled: a restarted or lagging one is brought to the newest version."""
         async with anyio.create_task_group() as group:
             self._watchers = group
             for url, keeper in self.keepers.items():
@@ -221,7 +221,13 @@ class Publisher:
         expected: TokenArray | None = None,
         initial: bool = False,
     ) -> Publication:
-        """See :meth:`learner.weights.engine_keeper.WeightPublisher.publish`; ``run`` must be running."""
+        """Make ``tensors`` the weights of ``version`` in every engine, and keep them until the next version.
+        ``initial``, or None: the engines were started with them. ``expected``: what they give the probe. ``run`` must
+        be running.
+
+        Returns when each engine has it or has failed once, at most ``publish.timeout_seconds`` after the weights are
+        written.
+        """
         start = time.perf_counter()
         folder, n_bytes = self._directory.weights(version), 0
         weights, tensors = (tensors, None) if isinstance(tensors, DeviceWeights) else (None, tensors)
