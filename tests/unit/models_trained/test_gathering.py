@@ -73,9 +73,9 @@ def test_one_optimizer_step_needs_no_pass_before_it(monkeypatch, train):
 
 
 def test_what_is_asked_for_and_not_there_is_an_error(needs):
-    trainer = Trainer(tiny_policy(), run_config())
     for name, word in (("reference", "reference policy"), ("values", "critic")):
         needs(name)
+        trainer = Trainer(tiny_policy(), run_config())
         with pytest.raises(ConfigurationError, match=word):
             trainer.token_scores(make_rows(1))
 
