@@ -30,11 +30,12 @@ from learner.weights import publisher as publisher_module
 from learner.weights.device_weights import DeviceWeights
 from pipeline.config import RunConfig
 from pipeline.errors import DamagedFiles
-from pipeline.metrics.learner import STAGES, RoleState
+from pipeline.metrics.learner import STAGES
 from pipeline.runtime.process import ExitCode, RoleContext, _explain
 from pipeline.runtime.rundir import RunDirectory
 from pipeline.schema import SCHEMA_VERSION, FinishReason, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.schema import Message as ChatMessage
+from pipeline.schema.state import RoleState
 from pipeline.schema.weight_stamp import WITHDRAWN
 from pipeline.stage.role import serve as serve_stage
 from pipeline.store.evaluation_results import read_results
