@@ -179,7 +179,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         before, tensors = tensors, trainer.policy.snapshot("bfloat16")
         folder, file = run_directory.weights(step), directory / f"delta-{step:06d}.safetensors"
         with seconds.of("write whole"):
-            write_weights(folder, trainer.policy.model, tensors)
+            write_weights(trainer.policy.model, folder, tensors)
         with seconds.of("digests of whole"):
             write_contents(folder)
         with seconds.of("write delta"):

@@ -12,7 +12,7 @@ import anyio
 
 from learner.checkpoints.best import is_evaluated
 from learner.session import LearnerProgress, LearnerSession
-from learner.weights.publisher import Publisher
+from learner.weights.publisher import Publisher, record_version
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.process import RoleContext
@@ -44,7 +44,7 @@ async def serve(ctx: RoleContext, link: Link) -> None:
                 config.engine.addresses(),
                 directory,
                 config.publish,
-                None,
+                record_version,
                 on_failure=failed,
                 key=find_key(config.engine, "learner_key"),
                 run=config.run.id,

@@ -24,7 +24,7 @@ import logging
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -46,14 +46,13 @@ from learner.traces import Tracer
 from learner.training.report import StepReport
 from learner.training.trainer import Trainer
 from learner.weights.device_weights import DeviceWeights
-from learner.weights.engine_keeper import Publication, WeightProbe
-from learner.weights.publisher import published_dtype, sent_from_device, weights_to_publish
+from learner.weights.publisher import Publisher, published_dtype, sent_from_device, weights_to_publish
 from learner.witness import trained_line
 from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.disk_wait import when_room
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.progress import AdaptiveLimit
-from pipeline.runtime.witness import WitnessFile
+from pipeline.runtime.witness import open_witness
 from pipeline.schema.state import RoleState
 
 log = logging.getLogger(__name__)
@@ -67,52 +66,35 @@ ACKNOWLEDGE_SECONDS_MAX = 5.0
 """Bound on the wait for the replay stage to record the last update."""
 
 
-class LivePublisher(Protocol):
-    """Interface of the publisher that the loop uses."""
-
-    @property
-    def probe(self) -> WeightProbe | None: ...
-    async def publish(
-        self,
-        version: int,
-        tensors: Mapping[str, Tensor] | DeviceWeights | None,
-        expected: TokenArray | None = None,
-        initial: bool = False,
-    ) -> Publication: ...
-    async def until_live(self, version: int) -> None: ...
-    def live(self, version: int) -> tuple[str, ...]: ...
-    def trouble(self) -> dict[str, str]: ...
-
-
 class LearnerLoop:
     def __init__(
         self,
         ctx: RoleContext,
         trainer: Trainer,
         session: LearnerSession,
-        publisher: LivePublisher,
+        publisher: Publisher,
         writer: CheckpointWriter,
         metrics: LearnerMetrics,
         lines: MetricsLog,
+        tracer: Tracer,
         version: int,
-        tracer: Tracer | None = None,
-        device: DeviceTurn | None = None,
-        witness: WitnessFile | None = None,
     ) -> None:
         self.version = version
         """Policy version of the trainer's weights."""
-        self._device = device
-        """Set where engines and learner take turns on one device."""
         self._ctx = ctx
         self._config = ctx.config
+        self._device: DeviceTurn | None = None
+        """Set where engines and learner take turns on one device."""
+        if publisher.device is not None:
+            self._device = DeviceTurn(publisher.device, trainer, offload=self._config.learner.offload)
         self._trainer = trainer
         self._session = session
         self._publisher = publisher
         self._writer = writer
         self._metrics = metrics
         self._lines = lines
-        self._tracer = tracer or Tracer()
-        self._witness = witness
+        self._tracer = tracer
+        self._witness = open_witness("learner")
         self._first_update = self._saved_updates = trainer.updates
         self._last_publication: dict[str, Any] = {}
         self._prefetcher = Prefetcher(session, self._config.replay)

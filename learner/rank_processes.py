@@ -35,8 +35,9 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
+from learner.build import load_trainer
 from learner.checkpoints.checkpoint import CheckpointState, take_image
-from learner.data.rows import Batch, Row, TokenScores
+from learner.data.rows import Batch
 from learner.distributed.collectives import ProcessRank, RankGroup, join, leave, process_rank
 from learner.distributed.messages import unpack_command
 from learner.distributed.ranks import HEARTBEAT_SECONDS, Interrupt
@@ -49,7 +50,6 @@ from pipeline.runtime.process import ExitCode, configure_logging
 from pipeline.runtime.rundir import RunDirectory
 
 log = logging.getLogger(__name__)
-Handler = Callable[[Trainer, Mapping[str, Any], tuple[Row, ...], TokenScores], Any]
 LOSS_SECONDS = 15.0
 """After a loss, before the process is ended by force: training may be stuck in a collective."""
 REAP_SECONDS = 1.0
@@ -189,18 +189,34 @@ def execute_commands(trainer: Trainer, group: RankGroup, image: Callable[[int], 
 
     Raises :class:`TrainingError` when rank 0 is gone.
     """
+    policy = trainer.policy
     while True:
         facts, rows, scores = unpack_command(_next(group))
-        command = facts["command"]
-        if command == "end":
-            return
         try:
-            if command == "image":
-                image(int(facts["updates"]))
-            elif command != "heartbeat":
-                _HANDLERS[command](trainer, facts, rows, scores)
+            match facts["command"]:
+                case "end":
+                    return
+                case "heartbeat":
+                    pass
+                case "step":
+                    trainer.kl.coefficient = facts["kl"]
+                    trainer.step(Batch(facts["update"], (), rows), facts["policy_version"], scores)
+                case "gather":
+                    trainer.token_scores(rows)
+                case "score":
+                    trainer.score(rows)
+                case "snapshot":
+                    policy.snapshot(facts["dtype"])
+                case "adapters":
+                    policy.adapter_snapshot(torch.float32)
+                case "transfer":
+                    follow(group, policy.device, facts["tensors"])
+                case "image":
+                    image(int(facts["updates"]))
+                case other:
+                    raise TrainingError(f"rank {group.rank} got {other!r} from rank 0, which is no command")
         except Interrupted:
-            log.info("rank %d cancelled %s: the learner is stopping", group.rank, command)
+            log.info("rank %d cancelled %s: the learner is stopping", group.rank, facts["command"])
 
 
 class ShardWriter:
@@ -238,49 +254,11 @@ def _next(group: RankGroup) -> Any:
     try:
         return group.receive()
     except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
         raise TrainingError(
-            f"rank {group.rank} lost rank 0, which ended or was silent for too long ({_first_line(error)}): all ranks "
-            "end together; start the learner again, it resumes from its newest checkpoint"
+            f"rank {group.rank} lost rank 0, which ended or was silent for too long ({reason}): all ranks end "
+            "together; start the learner again, it resumes from its newest checkpoint"
         ) from error
-
-
-def _step(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], scores: TokenScores) -> None:
-    trainer.kl.coefficient = facts["kl"]
-    trainer.step(Batch(facts["update"], (), rows), facts["policy_version"], scores)
-
-
-def _gather(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], scores: TokenScores) -> None:
-    trainer.token_scores(rows)
-
-
-def _score(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], scores: TokenScores) -> None:
-    trainer.score(rows)
-
-
-def _snapshot(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], scores: TokenScores) -> None:
-    trainer.policy.snapshot(facts["dtype"])
-
-
-def _adapters(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], scores: TokenScores) -> None:
-    trainer.policy.adapter_snapshot(torch.float32)
-
-
-def _transfer(trainer: Trainer, facts: Mapping[str, Any], rows: tuple[Row, ...], scores: TokenScores) -> None:
-    follow(trainer.policy.ranks, trainer.policy.device, facts["tensors"])
-
-
-_HANDLERS: dict[str, Handler] = {
-    "step": _step,
-    "gather": _gather,
-    "score": _score,
-    "snapshot": _snapshot,
-    "adapters": _adapters,
-    "transfer": _transfer,
-}
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def run(config: RunConfig, process: ProcessRank, store: Store | None = None) -> int:
@@ -288,48 +266,39 @@ def run(config: RunConfig, process: ProcessRank, store: Store | None = None) -> 
     one interrupts the update, on all ranks; a process that is still there after
     ``checkpoint.drain_seconds_max`` ends by force."""
     configure_logging(f"learner-{process.rank}")
-    interrupt, codes = Interrupt(), [int(ExitCode.FAILED)]
-    _handle_signals(interrupt, config.checkpoint.drain_seconds_max)
+    interrupt, code = Interrupt(), ExitCode.FAILED
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if not interrupt.asked:
+            interrupt.set()
+            timer = threading.Timer(config.checkpoint.drain_seconds_max, os._exit, (int(ExitCode.FORCED),))
+            timer.daemon = True
+            timer.start()
 
     def work() -> None:
+        nonlocal code
         try:
-            _work(config, process, store, interrupt)
-            codes[0] = ExitCode.FINISHED
+            device = join(process, config.learner, store)
+            group = RankGroup(device, interrupt, config.learner.ranks_timeout_seconds)
+            trainer, _ = load_trainer(config, RunDirectory(config.run.path), None, group)
+            log.info("rank %d of %d on %s", process.rank, process.world_size, device)
+            with ShardWriter(trainer) as writer:
+                execute_commands(trainer, group, writer.image)
+            code = ExitCode.FINISHED
         except ConfigurationError as error:
             log.error("%s", error)
-            codes[0] = ExitCode.CONFIGURATION
+            code = ExitCode.CONFIGURATION
         except AfterplayError as error:
             log.error("%s", error)
         except BaseException:
             log.exception("rank %d ended by an error", process.rank)
 
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
     thread = threading.Thread(target=work, name="commands")
     thread.start()
     thread.join()
-    return codes[0]
-
-
-def _work(config: RunConfig, process: ProcessRank, store: Store | None, interrupt: Interrupt) -> None:
-    from learner.build import load_trainer
-
-    device = join(process, config.learner, store)
-    group = RankGroup(device, interrupt, config.learner.ranks_timeout_seconds)
-    trainer, _ = load_trainer(config, RunDirectory(config.run.path), None, group)
-    log.info("rank %d of %d on %s", process.rank, process.world_size, device)
-    with ShardWriter(trainer) as writer:
-        execute_commands(trainer, group, writer.image)
-
-
-def _handle_signals(interrupt: Interrupt, seconds_max: float) -> None:
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if not interrupt.asked:
-            interrupt.set()
-            timer = threading.Timer(seconds_max, os._exit, (int(ExitCode.FORCED),))
-            timer.daemon = True
-            timer.start()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+    return int(code)
 
 
 def _end_with_parent() -> None:

@@ -15,7 +15,7 @@ from learner.build import load_trainer
 from learner.checkpoints.best import BestKeeper
 from learner.checkpoints.checkpoint import find_resumption
 from learner.checkpoints.writer import CheckpointWriter
-from learner.device_turn import DeviceTurn, limit_memory
+from learner.device_turn import limit_memory
 from learner.loop import LearnerLoop
 from learner.models.prepare import prepare_model
 from learner.policy.reference import ATTEMPTS_MAX, TIMEOUT_SECONDS
@@ -35,7 +35,6 @@ from pipeline.runtime.contents import damaged_folders
 from pipeline.runtime.disk_wait import when_room
 from pipeline.runtime.process import RoleContext, working_seconds
 from pipeline.runtime.rundir import RunDirectory
-from pipeline.runtime.witness import open_witness
 from pipeline.schema.state import RoleState
 from pipeline.transport.link import Link
 from pipeline.transport.messages import Limits
@@ -95,7 +94,7 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> int:
     writer = CheckpointWriter(
         directory.checkpoints, directory.model, config.checkpoint.keep, session.checkpointed, metrics
     )
-    best = BestKeeper(config.evaluation, directory.checkpoints, session, writer, metrics)
+    best = BestKeeper(config.evaluation, writer, metrics, lambda: session.evaluation, session.changed)
     loop: LearnerLoop | None = None
     try:
         async with (
@@ -131,11 +130,8 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> int:
                     ) as lines,
                     tracing(config.traces, directory.traces, config.run.seed, updates) as tracer,
                 ):
-                    device = None
-                    if publisher.device is not None:
-                        device = DeviceTurn(publisher.device, start.trainer, offload=config.learner.offload)
-                    parts = (ctx, start.trainer, session, publisher, writer, metrics, lines, version, tracer, device)
-                    loop = LearnerLoop(*parts, open_witness("learner"))
+                    parts = (ctx, start.trainer, session, publisher, writer, metrics, lines, tracer)
+                    loop = LearnerLoop(*parts, version)
                     try:
                         await loop.run(initial=start.checkpoint is None)
                         await best.settle()

@@ -35,7 +35,7 @@ def publication(bench: Bench, shape: str) -> Iterator[tuple[str, Facts]]:
     scratch = Path(tempfile.mkdtemp())
     try:
         start = time.perf_counter()
-        write_weights(scratch / "v", policy.model, copies)
+        write_weights(policy.model, scratch / "v", copies)
         written = time.perf_counter() - start
         start = time.perf_counter()
         read = [tensor for file in sorted((scratch / "v").glob("*.safetensors")) for tensor in load_file(file).items()]

@@ -16,10 +16,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 import orjson
@@ -38,41 +38,36 @@ BEST = "best"
 WHY = "evaluation.json"
 
 
-class EvaluationView(Protocol):
-    """Interface of the session that is used here."""
-
-    @property
-    def evaluation(self) -> Mapping[str, Any]: ...
-    async def changed(self) -> None: ...
-
-
 class BestKeeper:
-    """Runs during training. The checkpoint of weights that are being evaluated is protected from pruning."""
+    """Runs during training. The checkpoint of weights that are being evaluated is protected from pruning.
+
+    ``evaluation`` gives the newest EVALUATION header, ``changed`` waits until there may be another.
+    """
 
     def __init__(
         self,
         section: EvaluationConfig,
-        root: Path,
-        session: EvaluationView,
         writer: CheckpointWriter,
         metrics: LearnerMetrics,
+        evaluation: Callable[[], Mapping[str, Any]],
+        changed: Callable[[], Awaitable[None]],
     ) -> None:
-        self._section, self._root, self._session, self._writer = section, root, session, writer
-        self._metrics = metrics
+        self._section, self._writer, self._metrics, self._root = section, writer, metrics, writer.root
+        self._evaluation, self._changed = evaluation, changed
         self._kept: Mapping[str, Any] | None = None
         self._lock = anyio.Lock()
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            header = self._session.evaluation
+            header = self._evaluation()
             await self.apply(header)
-            if self._session.evaluation is header:
-                await self._session.changed()
+            if self._evaluation() is header:
+                await self._changed()
 
     async def settle(self) -> None:
         """Act on the last EVALUATION header before the process ends; every checkpoint must be durable by then."""
-        await self.apply(self._session.evaluation)
+        await self.apply(self._evaluation())
 
     async def apply(self, header: Mapping[str, Any]) -> None:
         """Act on an EVALUATION header, again whenever a checkpoint became durable."""

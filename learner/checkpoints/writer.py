@@ -42,7 +42,7 @@ class CheckpointWriter:
         """The error that has ended :meth:`run`."""
         self.protected: frozenset[int] = frozenset()
         """Updates of checkpoints that are never pruned: under evaluation, or the best."""
-        self._root = root
+        self.root = root
         self._initial_model = initial_model
         self._keep = keep
         self._durable = durable
@@ -63,10 +63,10 @@ class CheckpointWriter:
             if image is None:
                 continue
             start = time.perf_counter()
-            write = partial(write_image, self._root, image, self._initial_model, self._keep, self.protected)
+            write = partial(write_image, self.root, image, self._initial_model, self._keep, self.protected)
             what = f"the checkpoint of step {image.updates}"
             try:
-                await when_room(write, self._root, what, image.n_bytes, abandon=True)
+                await when_room(write, self.root, what, image.n_bytes, abandon=True)
             except Exception as error:
                 self.failure = error
                 raise

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from learner.data.microbatch import PADDED, Form, MicroBatch, PassCost, collate, plan_rows, token_offsets
+from learner.data.microbatch import MicroBatch, PassCost, collate, plan_rows, token_offsets
 from learner.data.rows import Row
 from learner.distributed.ranks import ALONE, IDLE, Interrupt, Ranks, resolve_device
 from learner.models.model_folder import ModelFolder, is_empty
@@ -103,59 +103,6 @@ def _active_experts(config: Any) -> float:
     return float((getattr(config, "num_experts_per_tok", None) or count) / count)
 
 
-def token_pass(
-    rows: Sequence[Row],
-    score: Scorer,
-    n_outputs: int,
-    tokens_max: int,
-    watch: Stopwatch,
-    form: Form = PADDED,
-    ranks: Ranks = ALONE,
-) -> tuple[FloatArray, ...]:
-    """Outputs of ``score`` for all sampled tokens of ``rows``, float32 ``[S]`` each, rows in order.
-
-    ``tokens_max``: tokens of one forward pass, laid out as ``form`` says, padding included. ``ranks`` divide
-    the rows; each gets the whole result.
-    """
-    with watch.stage("prepare"):
-        parts = microbatches(rows, [0.0] * len(rows), token_offsets(rows), tokens_max, form, ranks)
-    outputs = tuple(np.zeros(sum(row.n_sampled for row in rows), dtype=np.float32) for _ in range(n_outputs))
-    with torch.no_grad(), watch.stage("forward"):
-        for part in parts:
-            ranks.agree()
-            for output, values in zip(outputs, score(part or idle_part(form)), strict=True):
-                if part is not None:
-                    output[part.token_index_S] = values.float().cpu().numpy()
-    watch.operations += ranks.summed([sum(part.operations for part in parts if part is not None)])[0]
-    return ranks.merged(outputs)
-
-
-def microbatches(
-    rows: Sequence[Row],
-    weights: Sequence[float],
-    offsets: Sequence[int] | npt.NDArray[np.int64],
-    tokens_max: int,
-    form: Form,
-    ranks: Ranks,
-) -> list[MicroBatch | None]:
-    """Micro-batches of this rank; None: one without rows, because another rank has more. ``weights`` and ``offsets`` of
-    each row are as :func:`learner.data.microbatch.collate` takes them. Several ranks wait for each other in each layer,
-    so they compute costly ones first. Collective."""
-    mine = ranks.mine(rows, form)
-    plans = [[mine[i] for i in chosen] for chosen in plan_rows([rows[i] for i in mine], tokens_max, form)]
-    parts = [
-        collate([rows[i] for i in p], [weights[i] for i in p], [int(offsets[i]) for i in p], form=form) for p in plans
-    ]
-    if ranks.size > 1:
-        parts.sort(key=lambda part: -part.operations)
-    return ranks.padded(parts)
-
-
-def idle_part(form: Form) -> MicroBatch:
-    """See :data:`learner.distributed.ranks.IDLE`."""
-    return collate([IDLE], [0.0], [0], form=form)
-
-
 class Backbone:
     """``model`` without dropout on ``device``, its weights in ``dtype``, in eval mode (but see :meth:`eval_mode`). An
     empty one (:meth:`learner.models.model_folder.ModelFolder.empty`) is to be divided and then filled.
@@ -208,6 +155,54 @@ class Backbone:
         the compute type. With gradient where gradients are enabled."""
         hidden_SH: Tensor = self._run(lambda: self._hidden(batch))
         return hidden_SH
+
+    def token_pass(
+        self, rows: Sequence[Row], score: Scorer, n_outputs: int, tokens_max: int, watch: Stopwatch
+    ) -> tuple[FloatArray, ...]:
+        """Outputs of ``score`` for all sampled tokens of ``rows``, in order, without gradient, float32 ``[S]`` each.
+
+        ``tokens_max``: tokens of one forward pass, padding included. Ranks divide the rows; each gets the whole result.
+        """
+        parts = self.microbatches(rows, tokens_max, watch)
+        outputs = tuple(np.zeros(sum(row.n_sampled for row in rows), dtype=np.float32) for _ in range(n_outputs))
+        with torch.no_grad(), watch.stage("forward"):
+            for part in parts:
+                self.ranks.agree()
+                for output, values in zip(outputs, score(part or self.idle_part()), strict=True):
+                    if part is not None:
+                        output[part.token_index_S] = values.float().cpu().numpy()
+        watch.operations += self.ranks.summed([sum(part.operations for part in parts if part is not None)])[0]
+        return self.ranks.merged(outputs)
+
+    def microbatches(
+        self,
+        rows: Sequence[Row],
+        tokens_max: int,
+        watch: Stopwatch,
+        weights: Sequence[float] | None = None,
+        offsets: Sequence[int] | None = None,
+    ) -> list[MicroBatch | None]:
+        """Micro-batches of this rank; None: one without rows, because another rank has more. ``weights`` (else 0) and
+        ``offsets`` (else those in ``rows``) of each row are as :func:`learner.data.microbatch.collate` takes them.
+        Several ranks wait for each other in each layer, so they compute costly ones first. Collective."""
+        with watch.stage("prepare"):
+            if weights is None:
+                weights = [0.0] * len(rows)
+            if offsets is None:
+                offsets = token_offsets(rows).tolist()
+            mine = self.ranks.mine(rows, self.form)
+            plans = [[mine[i] for i in p] for p in plan_rows([rows[i] for i in mine], tokens_max, self.form)]
+            parts = [
+                collate([rows[i] for i in p], [weights[i] for i in p], [offsets[i] for i in p], form=self.form)
+                for p in plans
+            ]
+            if self.ranks.size > 1:
+                parts.sort(key=lambda part: -part.operations)
+            return self.ranks.padded(parts)
+
+    def idle_part(self) -> MicroBatch:
+        """See :data:`learner.distributed.ranks.IDLE`."""
+        return collate([IDLE], [0.0], [0], form=self.form)
 
     def eval_mode(self) -> None:
         """Back to eval mode. With gradient checkpointing a pass with gradient leaves the model in train mode: there
@@ -337,6 +332,11 @@ class Policy(Backbone):
         """
         scores: tuple[Tensor, Tensor] = self._run(lambda: self._score(batch, hidden_SH))
         return scores
+
+    def score_rows(self, rows: Sequence[Row], tokens_max: int, watch: Stopwatch) -> tuple[FloatArray, ...]:
+        """log π and entropy of all sampled tokens of ``rows`` with the current weights; see :meth:`token_pass`."""
+        with self.ranks.together("score", rows):
+            return self.token_pass(rows, self.score, 2, tokens_max, watch)
 
     def _score(self, batch: MicroBatch, hidden_SH: Tensor | None) -> tuple[Tensor, Tensor]:
         return sampled_logprobs(

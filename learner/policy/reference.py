@@ -23,7 +23,7 @@ from learner.data.microbatch import token_offsets
 from learner.data.rows import Row, TokenArray
 from learner.distributed.ranks import ALONE, Interrupt
 from learner.observability.timing import Stopwatch
-from learner.policy.policy import Policy, token_pass
+from learner.policy.policy import Policy
 from pipeline.config.learner import ReferenceConfig
 from pipeline.errors import (
     EngineError,
@@ -64,8 +64,7 @@ class AdaptersOff(Reference):
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """See :meth:`Reference.logprobs`."""
         with self._policy.without_adapters():
-            policy = self._policy
-            return token_pass(rows, policy.score, 2, self._tokens_max, watch, policy.form, policy.ranks)[0]
+            return self._policy.token_pass(rows, self._policy.score, 2, self._tokens_max, watch)[0]
 
 
 class FrozenCopy(Reference):
@@ -85,8 +84,7 @@ class FrozenCopy(Reference):
 
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """See :meth:`Reference.logprobs`."""
-        copy = self.backbone
-        return token_pass(rows, copy.score, 2, self._tokens_max, watch, copy.form, copy.ranks)[0]
+        return self.backbone.token_pass(rows, self.backbone.score, 2, self._tokens_max, watch)[0]
 
     def updated(self, updates: int) -> None:
         """See :meth:`Reference.updated`."""

@@ -19,7 +19,7 @@ from learner.data.microbatch import MicroBatch
 from learner.data.rows import Row, TokenArray
 from learner.losses.auxiliary import value_loss
 from learner.observability.timing import Stopwatch
-from learner.policy.policy import Backbone, idle_part, token_pass
+from learner.policy.policy import Backbone
 from learner.training.optimizer import clip_gradients, make_optimizer, set_rate
 from learner.training.report import CriticReport
 from pipeline.config.learner import LearnerConfig
@@ -66,8 +66,8 @@ class Critic:
 
     def values(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """Values of all sampled tokens of ``rows``, float32 ``[S]``, rows in order, without gradient."""
-        budget, backbone = self._config.tokens_per_microbatch, self.backbone
-        return token_pass(rows, lambda part: (self.score(part),), 1, budget, watch, backbone.form, backbone.ranks)[0]
+        budget = self._config.tokens_per_microbatch
+        return self.backbone.token_pass(rows, lambda part: (self.score(part),), 1, budget, watch)[0]
 
     def learn(
         self,
@@ -89,7 +89,7 @@ class Critic:
         try:
             for part in parts:
                 if part is None:
-                    found = self.score(idle_part(self.backbone.form))
+                    found = self.score(self.backbone.idle_part())
                     if ranks.agree():
                         break
                     torch.where(torch.zeros_like(found) > 0, found, 0.0).sum().backward()  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from learner.data.demonstrations import Demonstrations
-from learner.data.microbatch import MicroBatch, token_offsets, token_weights
+from learner.data.microbatch import MicroBatch, token_weights
 from learner.data.rows import Row
 from learner.distributed.ranks import Ranks
 from learner.losses.auxiliary import cross_entropy, imported_share, is_imported
@@ -25,9 +25,9 @@ from learner.losses.options import OFF_POLICIES, SecondMoment
 from learner.losses.total import LossTerms, LossTokens, policy_loss
 from learner.observability.statistics import TokenValues
 from learner.observability.timing import Stopwatch
-from learner.policy.policy import Policy, idle_part, microbatches
+from learner.policy.policy import Policy
 from learner.training.optimizer import WeightAverage, clip_gradients, set_rate
-from learner.training.report import Conditions, NonFinite, StepSums, StepTotals
+from learner.training.report import NonFinite, StepSums, StepTotals
 from pipeline.config import RunConfig
 from pipeline.config.algorithm import LossConfig
 from pipeline.config.load import read_options
@@ -43,8 +43,7 @@ class LossInputs:
     """Inputs of the policy loss beside a micro-batch, of all tokens of an update: by ``MicroBatch.token_index_S``."""
 
     old_logprobs: FloatArray | None = None
-    """log π_old, of the weights before the first optimizer step; NaN where the loss does not read it. None: those are
-    the current weights."""
+    """See :class:`StepTotals`."""
     loss_mask: BoolArray | None = None
     """False where the second-moment mask rejects the token. None: nothing is rejected."""
     reference_logprobs: FloatArray | None = None
@@ -227,7 +226,7 @@ def agree(ranks: Ranks, nonfinite: NonFinite | None = None) -> None:
 def idle_microbatch(policy: Policy, *, learn: bool) -> None:
     """Take part in the collectives of another rank's micro-batch, with a gradient of 0. Raises as :func:`agree`."""
     with torch.set_grad_enabled(learn):
-        logprobs, entropy = policy.score(idle_part(policy.form))
+        logprobs, entropy = policy.score(policy.idle_part())
         agree(policy.ranks)
     if learn:
         nothing = torch.zeros_like(logprobs)
@@ -259,8 +258,6 @@ class OptimizerSteps:
         self,
         rows: Sequence[Row],
         offsets: Sequence[int],
-        inputs: LossInputs,
-        conditions: Conditions,
         totals: StepTotals,
         *,
         record: bool,
@@ -268,16 +265,17 @@ class OptimizerSteps:
         """Train ``rows``, whose tokens have the indices from ``offsets`` on. Rows without advantage have gradient
         exactly 0: they are scored without a backward pass, and only for the statistics, where ``record`` asks for
         them."""
+        inputs = self._inputs(rows, offsets, totals)
         totals.steps_begun += 1
         totals.last_step = sums = StepSums()
         weights = token_weights(rows, self._config.loss.aggregation, self._config.loss.aggregation_length)
-        supervised, frozen = self._config.loss.supervised, conditions.critic_only
+        supervised, frozen = self._config.loss.supervised, totals.critic_only
         replayed_weight = supervised.weight if supervised.source == "replayed" and not frozen else 0.0
         if replayed_weight:
             sums.supervised_tokens = sum(row.n_sampled for row in rows if is_imported(row))
         share = imported_share(rows, replayed_weight)
         with_signal = [
-            not frozen and (row.has_signal or not conditions.rules.needs_signal or (share > 0 and is_imported(row)))
+            not frozen and (row.has_signal or not totals.rules.needs_signal or (share > 0 and is_imported(row)))
             for row in rows
         ]
         guard = self._config.replay.ess_guard
@@ -285,30 +283,37 @@ class OptimizerSteps:
             chosen = [i for i, signal in enumerate(with_signal) if signal is learn]
             if not chosen or not (learn or record or guard.enabled):
                 continue
-            with totals.watch.stage("prepare"):
-                parts = microbatches(
-                    [rows[i] for i in chosen],
-                    [weights[i] for i in chosen],
-                    [offsets[i] for i in chosen],
-                    self._config.learner.tokens_per_microbatch,
-                    self._policy.form,
-                    self._policy.ranks,
-                )
+            parts = self._policy.microbatches(
+                [rows[i] for i in chosen],
+                self._config.learner.tokens_per_microbatch,
+                totals.watch,
+                [weights[i] for i in chosen],
+                [offsets[i] for i in chosen],
+            )
             for part in parts:
                 if part is None:
                     idle_microbatch(self._policy, learn=learn)
                 else:
-                    self._microbatch(part, inputs, share, conditions, totals, learn=learn, record=record)
+                    self._microbatch(part, inputs, share, totals, learn=learn, record=record)
         sums.add_ranks(self._policy.ranks)
         totals.watch.operations += sums.operations
         ess = None
         if guard.enabled:
-            ess = sums.ess_ratio(guard.level, rows, self._policy.ranks, conditions.rules.log_ratio_max)
-        demonstrated = not frozen and self._supervise(conditions.update, totals)
+            ess = sums.ess_ratio(guard.level, rows, self._policy.ranks, totals.rules.log_ratio_max)
+        demonstrated = not frozen and self._supervise(totals)
         if any(with_signal) or demonstrated:
             factor = step_factor(ess, guard.target)
-            self._apply(conditions.learning_rate * factor, totals)
+            self._apply(totals.learning_rate * factor, totals)
             totals.lr_factors.append(factor)
+
+    def _inputs(self, rows: Sequence[Row], offsets: Sequence[int], totals: StepTotals) -> LossInputs:
+        def score(rows: Sequence[Row]) -> FloatArray:
+            return self._policy.score_rows(rows, self._config.learner.tokens_per_microbatch, totals.watch)[0]
+
+        rules, old = totals.rules, totals.old_logprobs
+        mask = second_moment_loss_mask(rows, offsets, totals.n_sampled, self._config.loss, score)
+        others = other_rows_of(rows, offsets, totals.n_sampled, old, mask, rules, score)
+        return LossInputs(old, mask, totals.scores.reference, others)
 
     def _apply(self, learning_rate: float, totals: StepTotals) -> None:
         """Clip the gradients and step."""
@@ -323,12 +328,12 @@ class OptimizerSteps:
         totals.last_step.grad_norm = norm
         totals.optimizer_steps += 1
 
-    def _supervise(self, update: int, totals: StepTotals) -> bool:
+    def _supervise(self, totals: StepTotals) -> bool:
         """Add the gradient of the demonstrations that this optimizer step draws; whether there are any."""
         if self._demonstrations is None:
             return False
         learner, supervised = self._config.learner, self._config.loss.supervised
-        step = update * learner.epochs * learner.minibatches + totals.steps_begun - 1
+        step = totals.update * learner.epochs * learner.minibatches + totals.steps_begun - 1
         rows = self._demonstrations.draw((self._config.run.seed, 1), step, supervised.batch)
         budget = learner.tokens_per_microbatch
         totals.last_step.supervised = add_supervised_gradients(
@@ -343,14 +348,13 @@ class OptimizerSteps:
         part: MicroBatch,
         inputs: LossInputs,
         supervised_share: float,
-        conditions: Conditions,
         totals: StepTotals,
         *,
         learn: bool,
         record: bool,
     ) -> None:
         """``supervised_share``: weight of a token of an imported demonstration; 0: there are none."""
-        rules, sums = conditions.rules, totals.last_step
+        rules, sums = totals.rules, totals.last_step
         with totals.watch.stage("forward"), torch.set_grad_enabled(learn):
             logprobs, entropy = self._policy.score(part)
             tokens = loss_tokens(part, logprobs, entropy, inputs, self._config.loss)
@@ -388,8 +392,7 @@ def add_supervised_gradients(
     """Add the gradient of ``weight`` times the mean cross-entropy over the sampled tokens of ``rows``; returns the
     mean, nats. Raises as :func:`agree`."""
     n_tokens = sum(row.n_sampled for row in rows)
-    with watch.stage("prepare"):
-        parts = microbatches(rows, [0.0] * len(rows), token_offsets(rows), tokens_max, policy.form, policy.ranks)
+    parts = policy.microbatches(rows, tokens_max, watch)
     total = 0.0
     for part in parts:
         if part is None:

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from learner.data.microbatch import Form
-from learner.data.rows import Row, TokenScores
+from learner.data.rows import Row, TokenArray, TokenScores
 from learner.distributed.ranks import Ranks
 from learner.losses.base import LossRules
 from learner.observability.statistics import BatchStatistics, TokenValues, Weights, batch_statistics, log_ratios_of
@@ -124,21 +124,6 @@ class StepReport:
         return (self.tokens_trained + self.tokens_masked) / max(1e-9, self.finished_at - self.started_at)
 
 
-@dataclass(frozen=True, slots=True)
-class Conditions:
-    """Constants of all optimizer steps of an update."""
-
-    update: int
-    policy_version: int
-    """Version of the weights before the update."""
-    learning_rate: float
-    """Before the ESS guard."""
-    rules: LossRules
-    scores: TokenScores = field(default_factory=TokenScores)
-    critic_only: bool = False
-    """The critic warms up: the policy is scored for the statistics alone."""
-
-
 @dataclass(slots=True)
 class StepSums:
     """Sums over the micro-batches of one optimizer step."""
@@ -186,9 +171,23 @@ class StepSums:
 
 @dataclass(slots=True)
 class StepTotals:
-    """Totals of one update."""
+    """Constants and totals of one update."""
 
     watch: Stopwatch
+    update: int
+    policy_version: int
+    """Version of the weights before the update."""
+    learning_rate: float
+    """Before the ESS guard."""
+    rules: LossRules
+    scores: TokenScores
+    critic_only: bool
+    """The critic warms up: the policy is scored for the statistics alone."""
+    n_sampled: int
+    """Sampled tokens of all rows."""
+    old_logprobs: TokenArray | None = None
+    """log π_old, of the weights before the first optimizer step; NaN where the loss does not read it. None: those are
+    the current weights."""
     started_at: float = field(default_factory=time.time)
     last_step: StepSums = field(default_factory=StepSums)
     """Sums of the optimizer step under way, else of the last one."""
@@ -215,18 +214,22 @@ class StepTotals:
         counts = ranks.summed([self.microbatches, self.tokens_padding, self.tokens_shared])
         self.microbatches, self.tokens_padding, self.tokens_shared = (int(n) for n in counts)
 
-    def report(self, rows: Sequence[Row], conditions: Conditions) -> StepReport:
+    def report(self, rows: Sequence[Row], form: Form, mfu: float | None) -> StepReport:
         """Report of the update that trained ``rows``, finished now."""
-        rules, last = conditions.rules, self.last_step
+        rules, last = self.rules, self.last_step
         nonfinite: dict[NonFinite, int] = {"loss": 0, "gradient": 0, "ratio": 0, "value": 0}
         for step in self.skipped:
             nonfinite[step.where] += 1
+        skipped = None
+        if self.skipped:
+            steps = tuple(self.skipped)
+            skipped = SkippedBatch(self.update, self.policy_version, rules.kl_coef, steps, tuple(rows), self.scores)
         values = TokenValues.join(self.values)
-        statistics = batch_statistics(values, conditions.policy_version, rules.log_ratio_max)
+        statistics = batch_statistics(values, self.policy_version, rules.log_ratio_max)
         trained = statistics.all.tokens
         return StepReport(
-            update=conditions.update,
-            policy_version=conditions.policy_version,
+            update=self.update,
+            policy_version=self.policy_version,
             statistics=statistics,
             loss=last.loss,
             policy_loss=last.policy_loss,
@@ -237,11 +240,11 @@ class StepTotals:
             supervised_tokens=last.supervised_tokens,
             tokens_by_trajectory=np.bincount(values.trajectory_indices).tolist(),
             grad_norm=last.grad_norm,
-            learning_rate=conditions.learning_rate * (self.lr_factors[-1] if self.lr_factors else 1.0),
+            learning_rate=self.learning_rate * (self.lr_factors[-1] if self.lr_factors else 1.0),
             guard_lr_factor=float(np.mean(self.lr_factors)) if self.lr_factors else 1.0,
             optimizer_steps=self.optimizer_steps,
             nonfinite=nonfinite,
-            skipped=self._skipped_batch(rows, conditions),
+            skipped=skipped,
             n_rows=len(rows),
             n_microbatches=self.microbatches,
             tokens_trained=trained,
@@ -250,20 +253,10 @@ class StepTotals:
             tokens_shared=self.tokens_shared,
             tokens_without_signal=sum(row.n_sampled for row in rows if not row.has_signal),
             critic=self.critic,
+            mfu=mfu,
+            form=form,
             peak_memory_bytes=self.peak_memory_bytes,
             seconds=self.watch.seconds,
             started_at=self.started_at,
             finished_at=time.time(),
-        )
-
-    def _skipped_batch(self, rows: Sequence[Row], conditions: Conditions) -> SkippedBatch | None:
-        if not self.skipped:
-            return None
-        return SkippedBatch(
-            conditions.update,
-            conditions.policy_version,
-            conditions.rules.kl_coef,
-            tuple(self.skipped),
-            tuple(rows),
-            conditions.scores,
         )

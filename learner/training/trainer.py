@@ -27,19 +27,12 @@ from learner.losses.kl import KLController, kl_penalty
 from learner.losses.registry import loss_rules
 from learner.losses.registry import needed_scores as needed_by_loss
 from learner.observability.timing import Stopwatch, peak_memory_bytes, utilisation
-from learner.policy.policy import Policy, microbatches, token_pass
+from learner.policy.policy import Policy
 from learner.policy.reference import FrozenCopy, Reference
 from learner.training.critic import Critic
 from learner.training.optimizer import WeightAverage, learning_rate, make_optimizer
-from learner.training.optimizer_step import (
-    LossInputs,
-    NonFiniteStep,
-    OptimizerSteps,
-    old_logprobs_of,
-    other_rows_of,
-    second_moment_loss_mask,
-)
-from learner.training.report import Conditions, SkippedStep, StepReport, StepTotals
+from learner.training.optimizer_step import NonFiniteStep, OptimizerSteps, old_logprobs_of
+from learner.training.report import SkippedStep, StepReport, StepTotals
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, Interrupted, TrainingError
 
@@ -47,78 +40,6 @@ from pipeline.errors import ConfigurationError, Interrupted, TrainingError
 def needed_scores(config: RunConfig) -> frozenset[str]:
     """Scores that estimator and loss read: names of fields of :class:`TokenScores`."""
     return needed_by_estimator(config.advantage) | needed_by_loss(config.loss, config.importance)
-
-
-class ScoringPasses:
-    """Scores rows with policy, reference policy and critic; changes none of them."""
-
-    def __init__(self, policy: Policy, config: RunConfig, reference: Reference | None, critic: Critic | None) -> None:
-        self._policy = policy
-        self._config = config
-        self._reference = reference
-        self._critic = critic
-
-    def token_scores(self, rows: Sequence[Row], watch: Stopwatch) -> TokenScores:
-        """Scores that the configured estimator and loss need. log π and entropy come from the same pass, values too
-        where the critic reads the policy's hidden states.
-
-        Raises :class:`ConfigurationError` where a reference policy or a critic is asked for and there is none.
-        """
-        with self._policy.ranks.together("gather", rows):
-            return self._token_scores(rows, watch)
-
-    def logprobs_and_entropies(self, rows: Sequence[Row], watch: Stopwatch) -> tuple[TokenArray, TokenArray]:
-        """log π and entropy of all sampled tokens of ``rows`` with the current weights, float32 ``[S]`` each."""
-        policy, budget = self._policy, self._config.learner.tokens_per_microbatch
-        with policy.ranks.together("score", rows):
-            logprobs, entropies = token_pass(rows, policy.score, 2, budget, watch, policy.form, policy.ranks)
-        return logprobs, entropies
-
-    def mean_entropies(self, rows: Sequence[Row], watch: Stopwatch) -> dict[int, float]:
-        """Exact entropy with the current weights, nats, mean over the sampled tokens of each ``Row.trajectory_index``;
-        not finite where a token's is not."""
-        entropies = self.logprobs_and_entropies(rows, watch)[1].astype(np.float64)
-        indices = np.repeat([row.trajectory_index for row in rows], [row.n_sampled for row in rows])
-        return {int(i): float(entropies[indices == i].mean()) for i in np.unique(indices)}
-
-    def kl_penalties(self, scores: TokenScores, coefficient: float) -> TokenArray | None:
-        """Penalties that ``loss.kl: reward`` takes off the rewards, float32 ``[S]``; None without."""
-        loss = self._config.loss
-        if loss.kl != "reward" or scores.logprobs is None or scores.reference is None:
-            return None
-        penalties = kl_penalty(scores.logprobs, scores.reference, coefficient, loss.kl_estimator or "k1")
-        return penalties.astype(np.float32)
-
-    def _token_scores(self, rows: Sequence[Row], watch: Stopwatch) -> TokenScores:
-        needed = needed_scores(self._config)
-        logprobs = entropies = reference = values = None
-        if "values" in needed and self._critic is None:
-            raise ConfigurationError("the estimator needs values, and the trainer was given no critic")
-        if needed & {"logprobs", "entropies"}:
-            if self._critic is not None and not self._critic.owns and "values" in needed:
-                logprobs, entropies, values = self._scores_and_values(rows, self._critic, watch)
-            else:
-                logprobs, entropies = self.logprobs_and_entropies(rows, watch)
-        if "reference" in needed:
-            if self._reference is None:
-                raise ConfigurationError("estimator or loss need a reference policy, and the trainer was given none")
-            reference = self._reference.logprobs(rows, watch)
-        if "values" in needed and values is None and self._critic is not None:
-            values = self._critic.values(rows, watch)
-        return TokenScores(logprobs, entropies, reference, values)
-
-    def _scores_and_values(
-        self, rows: Sequence[Row], critic: Critic, watch: Stopwatch
-    ) -> tuple[TokenArray, TokenArray, TokenArray]:
-        """log π, entropy and value of all sampled tokens from one pass of the policy, float32 ``[S]`` each."""
-        policy, budget = self._policy, self._config.learner.tokens_per_microbatch
-
-        def score(part: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-            hidden_SH = policy.hidden(part)
-            return *policy.score(part, hidden_SH), critic.of_hidden(hidden_SH)
-
-        logprobs, entropies, values = token_pass(rows, score, 3, budget, watch, policy.form, policy.ranks)
-        return logprobs, entropies, values
 
 
 class Trainer:
@@ -148,8 +69,8 @@ class Trainer:
         self.optimizer = make_optimizer(policy.parameters, learner, learner.learning_rate)
         self.average = None if learner.ema_decay is None else WeightAverage(policy.named_parameters, learner.ema_decay)
         self._config = config
+        self._needed = needed_scores(config)
         self._rules = loss_rules(config.loss, config.importance, config.replay)
-        self._scoring_passes = ScoringPasses(policy, config, reference, critic)
         self._steps = OptimizerSteps(policy, config, self.optimizer, self.average, demonstrations)
 
     def on_layer(self, call: Callable[[], None]) -> None:
@@ -166,27 +87,51 @@ class Trainer:
         if not batch.groups:
             return self.step(batch, policy_version, watch=watch)
         scores = self.token_scores(batch.rows, watch)
-        if "hinted" in needed_scores(self._config):
+        if "hinted" in self._needed:
             scores = replace(scores, hinted=counterfactual_logprobs(batch, partial(self.score, watch=watch)))
         with watch.stage("prepare"):
-            penalties = self._scoring_passes.kl_penalties(scores, self.kl.coefficient)
             advantage, turn_weight = self._config.advantage, self._config.scorer.environment_weight
-            batch, scores = with_advantages(batch, scores, advantage, penalties, turn_weight)
+            batch, scores = with_advantages(batch, scores, advantage, self._kl_penalties(scores), turn_weight)
         report = self.step(batch, policy_version, scores, watch)
         overlong = overlong_count([t.n_sampled for t in batch.trajectories], self._config.advantage)
         return replace(report, overlong=overlong)
 
     def token_scores(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> TokenScores:
-        """See :meth:`learner.training.trainer.ScoringPasses.token_scores`."""
-        return self._scoring_passes.token_scores(rows, watch or Stopwatch(self.policy.device))
+        """Scores that the configured estimator and loss need. log π and entropy come from the same pass, values too
+        where the critic reads the policy's hidden states.
+
+        Raises :class:`ConfigurationError` where a reference policy or a critic is asked for and there is none.
+        """
+        watch, needed, critic = watch or Stopwatch(self.policy.device), self._needed, self.critic
+        logprobs = entropies = reference = values = None
+        with self.policy.ranks.together("gather", rows):
+            if "values" in needed and critic is None:
+                raise ConfigurationError("the estimator needs values, and the trainer was given no critic")
+            if needed & {"logprobs", "entropies"}:
+                if critic is not None and not critic.owns and "values" in needed:
+                    logprobs, entropies, values = self._scores_and_values(rows, critic, watch)
+                else:
+                    logprobs, entropies = self._score_rows(rows, watch)
+            if "reference" in needed:
+                if self.reference is None:
+                    raise ConfigurationError(
+                        "estimator or loss need a reference policy, and the trainer was given none"
+                    )
+                reference = self.reference.logprobs(rows, watch)
+            if "values" in needed and values is None and critic is not None:
+                values = critic.values(rows, watch)
+        return TokenScores(logprobs, entropies, reference, values)
 
     def score(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> TokenArray:
         """log π of all sampled tokens of ``rows`` with the current weights, float32 ``[S]``, rows in order."""
-        return self._scoring_passes.logprobs_and_entropies(rows, watch or Stopwatch(self.policy.device))[0]
+        return self._score_rows(rows, watch)[0]
 
     def mean_entropies(self, rows: Sequence[Row]) -> dict[int, float]:
-        """See :meth:`learner.training.trainer.ScoringPasses.mean_entropies`."""
-        return self._scoring_passes.mean_entropies(rows, Stopwatch(self.policy.device))
+        """Exact entropy with the current weights, nats, mean over the sampled tokens of each ``Row.trajectory_index``;
+        not finite where a token's is not."""
+        entropies = self._score_rows(rows)[1].astype(np.float64)
+        indices = np.repeat([row.trajectory_index for row in rows], [row.n_sampled for row in rows])
+        return {int(i): float(entropies[indices == i].mean()) for i in np.unique(indices)}
 
     def step(
         self, batch: Batch, policy_version: int, scores: TokenScores | None = None, watch: Stopwatch | None = None
@@ -201,57 +146,52 @@ class Trainer:
             raise TrainingError(
                 f"expected rows for update {self.updates}, got {len(batch.rows)} for update {batch.update}"
             )
-        totals = StepTotals(watch or Stopwatch(self.policy.device))
-        conditions = self._conditions(policy_version, scores or TokenScores())
+        policy, config = self.policy, self._config
+        totals = StepTotals(
+            watch=watch or Stopwatch(policy.device),
+            update=self.updates,
+            policy_version=policy_version,
+            learning_rate=learning_rate(self.updates, config.learner, config.run.total_steps),
+            rules=replace(self._rules, kl_coef=self.kl.coefficient),
+            scores=scores or TokenScores(),
+            critic_only=self.critic is not None and self.critic.only_critic(self.updates),
+            n_sampled=batch.n_sampled,
+        )
         facts = {"update": batch.update, "policy_version": policy_version, "kl": self.kl.coefficient}
-        with self.policy.ranks.together("step", batch.rows, facts, conditions.scores):
+        with policy.ranks.together("step", batch.rows, facts, totals.scores):
             try:
                 if batch.rows:
-                    self._train(batch, conditions, totals)
+                    self._train(batch.rows, totals)
             except Interrupted:
                 self.optimizer.zero_grad(set_to_none=True)
                 raise
             self.updates += 1
-            self.policy.interrupt.mid_update = False
+            policy.interrupt.mid_update = False
             if self.reference is not None:
                 self.reference.updated(self.updates)
-            totals.peak_memory_bytes = peak_memory_bytes(self.policy.device)
-            totals.add_ranks(self.policy.ranks)
-        mfu = utilisation(totals.watch, self.policy.ranks.size, self.policy.peak_flops)
-        report = replace(totals.report(batch.rows, conditions), mfu=mfu, form=self.policy.form)
+            totals.peak_memory_bytes = peak_memory_bytes(policy.device)
+            totals.add_ranks(policy.ranks)
+        report = totals.report(batch.rows, policy.form, utilisation(totals.watch, policy.ranks.size, policy.peak_flops))
         self.kl.update(report.statistics.all.reference_kl.value, len({row.trajectory_index for row in batch.rows}))
         return report
 
-    def _conditions(self, policy_version: int, scores: TokenScores) -> Conditions:
-        rate = learning_rate(self.updates, self._config.learner, self._config.run.total_steps)
-        rules = replace(self._rules, kl_coef=self.kl.coefficient)
-        critic_only = self.critic is not None and self.critic.only_critic(self.updates)
-        return Conditions(self.updates, policy_version, rate, rules, scores, critic_only)
-
-    def _train(self, batch: Batch, conditions: Conditions, totals: StepTotals) -> None:
-        learner, rules, scores = self._config.learner, conditions.rules, conditions.scores
-        score = partial(self.score, watch=totals.watch)
-        offsets = token_offsets(batch.rows)
-        old_logprobs = scores.logprobs
-        if old_logprobs is None and learner.epochs * learner.minibatches > 1:
-            old_logprobs = old_logprobs_of(batch.rows, rules, score)
+    def _train(self, rows: Sequence[Row], totals: StepTotals) -> None:
+        learner, offsets = self._config.learner, token_offsets(rows).tolist()
+        totals.old_logprobs = totals.scores.logprobs
+        if totals.old_logprobs is None and learner.epochs * learner.minibatches > 1:
+            totals.old_logprobs = old_logprobs_of(rows, totals.rules, partial(self.score, watch=totals.watch))
         for epoch in range(learner.epochs):
-            for chosen in self._minibatches(batch.rows, epoch):
-                rows, first_tokens = [batch.rows[i] for i in chosen], [int(offsets[i]) for i in chosen]
+            for chosen in self._minibatches(rows, epoch):
+                part, first_tokens = [rows[i] for i in chosen], [offsets[i] for i in chosen]
                 try:
-                    loss_mask = second_moment_loss_mask(rows, first_tokens, batch.n_sampled, self._config.loss, score)
-                    other_rows = other_rows_of(
-                        rows, first_tokens, batch.n_sampled, old_logprobs, loss_mask, rules, score
-                    )
-                    inputs = LossInputs(old_logprobs, loss_mask, scores.reference, other_rows)
-                    self._steps.take(rows, first_tokens, inputs, conditions, totals, record=epoch == 0)
+                    self._steps.take(part, first_tokens, totals, record=epoch == 0)
                 except NonFiniteStep as error:
                     totals.skipped.append(SkippedStep(error.where, tuple(chosen)))
                 finally:
                     self.optimizer.zero_grad(set_to_none=True)
                     self.policy.eval_mode()
                     self.policy.interrupt.mid_update |= totals.optimizer_steps > 0
-                self._critic_step(rows, first_tokens, conditions, totals)
+                self._critic_step(part, first_tokens, totals)
                 self.policy.interrupt.mid_update |= totals.critic is not None
                 if totals.critic is not None and totals.critic.skipped:
                     totals.skipped.append(SkippedStep("value", tuple(chosen)))
@@ -267,17 +207,34 @@ class Trainer:
         parts = [set(part.tolist()) for part in np.array_split(trajectories, count) if len(part)]
         return [[i for i, row in enumerate(rows) if row.trajectory_index in part] for part in parts]
 
-    def _critic_step(
-        self, rows: Sequence[Row], offsets: Sequence[int], conditions: Conditions, totals: StepTotals
-    ) -> None:
+    def _critic_step(self, rows: Sequence[Row], offsets: Sequence[int], totals: StepTotals) -> None:
         """The critic learns from the same mini-batch as the policy, where the estimator gave returns."""
-        values, returns = conditions.scores.values, conditions.scores.returns
+        values, returns, learner = totals.scores.values, totals.scores.returns, self._config.learner
         if self.critic is None or values is None or returns is None:
             return
-        learner, policy = self._config.learner, self.policy
-        with totals.watch.stage("prepare"):
-            parts = microbatches(
-                rows, [0.0] * len(rows), offsets, learner.tokens_per_microbatch, policy.form, policy.ranks
-            )
-        rate = learner.critic.learning_rate * conditions.learning_rate / learner.learning_rate
+        budget = learner.tokens_per_microbatch
+        parts = self.policy.microbatches(rows, budget, totals.watch, offsets=offsets)
+        rate = learner.critic.learning_rate * totals.learning_rate / learner.learning_rate
         totals.critic = self.critic.learn(parts, values, returns, rate, totals.watch)
+
+    def _score_rows(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> tuple[TokenArray, ...]:
+        policy = self.policy
+        return policy.score_rows(rows, self._config.learner.tokens_per_microbatch, watch or Stopwatch(policy.device))
+
+    def _scores_and_values(self, rows: Sequence[Row], critic: Critic, watch: Stopwatch) -> tuple[TokenArray, ...]:
+        """log π, entropy and value of all sampled tokens from one pass of the policy, float32 ``[S]`` each."""
+        policy = self.policy
+
+        def score(part: MicroBatch) -> tuple[Tensor, ...]:
+            hidden_SH = policy.hidden(part)
+            return *policy.score(part, hidden_SH), critic.of_hidden(hidden_SH)
+
+        return policy.token_pass(rows, score, 3, self._config.learner.tokens_per_microbatch, watch)
+
+    def _kl_penalties(self, scores: TokenScores) -> TokenArray | None:
+        """Penalties that ``loss.kl: reward`` takes off the rewards, float32 ``[S]``; None without."""
+        loss = self._config.loss
+        if loss.kl != "reward" or scores.logprobs is None or scores.reference is None:
+            return None
+        penalties = kl_penalty(scores.logprobs, scores.reference, self.kl.coefficient, loss.kl_estimator or "k1")
+        return penalties.astype(np.float32)

@@ -123,9 +123,14 @@ class SharedDevice:
     """Asynchronous shell of :class:`DeviceArbiter`, for the keepers and the learner's loop."""
 
     def __init__(
-        self, engines: Iterable[str], metrics: LearnerMetrics, now: Callable[[], float] = time.monotonic
+        self,
+        engines: Iterable[str],
+        metrics: LearnerMetrics,
+        sleep_level: int = 1,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.arbiter = DeviceArbiter(engines)
+        self.sleep_level = sleep_level
         self.troubles: dict[str, str] = {}
         """Reasons for which engines do not fall asleep."""
         self._metrics = metrics
@@ -200,12 +205,10 @@ class ColocatedKeeper(EngineKeeper):
         timeout_seconds: float,
         on_failure: Callable[[], None],
         device: SharedDevice,
-        sleep_level: int,
         probe: WeightProbe | None = None,
     ) -> None:
         super().__init__(control, loader, timeout_seconds, on_failure, probe)
         self._device = device
-        self._level = sleep_level
         self._asleep = False
         """True if this process put the engine to sleep and has not woken it since."""
         device.subscribe(self.look_soon)
@@ -223,7 +226,7 @@ class ColocatedKeeper(EngineKeeper):
                 if not self._asleep or not await self.control.is_sleeping():
                     self._device.woke(url)
                     self.state.live, self._asleep = None, False
-                    await self.control.sleep(self._level)
+                    await self.control.sleep(self._device.sleep_level)
                     if not await self.control.is_sleeping():
                         raise EngineProtocolError(f"expected {url} to sleep after /sleep, but /is_sleeping is false")
         except (TimeoutError, EngineError) as error:

@@ -1,4 +1,4 @@
-"""Keeps one engine at the newest published version; the interfaces of weight publication.
+"""Keeps one engine at the newest published version, and proves which weights it serves.
 
 *consumes* targets (the newest replaces older ones) and the version that the engine reports; *produces* ``state``, and
 an attempt for every new target and whenever the engine reports another version; *waits for* a new target, or the next
@@ -164,29 +164,6 @@ class WeightLoader(Protocol):
 
     async def load(self, engine: EngineControl, target: Target) -> None:
         """Raises :class:`pipeline.errors.EngineError`. Cancelled when it takes too long."""
-        ...
-
-
-class WeightPublisher(Protocol):
-    """Keeps all engines at the newest published version while ``run`` runs."""
-
-    async def run(self) -> None:
-        """Watch the engines until cancelled: a restarted or lagging one is brought to the newest version."""
-        ...
-
-    async def publish(
-        self,
-        version: int,
-        tensors: Mapping[str, Tensor] | DeviceWeights | None,
-        expected: TokenArray | None = None,
-        initial: bool = False,
-    ) -> Publication:
-        """Make ``tensors`` the weights of ``version`` in every engine, and keep them until the next version.
-        ``initial``, or None: the engines were started with them. ``expected``: what they give the probe.
-
-        Returns when each engine has it or has failed once, at most ``publish.timeout_seconds`` after the weights are
-        written.
-        """
         ...
 
 

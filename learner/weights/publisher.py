@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from learner.policy.lora import Adapters
 
 log = logging.getLogger(__name__)
+Write = Callable[[Path, Mapping[str, Tensor]], int]
+"""Makes the folder of these weights; bytes written."""
 _WHOLE = re.compile(r"v(\d{6,})")
 _PUBLISHED = re.compile(r"(?:v|delta-)(\d{6,})(?:\.safetensors)?")
 
@@ -78,7 +80,7 @@ class CheckedLoader:
     again from memory where they are damaged. Not during their own publication: then they were written just now, and
     their digests are being computed."""
 
-    def __init__(self, loader: WeightLoader, write: Callable[[Path, Mapping[str, Tensor]], int]) -> None:
+    def __init__(self, loader: WeightLoader, write: Write) -> None:
         self.publishing: Path | None = None
         """Folder of the publication under way."""
         self.reads_memory = loader.reads_memory
@@ -116,37 +118,34 @@ async def _damage(target: Target, folder: Path) -> str:
 
 
 class Publisher:
-    """Implements :class:`learner.weights.engine_keeper.WeightPublisher`. Use as an async context manager."""
+    """Keeps all engines at the newest published version while ``run`` runs. Use as an async context manager."""
 
     def __init__(
         self,
         addresses: Iterable[str],
         directory: RunDirectory,
         config: PublishConfig,
-        model: Any,
+        write: Write,
         loader: WeightLoader | None = None,
         on_failure: Callable[[], None] = lambda: None,
-        write: Callable[[Path, Mapping[str, Tensor]], int] | None = None,
         device: SharedDevice | None = None,
-        sleep_level: int = 1,
         key: str | None = None,
         run: str | None = None,
         probe: WeightProbe | None = None,
         discovery: EngineAddresses | None = None,
     ) -> None:
-        """``key`` opens the engines' control routes; ``run`` is stamped with the version. ``discovery`` is followed
-        from then on; None: ``addresses`` never change."""
+        """``write`` makes the folder of a version. ``key`` opens the engines' control routes; ``run`` is stamped with
+        the version. ``discovery`` is followed from then on; None: ``addresses`` never change."""
         self._addresses = tuple(addresses)
         self._discovery = discovery
         self._directory = directory
         self._config = config
-        self._write = write or (lambda folder, tensors: write_weights(folder, model, tensors))
+        self._write = write
         self._loader = CheckedLoader(loader or FolderLoader(), self._write)
         self._on_failure = on_failure
         self._http = HttpClient(authorization(key), reuse=False)
         self.device = device
         """Set where engines and learner take turns on one device."""
-        self._sleep_level = sleep_level
         self._run = run
         self.probe = probe
         """Proves which weights an engine serves; None: nothing does."""
@@ -192,9 +191,7 @@ class Publisher:
         control.epoch = self._epoch
         if self.device is None:
             return EngineKeeper(control, self._loader, timeout, self._on_failure, self.probe)
-        return ColocatedKeeper(
-            control, self._loader, timeout, self._on_failure, self.device, self._sleep_level, self.probe
-        )
+        return ColocatedKeeper(control, self._loader, timeout, self._on_failure, self.device, self.probe)
 
     async def __aexit__(self, *args: object) -> None:
         await self._http.close()
@@ -206,7 +203,7 @@ class Publisher:
             keeper.control.epoch = epoch
 
     async def run(self) -> None:
-        """Watch the engines until cancelled."""
+        """Watch the engines until cancelled: a restarted or lagging one is brought to the newest version."""
         async with anyio.create_task_group() as group:
             self._watchers = group
             for url, keeper in self.keepers.items():
@@ -221,7 +218,13 @@ class Publisher:
         expected: TokenArray | None = None,
         initial: bool = False,
     ) -> Publication:
-        """See :meth:`learner.weights.engine_keeper.WeightPublisher.publish`; ``run`` must be running."""
+        """Make ``tensors`` the weights of ``version`` in every engine, and keep them until the next version.
+        ``initial``, or None: the engines were started with them. ``expected``: what they give the probe. ``run`` must
+        be running.
+
+        Returns when each engine has it or has failed once, at most ``publish.timeout_seconds`` after the weights are
+        written.
+        """
         start = time.perf_counter()
         folder, n_bytes = self._directory.weights(version), 0
         weights, tensors = (tensors, None) if isinstance(tensors, DeviceWeights) else (None, tensors)
@@ -317,9 +320,7 @@ class Publisher:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _write_version(
-    write: Callable[[Path, Mapping[str, Tensor]], int], folder: Path, version: int, tensors: Mapping[str, Tensor]
-) -> int:
+async def _write_version(write: Write, folder: Path, version: int, tensors: Mapping[str, Tensor]) -> int:
     n_bytes = sum(tensor.nbytes for tensor in tensors.values())
     return await when_room(partial(write, folder, tensors), folder, f"version {version} of the weights", n_bytes)
 
@@ -343,7 +344,7 @@ def _write_contents(folder: Path) -> None:
         log.warning("no digests of the weights in %s: %s", folder, error)
 
 
-def write_weights(folder: Path, model: Any, tensors: Mapping[str, Tensor]) -> int:
+def write_weights(model: Any, folder: Path, tensors: Mapping[str, Tensor]) -> int:
     """A Hugging Face folder with ``config.json`` and ``tensors`` as safetensors; bytes written.
 
     ``model`` gives configuration and names only: its weights, which training changes meanwhile, are not read.
@@ -373,17 +374,15 @@ def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, m
     write = _writer(config, policy)
     loader = _loader(config, directory, write, policy)
     key = find_key(config.engine, "learner_key")
-    addresses = engine_addresses(config.engine, directory, key)
+    addresses, sleep = engine_addresses(config.engine, directory, key), config.engine.colocate == "sleep"
     return Publisher(
         addresses.fixed,
         directory,
         config.publish,
-        policy.model,
+        loader.write if isinstance(loader, DeltaLoader) else write,
         loader,
         metrics.weight_publish_failures_total.inc,
-        loader.write if isinstance(loader, DeltaLoader) else write,
-        SharedDevice(addresses.fixed, metrics) if config.engine.colocate == "sleep" else None,
-        config.engine.sleep_level,
+        SharedDevice(addresses.fixed, metrics, config.engine.sleep_level) if sleep else None,
         key,
         config.run.id,
         make_probe(config, directory.model, metrics),
@@ -427,27 +426,25 @@ def _check_dtype(config: RunConfig, policy: Policy) -> None:
         )
 
 
-def _writer(config: RunConfig, policy: Policy) -> Callable[[Path, Mapping[str, Tensor]], int]:
+def _writer(config: RunConfig, policy: Policy) -> Write:
     if config.engine.gpu_transfer and config.checkpoint.at_end:
-        return _record_version
+        return record_version
     return _folder_writer(config, policy)
 
 
-def _folder_writer(config: RunConfig, policy: Policy) -> Callable[[Path, Mapping[str, Tensor]], int]:
+def _folder_writer(config: RunConfig, policy: Policy) -> Write:
     if config.publish.lora == "merged" or policy.adapters is None:
-        return lambda folder, tensors: write_weights(folder, policy.model, tensors)
+        return partial(write_weights, policy.model)
     return partial(write_adapters, policy.adapters)
 
 
-def _record_version(folder: Path, tensors: Mapping[str, Tensor]) -> int:
+def record_version(folder: Path, tensors: Mapping[str, Tensor]) -> int:
     """An empty folder, whose name says that the version was used: engines get the weights from memory."""
     folder.mkdir(exist_ok=True)
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _loader(
-    config: RunConfig, directory: RunDirectory, write: Callable[[Path, Mapping[str, Tensor]], int], policy: Policy
-) -> WeightLoader:
+def _loader(config: RunConfig, directory: RunDirectory, write: Write, policy: Policy) -> WeightLoader:
     if config.publish.served_name:
         return AdapterLoader(config.publish.served_name)
     transfer = config.engine.weight_transfer

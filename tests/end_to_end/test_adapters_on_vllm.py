@@ -20,7 +20,7 @@ from actors.engine.client import EngineClient
 from actors.servers.vllm import vllm_available
 from learner.data.rows import Row
 from learner.observability.timing import Stopwatch
-from learner.policy.policy import Policy, token_pass
+from learner.policy.policy import Policy
 from learner.policy.reference import ServerReference
 from learner.weights.publisher import Publisher, make_publisher, weights_to_publish
 from pipeline.config.learner import ReferenceConfig
@@ -89,7 +89,7 @@ def row_of(ids: list[int], sampled: list[int]) -> Row:
 
 
 def scored(policy: Policy, row: Row) -> np.ndarray:
-    return token_pass([row], policy.score, 2, 4096, Stopwatch(policy.device))[0]
+    return policy.token_pass([row], policy.score, 2, 4096, Stopwatch(policy.device))[0]
 
 
 def change(policy: Policy, seed: int) -> None:

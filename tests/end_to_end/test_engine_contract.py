@@ -390,9 +390,7 @@ async def test_a_half_loaded_vllm_serves_nothing_until_a_load_is_whole(
         return 1
 
     directory = RunDirectory(tmp_path)
-    publisher = Publisher(
-        [vllm_engine.url], directory, PublishConfig(), None, write=write, key=vllm_engine.key("learner")
-    )
+    publisher = Publisher([vllm_engine.url], directory, PublishConfig(), write, key=vllm_engine.key("learner"))
     async with (
         aiohttp.ClientSession(headers=vllm_engine.control) as session,
         publisher,

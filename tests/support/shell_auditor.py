@@ -239,9 +239,7 @@ class Auditor:
             groups: dict[str, list[tuple[TrainedRollout, ...]]] = {}
             for name in dict.fromkeys(group for group, _ in pairs):
                 rollouts = [
-                    TrainedRollout(
-                        t, False, stored.rollouts[t].reward, witness.made[t][0].environment, None, True, 0, 1, 1
-                    )
+                    TrainedRollout(t, False, stored.rollouts[t].reward, witness.made[t][0].environment, None, 0, 1, 1)
                     for group, t in pairs
                     if group == name
                 ]

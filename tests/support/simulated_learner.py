@@ -99,7 +99,7 @@ class SimulatedLearner:
         async with (
             link,
             Publisher(
-                self._engines.fixed, directory, config.publish, None, write=_write_weights, run=config.run.id,
+                self._engines.fixed, directory, config.publish, _write_weights, run=config.run.id,
                 probe=probe, discovery=self._engines,  # type: ignore[arg-type]  # it tells addresses in virtual time
             ) as publisher,
             anyio.create_task_group() as tasks,

@@ -108,7 +108,7 @@ def test_kl_in_the_reward_is_taken_off_token_by_token():
     rng = np.random.default_rng(1)
     current, reference = (-rng.uniform(0.1, 3, batch.n_sampled).astype(np.float32) for _ in range(2))
     scores = TokenScores(logprobs=current, reference=reference)
-    penalties = trainer._scoring_passes.kl_penalties(scores, trainer.kl.coefficient)
+    penalties = trainer._kl_penalties(scores)
     np.testing.assert_allclose(penalties, 0.5 * (current - reference), rtol=1e-5, atol=1e-6)
     config = trainer._config.advantage
     with_kl, _ = with_advantages(batch, scores, config, penalties)

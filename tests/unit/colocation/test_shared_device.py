@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import anyio
@@ -10,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from learner.weights.colocated import SharedDevice, await_engines
-from learner.weights.publisher import Publisher
+from learner.weights.publisher import Publisher, write_weights
 from pipeline.config import RunConfig
 from pipeline.config.learner import PublishConfig
 from pipeline.metrics.base import CollectorRegistry
@@ -116,12 +117,16 @@ class Learner:
     def __init__(self, engine, kit, tmp_path, level=1):
         self.registry = CollectorRegistry()
         self.metrics = LearnerMetrics(self.registry)
-        self.device = SharedDevice([engine.url], self.metrics)
+        self.device = SharedDevice([engine.url], self.metrics, level)
         policy = kit.tiny_policy()
         self.weights = policy.snapshot("bfloat16")
         config = PublishConfig(timeout_seconds=2.0)
         self.publisher = Publisher(
-            [engine.url], RunDirectory(tmp_path).create(), config, policy.model, device=self.device, sleep_level=level
+            [engine.url],
+            RunDirectory(tmp_path).create(),
+            config,
+            partial(write_weights, policy.model),
+            device=self.device,
         )
 
     async def __aenter__(self):

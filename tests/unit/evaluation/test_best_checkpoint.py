@@ -64,21 +64,13 @@ def test_other_weights_under_the_same_number_are_not_taken(tmp_path: Path) -> No
     assert keep_best(tmp_path, best_of(30)) is None
 
 
-class Session:
-    def __init__(self) -> None:
-        self.evaluation: dict[str, Any] = {}
-        self.news = anyio.Event()
-
-    async def changed(self) -> None:
-        await self.news.wait()
-
-
 def keeper_of(root: Path, keep: str | None = "score") -> tuple[BestKeeper, CheckpointWriter, LearnerMetrics]:
     async def durable(updates: int) -> None: ...
 
     metrics = LearnerMetrics(CollectorRegistry(), environments=("a",))
     writer = CheckpointWriter(root, root, 1, durable, metrics)
-    return BestKeeper(EvaluationConfig(every=5, keep_best=keep), root, Session(), writer, metrics), writer, metrics
+    section = EvaluationConfig(every=5, keep_best=keep)
+    return BestKeeper(section, writer, metrics, dict, anyio.sleep_forever), writer, metrics
 
 
 async def test_what_is_evaluated_is_spared_until_it_is_decided(tmp_path: Path) -> None:
@@ -101,7 +93,8 @@ async def test_the_best_is_in_place_when_the_last_result_comes_as_the_run_ends(t
     write(tmp_path, 15)
     keeper, _, _ = keeper_of(tmp_path)
     await keeper.apply({"best": best_of(10)})
-    keeper._session.evaluation = {"best": best_of(15, 0.9)}  # type: ignore[misc]
+    header = {"best": best_of(15, 0.9)}
+    keeper._evaluation = lambda: header  # type: ignore[method-assign]
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(keeper.run)
         await keeper.settle()

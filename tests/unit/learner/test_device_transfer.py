@@ -4,6 +4,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -45,13 +46,13 @@ class World:
         loader = VllmTransferLoader("nccl", timeout, self.write, device=CPU)
         self.publisher = Publisher(
             [engine.url for engine in engines], self.directory, PublishConfig(timeout_seconds=timeout, keep=2),
-            self.policy.model, loader,
+            partial(write_weights, self.policy.model), loader,
         )  # fmt: skip
         self.writes = 0
 
     def write(self, folder, tensors):
         self.writes += 1
-        return write_weights(folder, self.policy.model, tensors)
+        return write_weights(self.policy.model, folder, tensors)
 
     def weights(self):
         return DeviceWeights(self.policy, "bfloat16")

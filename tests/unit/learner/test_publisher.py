@@ -1,5 +1,7 @@
 """The publisher against small real HTTP servers that behave like engines, and like failing ones."""
 
+from functools import partial
+
 import anyio
 import numpy as np
 import pytest
@@ -48,7 +50,9 @@ def weights(kit):
 
 def publisher_of(urls, tmp_path, model, timeout=5.0, keep=2, **more):
     directory = RunDirectory(tmp_path).create()
-    return Publisher(urls, directory, PublishConfig(timeout_seconds=timeout, keep=keep), model, **more), directory
+    return Publisher(
+        urls, directory, PublishConfig(timeout_seconds=timeout, keep=keep), partial(write_weights, model), **more
+    ), directory
 
 
 async def test_every_engine_serves_the_published_version_and_runs_on(engines, weights, tmp_path):
@@ -402,7 +406,7 @@ async def test_an_engine_that_restarts_gets_damaged_weights_written_again_at_onc
 
 async def test_an_engine_whose_initial_weights_are_damaged_gets_those_of_the_learner(engines, weights, tmp_path):
     publisher, directory = publisher_of([engines[0].url], tmp_path, weights[0])
-    write_weights(directory.model, weights[0], weights[1])
+    write_weights(weights[0], directory.model, weights[1])
     write_contents(directory.model)
     DAMAGES["flip"](directory.model / "model.safetensors")
     engine = engines[0]
@@ -416,7 +420,7 @@ async def test_an_engine_whose_initial_weights_are_damaged_gets_those_of_the_lea
 
 async def test_damaged_weights_that_nobody_has_are_not_given_to_an_engine(engines, weights, tmp_path):
     publisher, directory = publisher_of([engines[0].url], tmp_path, weights[0])
-    write_weights(directory.model, weights[0], weights[1])
+    write_weights(weights[0], directory.model, weights[1])
     write_contents(directory.model)
     DAMAGES["flip"](directory.model / "model.safetensors")
     engines[0].version = "another"
@@ -474,7 +478,7 @@ async def test_only_the_newest_folders_are_kept(engines, weights, tmp_path):
 
 def test_published_folder_loads_in_transformers_with_tied_weights_once(kit, tmp_path):
     policy = kit.tiny_policy()
-    n_bytes = write_weights(tmp_path / "v000001", policy.model, policy.snapshot("bfloat16"))
+    n_bytes = write_weights(policy.model, tmp_path / "v000001", policy.snapshot("bfloat16"))
     stored = load_file(tmp_path / "v000001" / "model.safetensors")
     assert "lm_head.weight" not in stored
     assert all(t.dtype == torch.bfloat16 for t in stored.values())
@@ -494,7 +498,7 @@ def test_a_killed_write_leaves_no_folder_that_an_engine_could_take(kit, tmp_path
 
     monkeypatch.setattr(policy.model, "save_pretrained", dies)
     with pytest.raises(KeyboardInterrupt):
-        write_weights(tmp_path / "v000001", policy.model, policy.snapshot("bfloat16"))
+        write_weights(policy.model, tmp_path / "v000001", policy.snapshot("bfloat16"))
     assert list(tmp_path.iterdir()) == []
 
 

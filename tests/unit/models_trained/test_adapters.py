@@ -56,7 +56,7 @@ def test_published_weights_score_like_the_policy_in_training(adapted, tmp_path, 
         with torch.no_grad():
             for p in policy.parameters:
                 p.normal_(std=0.3)
-    write_weights(tmp_path / "w", policy.model, policy.snapshot("float32"))
+    write_weights(policy.model, tmp_path / "w", policy.snapshot("float32"))
     merged = Policy(AutoModelForCausalLM.from_pretrained(tmp_path / "w"), learner_config(), torch.device("cpu"))
     torch.testing.assert_close(scores(merged, rows), scores(policy, rows), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(scores(merged, rows), scores(tiny_policy(), rows), atol=1e-2)

@@ -8,11 +8,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from learner.data.microbatch import PADDED, token_offsets
 from learner.data.rows import Batch
-from learner.distributed.ranks import ALONE
 from learner.observability.timing import Stopwatch
-from learner.policy.policy import Backbone, microbatches
+from learner.policy.policy import Backbone
 from learner.policy.reference import AdaptersOff, FrozenCopy
 from learner.training.critic import Critic, explained_variance
 from learner.training.trainer import Trainer
@@ -75,9 +73,9 @@ def test_one_optimizer_step_needs_no_pass_before_it(monkeypatch, train):
 
 
 def test_what_is_asked_for_and_not_there_is_an_error(needs):
-    trainer = Trainer(tiny_policy(), run_config())
     for name, word in (("reference", "reference policy"), ("values", "critic")):
         needs(name)
+        trainer = Trainer(tiny_policy(), run_config())
         with pytest.raises(ConfigurationError, match=word):
             trainer.token_scores(make_rows(1))
 
@@ -127,7 +125,7 @@ def test_a_copy_in_bfloat16_is_near_the_float32_one(needs, config_of, initial, r
 
 
 def parts_of(rows, tokens_max):
-    return microbatches(rows, [0.0] * len(rows), token_offsets(rows), tokens_max, PADDED, ALONE)
+    return tiny_policy(packing="padded").microbatches(rows, tokens_max, WATCH)
 
 
 def critic_of(seed=0, grad_clip=1.0, **critic):

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from learner.data.division import divide
 from learner.data.microbatch import Form, PassCost, collate
 from learner.distributed.ranks import ALONE, IDLE
-from learner.policy.policy import idle_part
 from tests.unit.packing.conftest import row_of
 
 COST = PassCost(token=100, pair=1, sampled=7)
@@ -142,6 +141,6 @@ def test_one_rank_has_all_rows_and_changes_nothing(kit):
 
 
 def test_the_idle_row_samples_one_token_and_teaches_nothing(kit):
-    part = idle_part(kit.tiny_policy().form)
+    part = kit.tiny_policy().idle_part()
     assert part.n_sampled == IDLE.n_sampled == 1
     assert not IDLE.has_signal and float(np.sum(part.loss_weights_S)) == 0.0
