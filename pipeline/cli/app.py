@@ -32,6 +32,7 @@ from pipeline.cli.push import push
 from pipeline.cli.show import show
 from pipeline.errors import AfterplayError, ConfigurationError
 from pipeline.runtime.children import append_working_folder, end_with_parent, end_with_supervisor, module_command
+from pipeline.runtime.rundir import RunDirectory, take_index, write_json_atomically
 
 if TYPE_CHECKING:
     from pipeline.config import RunConfig
@@ -237,7 +238,7 @@ def run(
     from pipeline.launchers.launcher import Launch, launch
 
     if out is not None and not dry_run:
-        _refuse("--out: expected --dry-run beside it, which writes files and starts nothing")
+        raise ConfigurationError("--out: expected --dry-run beside it, which writes files and starts nothing")
     request = Launch(_load(file, sets), fresh, dry_run, out, nodes, gpus, tuple(arguments or ()))
     raise typer.Exit(launch(on, request))
 
@@ -347,7 +348,6 @@ def actor(
     afterplay actor cluster.yaml --index 3 --set actor.concurrency=64
     """
     from pipeline.runtime.disk_wait import wait_for_room
-    from pipeline.runtime.rundir import RunDirectory, take_index
 
     config = _load_of_run(file, sets) if join else _load(file, sets)
     directory = RunDirectory(config.run.path)
@@ -417,7 +417,6 @@ def evaluator(file: File, index: Index = 0, sets: Sets = None) -> None:
 def reporter(file: File, index: Index = 0, sets: Sets = None) -> None:
     """Report the run to the tracker at this position of report_to, until SIGTERM."""
     from pipeline.runtime.process import configure_logging
-    from pipeline.runtime.rundir import RunDirectory
     from pipeline.trackers.reporter import report as report_all
 
     config = _load(file, sets)
@@ -437,7 +436,6 @@ def prepare(file: File, sets: Sets = None) -> None:
     """
     from pipeline.runtime.plugins import load_main
     from pipeline.runtime.process import configure_logging
-    from pipeline.runtime.rundir import RunDirectory
 
     configure_logging("prepare")
     config = _load(file, sets)
@@ -491,7 +489,6 @@ def status(run_directory: Run) -> None:
     afterplay status runs/tiny
     """
     from pipeline.cli.status import show_status
-    from pipeline.runtime.rundir import RunDirectory
 
     raise typer.Exit(show_status(RunDirectory(run_directory)))
 
@@ -510,18 +507,17 @@ def plot(
       afterplay plot runs/first runs/second -o both.png
     """
     from pipeline.cli.viewer.plots import draw, draw_runs
-    from pipeline.runtime.rundir import RunDirectory
 
     directories = [RunDirectory(path) for path in run_directories]
     for directory in directories:
         if not directory.config_file.exists() and not directory.metrics_file.exists():
-            _refuse(f"expected a run directory, got {directory.path}, which has no config.yaml")
+            raise ConfigurationError(f"expected a run directory, got {directory.path}, which has no config.yaml")
         if len(directories) > 1 and not directory.metrics_file.exists():
-            _refuse(f"not drawn: {directory.path} has no steps yet")
+            raise ConfigurationError(f"not drawn: {directory.path} has no steps yet")
     if len(directories) == 1:
         output = directories[0].curves_file
         if problem := draw(directories[0].metrics_file, output):
-            _refuse(problem)
+            raise ConfigurationError(problem)
     else:
         named = [f"{number}: {directory.path.name[-20:]}" for number, directory in enumerate(directories, 1)]
         draw_runs(dict(zip(named, (d.metrics_file for d in directories), strict=True)), output)
@@ -619,8 +615,6 @@ def _load(file: Path, sets: list[str] | None) -> RunConfig:
 
 def _load_of_run(file: Path, sets: list[str] | None) -> RunConfig:
     """As all processes of the run read it: its ports, keys and identity are fixed there."""
-    from pipeline.runtime.rundir import RunDirectory
-
     config = _load(file, sets)
     resolved = RunDirectory(config.run.path).config_file
     return _load(resolved, sets) if resolved.exists() else config
@@ -628,13 +622,10 @@ def _load_of_run(file: Path, sets: list[str] | None) -> RunConfig:
 
 def _alone(file: Path, config: RunConfig) -> bool:
     """True where the role was not started by `afterplay run`, which gives its roles the file in the run directory."""
-    from pipeline.runtime.rundir import RunDirectory
-
     return file.resolve() != RunDirectory(config.run.path).config_file.resolve()
 
 
 def _settle(config: RunConfig) -> None:
-    from pipeline.runtime.rundir import RunDirectory
     from pipeline.supervisor.history import settle
 
     for line in settle(RunDirectory(config.run.path), config).lines():
@@ -645,7 +636,6 @@ def _record_end(config: RunConfig) -> bool:
     """Tell the other roles that the run has finished, if it has made all its steps."""
     from pipeline.cli.viewer.progress import MetricsTail
     from pipeline.runtime.disk_wait import wait_for_room
-    from pipeline.runtime.rundir import RunDirectory, write_json_atomically
 
     directory = RunDirectory(config.run.path)
     tail = MetricsTail(directory.metrics_file)
@@ -697,12 +687,6 @@ def _follow(file: Path, sets: list[str] | None) -> NoReturn:
     )
     logging.shutdown()
     os._exit(code)
-
-
-def _refuse(message: str) -> NoReturn:
-    from pipeline.errors import ConfigurationError
-
-    raise ConfigurationError(message)
 
 
 NO_WRITES = (

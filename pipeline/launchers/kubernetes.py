@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import math
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -25,7 +24,7 @@ from pipeline.config import RunConfig
 from pipeline.config.explain import ACTOR_KEY_FILE
 from pipeline.config.load import dump, dump_yaml
 from pipeline.errors import ConfigurationError
-from pipeline.launchers.launcher import Launch, require_program
+from pipeline.launchers.launcher import Launch, require_program, run_program
 from pipeline.runtime.engine_keys import LEARNER_KEY_FILE, make_key_files
 from pipeline.runtime.process import ExitCode, metrics_port
 from pipeline.runtime.rundir import PREPARE_SECONDS_MAX, write_bytes_atomically
@@ -45,7 +44,6 @@ SCALE_MAX = 4
 KEYS_MIN = 64
 """Actors that get keys from the start, so that a run can be given more of them."""
 START_SECONDS = 300
-COMMAND_SECONDS_MAX = 600.0
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 
 
@@ -68,14 +66,14 @@ def launch(request: Launch) -> int:
     with tempfile.TemporaryDirectory() as folder:
         files = write_files(config, values, Path(folder))
         install = [helm, "upgrade", "--install", name, str(CHART), *files, *request.arguments]
-        _run([*install, "--dry-run"])  # what is refused is refused before anything is changed
+        run_program([*install, "--dry-run"])  # what is refused is refused before anything is changed
         _make_secrets([kubectl, *place], name, values["actor"]["podsMax"])
         # A job cannot be changed. The learner drains, and the new one resumes.
-        _run([kubectl, *place, "delete", "job", f"{name}-learner", "--ignore-not-found", "--wait"])
+        run_program([kubectl, *place, "delete", "job", f"{name}-learner", "--ignore-not-found", "--wait"])
         for role in ("replay", "engine", "actor"):  # a run that had finished has none
             sets = [f"statefulset/{name}-{role}", "--current-replicas=0", f"--replicas={values[role].get('pods', 1)}"]
-            _run([kubectl, *place, "scale", *sets], check=False)
-        print(_run(install).stdout, end="")
+            run_program([kubectl, *place, "scale", *sets], check=False)
+        print(run_program(install).stdout, end="")
     print(f"kubectl get pods -l app.kubernetes.io/instance={name} shows the pods; helm uninstall {name} ends the run")
     return ExitCode.FINISHED
 
@@ -84,11 +82,11 @@ def _make_secrets(kubectl: list[str], name: str, actors: int) -> None:
     """Make the keys of a run that has none. Raises :class:`ConfigurationError` where it has too few."""
     secrets = secrets_of(name, max(actors, KEYS_MIN))
     owners = [secret["metadata"]["name"] for secret in secrets]
-    if _run([*kubectl, "get", "secret", owners[-1]], check=False).returncode:
+    if run_program([*kubectl, "get", "secret", owners[-1]], check=False).returncode:
         listed = {"apiVersion": "v1", "kind": "List", "items": secrets}
-        _run([*kubectl, "create", "-f", "-"], stdin=orjson.dumps(listed).decode())
+        run_program([*kubectl, "create", "-f", "-"], stdin=orjson.dumps(listed).decode())
         return
-    found = orjson.loads(_run([*kubectl, "get", "secret", f"{name}-actor-keys", "-o", "json"]).stdout)
+    found = orjson.loads(run_program([*kubectl, "get", "secret", f"{name}-actor-keys", "-o", "json"]).stdout)
     keys = sum(file.endswith(".key_secret") for file in found.get("data") or ())
     if keys < actors:
         raise ConfigurationError(
@@ -112,7 +110,7 @@ def _show(config: RunConfig, values: dict[str, Any], request: Launch) -> int:
         folder = request.out or Path(temporary)
         files = write_files(config, values, folder)
         if helm is not None:
-            manifests = _run([helm, "template", values["name"], str(CHART), *files, *request.arguments]).stdout
+            manifests = run_program([helm, "template", values["name"], str(CHART), *files, *request.arguments]).stdout
             write_bytes_atomically(folder / "manifests.yaml", manifests.encode())
         if request.out is None:
             print(f"# {FILE}\n{(folder / FILE).read_text()}---\n# {VALUES}\n{(folder / VALUES).read_text()}{manifests}")
@@ -277,20 +275,3 @@ def cluster_options(arguments: Iterable[str]) -> list[str]:
         else:
             name = names.get(option, "")
     return found
-
-
-def _run(command: list[str], stdin: str = "", check: bool = True) -> subprocess.CompletedProcess[str]:
-    """A finished program. Raises :class:`ConfigurationError` with what it said if it fails."""
-    shown = " ".join([Path(command[0]).name, *command[1:3]])
-    try:
-        done = subprocess.run(
-            command, input=stdin, capture_output=True, text=True, timeout=COMMAND_SECONDS_MAX, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ConfigurationError(
-            f"{shown} did not end within {COMMAND_SECONDS_MAX:g} s: look at the cluster, and repeat the command"
-        ) from error
-    if check and done.returncode:
-        said = (done.stderr or done.stdout).strip()
-        raise ConfigurationError(f"{shown} failed: {said}")
-    return done

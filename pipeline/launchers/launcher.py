@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -30,6 +31,8 @@ LAUNCHERS = {
     "slurm": "pipeline.launchers.slurm:launch",
     "kubernetes": "pipeline.launchers.kubernetes:launch",
 }
+COMMAND_SECONDS_MAX = 600.0
+"""For one program of a cluster, such as ``helm``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,22 @@ def launch(name: str, request: Launch) -> int:
     if name not in LAUNCHERS:
         raise ConfigurationError(f"--on: expected {', '.join(LAUNCHERS)}, got {name!r}")
     return cast(Callable[[Launch], int], load_main(LAUNCHERS[name]))(request)
+
+
+def run_program(
+    command: Sequence[str], stdin: str = "", check: bool = True, seconds_max: float = COMMAND_SECONDS_MAX
+) -> subprocess.CompletedProcess[str]:
+    """A program that has ended. Raises :class:`ConfigurationError` with what it said if it fails."""
+    shown = " ".join([Path(command[0]).name, *command[1:3]])
+    try:
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=seconds_max, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigurationError(
+            f"{shown} did not end within {seconds_max:g} s: look at the cluster, and repeat the command"
+        ) from error
+    if check and done.returncode:
+        raise ConfigurationError(f"{shown} failed: {(done.stderr or done.stdout).strip()}")
+    return done
 
 
 def require_program(name: str, remedy: str) -> str:

@@ -30,7 +30,7 @@ import orjson
 from pipeline.config.explain import taken_ports
 from pipeline.config.load import dump
 from pipeline.errors import ConfigurationError
-from pipeline.launchers.launcher import Launch, require_program
+from pipeline.launchers.launcher import Launch, require_program, run_program
 from pipeline.runtime.children import module_command
 from pipeline.runtime.process import ADDRESS, ExitCode
 from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
@@ -193,19 +193,7 @@ def step_command(inventory: Inventory, place: Place, command: Sequence[str]) -> 
 def command_output(name: str, *arguments: str) -> str:
     """Standard output of a program of SLURM. Raises :class:`ConfigurationError` with what it said if it fails."""
     program = require_program(name, "run this where SLURM is installed")
-    try:
-        done = subprocess.run(
-            [program, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_SECONDS_MAX,
-            stdin=subprocess.DEVNULL,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ConfigurationError(f"{name} did not answer within {COMMAND_SECONDS_MAX:g} s: is slurmctld up?") from error
-    if done.returncode:
-        raise ConfigurationError(f"{shlex.join([name, *arguments])} failed: {(done.stderr or done.stdout).strip()}")
-    return done.stdout
+    return run_program([program, *arguments], seconds_max=COMMAND_SECONDS_MAX).stdout
 
 
 PASSED_ON = (signal.SIGTERM, signal.SIGCHLD)
