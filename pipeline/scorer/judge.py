@@ -24,7 +24,7 @@ log = logging.getLogger("afterplay.scorer")
 
 ROUTE = "/v1/chat/completions"
 REPLY_TOKENS_MAX = 512
-"""Of a judge; ``extra`` of the section may have another."""
+"""Limit of a judge; ``extra`` of the section may have another."""
 
 
 class Judge:
