@@ -18,10 +18,10 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from learner.policy.backbone import Backbone  # noqa: E402
 
 from actors.rendering.renderer import Renderer  # noqa: E402
 from actors.tools.parsing.registry import format_of_template  # noqa: E402
+from learner.policy.policy import Backbone  # noqa: E402
 from pipeline.config.learner import LearnerConfig  # noqa: E402
 from pipeline.errors import ConfigurationError, PlugInError  # noqa: E402
 from pipeline.schema import Message  # noqa: E402
