@@ -157,7 +157,7 @@ class EvaluationRollouts:
     def resume(self, tasks: HeldOut, updates: int) -> None:
         """After a restart: ``tasks`` without a group are still to be planned."""
         self.begin(tasks, updates)
-        planned = {group.evaluation_index for group in self.groups}
+        planned = {group.task_index for group in self.groups}
         self._waiting = [index for index in self._waiting if index not in planned]
         self._wants = [
             (group.group_number, index)
@@ -198,7 +198,7 @@ class EvaluationRollouts:
 
     def answered(self, group: GroupRecord, record: TrajectoryRecord, frames: Frames) -> None:
         """A rollout came. Some are handed out for people to look at, before the score: the store has that."""
-        if self._is_shown(group.evaluation_index, record.key.slot):
+        if group.task_index is not None and self._is_shown(group.task_index, record.key.slot):
             self._journal.effect(UntrainedRollout(record.key.text, frames, record.received_at, evaluated=True))
 
     def scored(self, group: GroupRecord, record: TrajectoryRecord) -> None:
@@ -215,7 +215,7 @@ class EvaluationRollouts:
 
     def summaries(self, pass_at: Sequence[int], threshold: float) -> dict[str, Summary]:
         """Results by environment, in the order of the tasks; tasks that were never ordered count as missing."""
-        results = {group.evaluation_index: _of(group) for group in self.groups}
+        results = {index: _of(group) for group in self.groups if (index := group.task_index) is not None}
         if self._tasks is not None:
             for index in self._waiting:
                 results.setdefault(index, TaskResult(self._tasks.environment(index), (), missing=self._section.samples))
@@ -254,7 +254,14 @@ class EvaluationRollouts:
         number = self._records.take_number()
         slots = [Slot() for _ in range(self._section.samples)]
         group = GroupRecord(
-            number, self._tasks[index], index, self._clock.wall, slots, GroupState.EVALUATING, self._updates
+            number,
+            self._tasks[index],
+            self._updates,
+            self._clock.wall,
+            slots,
+            GroupState.EVALUATING,
+            self._updates,
+            index,
         )
         self._records[number] = group
         self._journal.group(group)

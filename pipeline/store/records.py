@@ -256,6 +256,8 @@ class GroupRecord:
     slots: list[Slot]
     state: GroupState = GroupState.COLLECTING
     update: int | None = None
+    task_index: int | None = None
+    """Index of its task in the evaluation that it belongs to; None: it is for training."""
     late: bool = False
     reason: str = ""
     ended_at: float | None = None
@@ -271,11 +273,6 @@ class GroupRecord:
     def evaluation(self) -> bool:
         """True if it belongs to an evaluation. Then ``update`` is the number of updates in the evaluated weights."""
         return self.state in (GroupState.EVALUATING, GroupState.EVALUATED)
-
-    @property
-    def evaluation_index(self) -> int:
-        """Index of its task in the evaluation; stored where groups for training have ``admitted_update``."""
-        return self.admitted_update
 
     @property
     def group_id(self) -> str:

@@ -118,11 +118,12 @@ def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int],
 
 
 def _group(row: Sequence[Any]) -> GroupRecord:
-    group_number, task, _, n_fresh, k, admitted, state, update, late, reason, planned_at, ended_at = row
+    group_number, task, _, n_fresh, k, admitted, task_index, state, update, late, reason, planned_at, ended_at = row
     return GroupRecord(
         group_number=group_number,
         task=_task(task),
         admitted_update=admitted,
+        task_index=task_index,
         planned_at=planned_at,
         slots=[Slot() for _ in range(n_fresh)],
         state=GroupState(state),

@@ -74,11 +74,11 @@ _ROLLED = (
 _TOTALS = ("counters", "rolled_up")
 """Tables of names and values; ``meta`` has the digest of their rows."""
 _GROUP_COLUMNS = (
-    "group_number, task, n_rollout, n_fresh, k, admitted_update, state, update_number, late, reason, "
+    "group_number, task, n_rollout, n_fresh, k, admitted_update, task_index, state, update_number, late, reason, "
     "planned_at, ended_at"
 )
 _GROUP = f"""
-INSERT INTO groups VALUES ({",".join("?" * 14)}) ON CONFLICT (group_number) DO UPDATE SET
+INSERT INTO groups VALUES ({",".join("?" * 15)}) ON CONFLICT (group_number) DO UPDATE SET
 {", ".join(f"{c} = excluded.{c}" for c in _GROUP_COLUMNS.split(", ")[1:])},
 crc = excluded.crc - excluded.kept + kept"""
 _FORGOTTEN_GROUP = "UPDATE groups SET kept = 0, crc = crc - kept WHERE group_number = ?"

@@ -20,7 +20,7 @@ CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups (
     group_number INTEGER PRIMARY KEY, task BLOB NOT NULL, n_rollout INTEGER NOT NULL, n_fresh INTEGER NOT NULL,
-    k INTEGER NOT NULL, admitted_update INTEGER NOT NULL, state TEXT NOT NULL,
+    k INTEGER NOT NULL, admitted_update INTEGER NOT NULL, task_index INTEGER, state TEXT NOT NULL,
     update_number INTEGER, late INTEGER NOT NULL, reason TEXT NOT NULL, planned_at REAL NOT NULL, ended_at REAL,
     kept INTEGER NOT NULL, crc INTEGER NOT NULL
 );
@@ -68,7 +68,7 @@ CREATE TABLE tasks (
 STORE = Database("replay store", "store", "stage.store", application_id=0x41465250, version=6, tables=TABLES)
 """Its application id is ``AFRP``."""
 ROW_TABLES: dict[str, int | None] = {
-    "groups": 12, "group_replays": None, "orders": None, "trajectories": 9, "pool": None, "stored_groups": None,
+    "groups": 13, "group_replays": None, "orders": None, "trajectories": 9, "pool": None, "stored_groups": None,
     "tasks": None,
 }  # fmt: skip
 """Tables with a digest in the last column of each row, and the column that is also written alone: ``kept`` of groups,
