@@ -35,9 +35,7 @@ from pipeline.transport.messages import (
     HubWire,
     Kind,
     Limits,
-    Mailbox,
     MessageFault,
-    Silence,
     TransportStatistics,
     WireMessage,
 )
@@ -257,17 +255,10 @@ class Hub(Endpoint):
         silence_seconds_max: float,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
     ) -> None:
-        super().__init__()
+        super().__init__(limits, silence_seconds_max, heartbeat_seconds)
         self._wire = wire
-        self._limits = limits
-        self._heartbeat_seconds = heartbeat_seconds
-        self._silence_seconds_max = silence_seconds_max
         self._peers = Peers(limits, wire.identity)
-        self._silence = Silence(heartbeat_seconds, silence_seconds_max)
-        self._mailbox = Mailbox(limits.queue_messages_max, limits.message_bytes_max)
-        self._deaf = False
         self._closing = False
-        self._sends = 0
 
     async def __aenter__(self) -> Self:
         self._wire.open()
@@ -292,10 +283,6 @@ class Hub(Endpoint):
     def peers(self) -> tuple[str, ...]:
         """Names that are connected."""
         return tuple(peer.name for peer in self._peers.all() if not peer.gone)
-
-    async def receive(self) -> Event:
-        """The next event. Raises :class:`TransportClosed` after the hub was closed."""
-        return await self._mailbox.get()
 
     async def send(self, peer: str, message: WireMessage) -> None:
         """Queue for ``peer``; waits while its queue is full. Raises :class:`PeerGone` when it is not connected,

@@ -28,8 +28,6 @@ from pipeline.transport.messages import (
     Kind,
     Limits,
     LinkWire,
-    Mailbox,
-    Silence,
     TransportStatistics,
     WireMessage,
 )
@@ -166,22 +164,15 @@ class Link(Endpoint):
         silence_seconds_max: float,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
     ) -> None:
-        super().__init__()
+        super().__init__(limits, silence_seconds_max, heartbeat_seconds)
         require_id("the name of a link", name)
         self.name = name
         self._id = secrets.token_hex(8)
         self._wire = wire
-        self._limits = limits
-        self._heartbeat_seconds = heartbeat_seconds
-        self._silence_seconds_max = silence_seconds_max
         self._session = Session(limits)
-        self._silence = Silence(heartbeat_seconds, silence_seconds_max)
-        self._mailbox = Mailbox(limits.queue_messages_max, limits.message_bytes_max)
         self._hello: Mapping[str, Any] = {}
         self._described: anyio.Event | None = None
         self._is_described = False
-        self._deaf = False
-        self._sends = 0
 
     async def __aenter__(self) -> Self:
         self._described = anyio.Event()
@@ -222,10 +213,6 @@ class Link(Endpoint):
         if self._session.state is State.CONNECTED:
             self._lose(reason)
             self._wire.signal.fire()
-
-    async def receive(self) -> Event:
-        """The next event. Raises :class:`TransportClosed` after the link was closed."""
-        return await self._mailbox.get()
 
     async def send(self, message: WireMessage) -> None:
         """Queue for the hub; waits while the queue is full. Raises :class:`LimitExceeded`."""

@@ -384,14 +384,26 @@ class Silence:
 
 
 class Endpoint:
-    """An async context manager whose tasks live exactly as long as the ``async with`` block.
+    """What hub and link have in common: an async context manager whose tasks live exactly as long as the ``async with``
+    block, and a mailbox of what they received.
 
     An exception of the block leaves unchanged (not wrapped in a group); a crash of one of our tasks cancels the block
     and leaves as an exception group.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits, silence_seconds_max: float, heartbeat_seconds: float) -> None:
+        self._limits = limits
+        self._silence_seconds_max = silence_seconds_max
+        self._heartbeat_seconds = heartbeat_seconds
+        self._silence = Silence(heartbeat_seconds, silence_seconds_max)
+        self._mailbox = Mailbox(limits.queue_messages_max, limits.message_bytes_max)
+        self._deaf = False
+        self._sends = 0
         self._group: TaskGroup | None = None
+
+    async def receive(self) -> Event:
+        """The next event. Raises :class:`TransportClosed` after this end was closed."""
+        return await self._mailbox.get()
 
     async def _enter(self, *tasks: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._group = anyio.create_task_group()
