@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from learner.losses.base import LossRules
-from learner.losses.registry import loss_rules
-from learner.losses.total import LossTokens, policy_loss
+from learner.losses.loss import LossTokens, policy_loss
+from learner.losses.policy_losses import loss_rules
 from pipeline.config.algorithm import ImportanceConfig, LossConfig
 from pipeline.config.replay import ReplayConfig
 

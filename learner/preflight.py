@@ -14,11 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from learner.advantages.apply import estimate
-from learner.advantages.base import ScoredTrajectory
-from learner.advantages.group import PassAtK
-from learner.advantages.registry import COMPARING, OPTIONS, needed_scores
-from learner.advantages.rewards import shaped
+from learner.advantages.base import ScoredTrajectory, shaped
+from learner.advantages.estimate import COMPARING, OPTIONS, estimate, needed_scores
+from learner.advantages.estimators import PassAtK
 from learner.losses.options import CORRECTIONS, KL_CONTROLLERS, OFF_POLICIES, POLICIES
 from pipeline.config import RunConfig
 from pipeline.config.base import Options
@@ -162,8 +160,8 @@ def _learn(config: RunConfig, n: int) -> None:
     :class:`pipeline.errors.PlugInError`."""
     import torch
 
-    from learner.losses.registry import loss_rules
-    from learner.losses.total import LossTokens, policy_loss
+    from learner.losses.loss import LossTokens, policy_loss
+    from learner.losses.policy_losses import loss_rules
 
     where = f"loss.policy {config.loss.policy.name}"
     rules = replace(loss_rules(config.loss, config.importance, config.replay), entropy_bonus=0.0, kl_in_loss=False)

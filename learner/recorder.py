@@ -20,7 +20,7 @@ import orjson
 from learner.batches import ReplayChoice
 from learner.data.microbatch import Form
 from learner.data.rows import Batch, Trained, TrainedGroup
-from learner.losses.corrections import REASONS
+from learner.losses.loss import REASONS
 from learner.observability.statistics import BatchStatistics, SourceStatistics, Weights
 from learner.observability.timing import StepTimes
 from learner.training.report import CriticReport, StepReport

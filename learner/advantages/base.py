@@ -1,4 +1,8 @@
-"""Interface of the advantage estimators: scored trajectories in, advantages out. Numpy, float64, no gradient.
+"""Interface of the advantage estimators: scored trajectories in, advantages out, and the rewards that they see.
+
+Rewards change before estimation: by token or turn, overlong penalty, the user's own shaping, normalisation. The
+trajectories themselves keep theirs: reports, the pool and the bias audit use those of the scorer. Numpy, float64, no
+gradient.
 
 Dimensions: N trajectories of an update, G trajectories of a group, S trained tokens of one trajectory (in order of
 position, over its branches), K turns of it.
@@ -7,13 +11,15 @@ position, over its branches), K turns of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.config.algorithm import AdvantageConfig
-from pipeline.errors import TrainingError
+from pipeline.errors import TrainingError, boundary
+from pipeline.runtime.plugins import resolve
+from pipeline.schema import Trajectory
 
 FloatArray = npt.NDArray[np.float64]
 EPSILON = 1e-6
@@ -116,3 +122,155 @@ def whitened(parts: Sequence[FloatArray]) -> tuple[FloatArray, ...]:
         return tuple(np.zeros_like(part) for part in parts)
     mean, scale = together.mean(), together.std() + EPSILON
     return tuple((part - mean) / scale for part in parts)
+
+
+def total(p: ScoredTrajectory) -> float:
+    """The outcome minus all penalties: the return of the trajectory without a discount."""
+    return p.reward - (0.0 if p.penalties is None else float(p.penalties.sum()))
+
+
+def turn_rewards(p: ScoredTrajectory, config: AdvantageConfig) -> FloatArray:
+    """Rewards by turn ``[K]``, without penalties, where ``advantage.rewards`` is not ``outcome``.
+
+    ``turns``: those of the environment. ``both``: the last turn also gets what of the outcome
+    they leave, so that they sum to the outcome. Without turn rewards the last turn gets the outcome.
+    """
+    turns = max(len(p.turn_rewards), int(p.turns[-1]) + 1)
+    rewards = np.zeros(turns)
+    if not p.turn_rewards:
+        rewards[-1] = p.reward
+        return rewards
+    rewards[: len(p.turn_rewards)] = p.turn_rewards
+    if config.rewards == "both":
+        rewards[-1] += p.reward - rewards.sum()
+    return rewards
+
+
+def token_rewards(p: ScoredTrajectory, config: AdvantageConfig) -> FloatArray:
+    """Rewards at the trained tokens ``[S]``, penalties taken off.
+
+    The outcome is at the last token, the reward of a turn at the turn's last trained token. The reward of a turn of
+    which nothing is trained (another turn of the trajectory is replayed alone, or it sampled nothing) is at the last
+    trained token before it; with no such token nothing that is trained could change it, and it is left out.
+    """
+    rewards = np.zeros(p.n_tokens) if p.penalties is None else -p.penalties
+    if config.rewards == "outcome":
+        rewards[-1] += p.reward
+        return rewards
+    by_turn = turn_rewards(p, config)
+    last = np.searchsorted(p.turns, np.arange(len(by_turn)), side="right") - 1
+    np.add.at(rewards, last[last >= 0], by_turn[last >= 0])
+    return rewards
+
+
+def group_returns(group: Sequence[ScoredTrajectory], config: AdvantageConfig) -> FloatArray:
+    """Returns that estimators compare within a group, ``[G, K]``.
+
+    ``outcome``: K is 1, the total of each trajectory. Otherwise K is the number of turns of the longest: entry k is
+    the return from turn k on, discounted by ``turn_gamma`` per turn. A trajectory that ended before turn k has 0
+    there, which is what it got from then on; so the others' mean stays a baseline that no own action changes.
+    """
+    if config.rewards == "outcome":
+        return np.asarray([[total(p)] for p in group])
+    rewards = [turn_rewards(p, config) for p in group]
+    returns = np.zeros((len(group), max(len(r) for r in rewards)))
+    for row, (p, r) in enumerate(zip(group, rewards, strict=True)):
+        if p.penalties is not None:
+            np.subtract.at(r, p.turns, p.penalties)
+        returns[row, : len(r)] = discounted(r, config.turn_gamma)
+    return returns
+
+
+def discounted(rewards: FloatArray, factor: float) -> FloatArray:
+    """``x_t = r_t + factor · x_{t+1}``, 0 after the end.
+
+    >>> discounted(np.array([0.0, 1.0, 2.0]), 0.5)
+    array([1., 2., 2.])
+    """
+    if factor == 1.0:
+        return np.cumsum(rewards[::-1])[::-1].copy()
+    out, carried = [], 0.0
+    for reward in reversed(rewards.tolist()):
+        carried = reward + factor * carried
+        out.append(carried)
+    return np.asarray(out[::-1], dtype=np.float64)
+
+
+Shaping = Callable[[Sequence[ScoredTrajectory], Sequence[Trajectory]], Sequence[ScoredTrajectory]]
+"""A user's function (``advantage.shaping``): the same trajectories, with other ``reward``, ``turn_rewards`` and
+``baseline``."""
+MAY_CHANGE = frozenset({"reward", "turn_rewards", "baseline"})
+
+
+def shaped(
+    scored: Sequence[ScoredTrajectory], trajectories: Sequence[Trajectory], config: AdvantageConfig
+) -> list[ScoredTrajectory]:
+    """Overlong penalty (but not on a greedy rollout's reward), then the user's shaping, then normalisation.
+
+    Raises :class:`TrainingError` for what the user's function gave, :class:`PlugInError` for what it raised, and
+    :class:`ConfigurationError` when its path leads to none.
+    """
+    out = [replace(p, reward=p.reward - overlong_loss(p.n_tokens, config)) for p in scored]
+    if config.shaping is not None:
+        out = _by_user(resolve(config.shaping, "reward shaping"), config.shaping, out, trajectories)
+    return _normalised(out, config)
+
+
+def overlong_loss(n_tokens: int, config: AdvantageConfig) -> float:
+    """Penalty of a trajectory of ``n_tokens`` sampled tokens: 0 up to ``overlong_tokens - overlong_buffer``, then
+    rising linearly to ``overlong_penalty`` at ``overlong_tokens`` (DAPO, arXiv:2503.14476, eq. 13).
+
+    >>> config = AdvantageConfig(overlong_tokens=100, overlong_buffer=20)
+    >>> [overlong_loss(n, config) for n in (80, 85, 100, 500)]
+    [0.0, 0.25, 1.0, 1.0]
+    """
+    if config.overlong_tokens is None:
+        return 0.0
+    over = n_tokens - (config.overlong_tokens - config.overlong_buffer)
+    share = float(over > 0) if config.overlong_buffer == 0 else min(1.0, max(0.0, over / config.overlong_buffer))
+    return share * config.overlong_penalty
+
+
+def overlong_count(lengths: Sequence[int], config: AdvantageConfig) -> int:
+    """Number of these lengths in sampled tokens that are penalised."""
+    return sum(overlong_loss(n, config) > 0 for n in lengths)
+
+
+def _by_user(
+    function: Shaping, path: str, scored: Sequence[ScoredTrajectory], trajectories: Sequence[Trajectory]
+) -> list[ScoredTrajectory]:
+    with boundary(f"advantage.shaping {path}"):
+        out = list(function(list(scored), list(trajectories)))
+    if len(out) != len(scored) or not all(isinstance(p, ScoredTrajectory) for p in out):
+        raise TrainingError(
+            f"expected {len(scored)} ScoredTrajectory from the reward shaping {path}, got {len(out)}: {out!r:.100}"
+        )
+    for before, after in zip(scored, out, strict=True):
+        changed = [f.name for f in fields(ScoredTrajectory) if getattr(before, f.name) is not getattr(after, f.name)]
+        if not MAY_CHANGE.issuperset(changed):
+            raise TrainingError(f"expected the reward shaping {path} to change only rewards, but it changed {changed}")
+    return out
+
+
+def _normalised(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> list[ScoredTrajectory]:
+    if config.reward_norm == "none":
+        return list(scored)
+    out = list(scored)
+    groups = [m.tolist() for m in groups_of(scored)] if config.reward_norm == "group" else [list(range(len(scored)))]
+    for members in groups:
+        returns_M = np.asarray([_return(scored[i], config) for i in members])
+        scale = float(returns_M.std()) + EPSILON if returns_M.max() > returns_M.min() else 1.0
+        mean = float(returns_M.mean()) if config.rewards == "outcome" else 0.0
+        for i in members:
+            p = scored[i]
+            turns = tuple(r / scale for r in p.turn_rewards)
+            baseline = None if p.baseline is None else (p.baseline - mean) / scale
+            out[i] = replace(p, reward=(p.reward - mean) / scale, turn_rewards=turns, baseline=baseline)
+    return out
+
+
+def _return(p: ScoredTrajectory, config: AdvantageConfig) -> float:
+    """Sum of the rewards that are used."""
+    if config.rewards == "turns" and p.turn_rewards:
+        return sum(p.turn_rewards)
+    return p.reward

@@ -12,9 +12,8 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from learner.advantages.base import Estimates, FloatArray, ScoredTrajectory, groups_of, needed
-from learner.advantages.group import Normalized, by_group, grpo
-from learner.advantages.rewards import total
+from learner.advantages.base import Estimates, FloatArray, ScoredTrajectory, groups_of, needed, total
+from learner.advantages.estimators import Normalized, by_group, grpo
 from learner.data.microbatch import token_offsets
 from learner.data.rows import Batch, Row, TokenArray, trajectory_rows, with_contexts
 from pipeline.config.algorithm import AdvantageConfig

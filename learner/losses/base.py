@@ -138,7 +138,7 @@ class PolicyLoss:
     off_high: float | None = 1.0
     """Upper clip of off-policy tokens where the run file says nothing; None: as of fresh ones."""
     needs: frozenset[str] = frozenset()
-    """Names out of ``learner.losses.registry.SCORES``."""
+    """Names out of ``learner.losses.policy_losses.SCORES``."""
     needs_signal: bool = True
     """Tokens without advantage have no gradient, so rows without any need no backward pass."""
     options: type[Options] | None = None

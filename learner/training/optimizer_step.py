@@ -20,9 +20,8 @@ from learner.data.rows import Row
 from learner.distributed.ranks import Ranks
 from learner.losses.auxiliary import cross_entropy, imported_share, is_imported
 from learner.losses.base import LossRules
-from learner.losses.corrections import OtherRows, second_moment_mask, step_factor
+from learner.losses.loss import LossTerms, LossTokens, OtherRows, policy_loss, second_moment_mask, step_factor
 from learner.losses.options import OFF_POLICIES, SecondMoment
-from learner.losses.total import LossTerms, LossTokens, policy_loss
 from learner.observability.statistics import TokenValues
 from learner.observability.timing import Stopwatch
 from learner.policy.policy import Policy

@@ -16,16 +16,16 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from learner.advantages.apply import with_advantages
+from learner.advantages.base import overlong_count
 from learner.advantages.cpo import counterfactual_logprobs
-from learner.advantages.registry import needed_scores as needed_by_estimator
-from learner.advantages.rewards import overlong_count
+from learner.advantages.estimate import needed_scores as needed_by_estimator
+from learner.advantages.estimate import with_advantages
 from learner.data.demonstrations import Demonstrations
 from learner.data.microbatch import MicroBatch, token_offsets
 from learner.data.rows import Batch, Row, TokenArray, TokenScores
-from learner.losses.kl import KLController, kl_penalty
-from learner.losses.registry import loss_rules
-from learner.losses.registry import needed_scores as needed_by_loss
+from learner.losses.loss import KLController, kl_penalty
+from learner.losses.policy_losses import loss_rules
+from learner.losses.policy_losses import needed_scores as needed_by_loss
 from learner.observability.timing import Stopwatch, peak_memory_bytes, utilisation
 from learner.policy.policy import Policy
 from learner.policy.reference import FrozenCopy, Reference

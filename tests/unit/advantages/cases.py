@@ -9,10 +9,10 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from learner.advantages import base, registry, rewards
-from learner.advantages import group as group_estimators
-from learner.advantages.apply import estimate
+from learner.advantages import base, estimators
+from learner.advantages import estimate as registry
 from learner.advantages.base import ScoredTrajectory
+from learner.advantages.estimate import estimate
 from pipeline.config.algorithm import AdvantageConfig
 from tests.unit.advantages import slow
 
@@ -71,7 +71,7 @@ def config_of(estimator="grpo", **given):
 def epsilon(value: float) -> Iterator[None]:
     """Estimators and slow references add ``value`` to standard deviations."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (base, group_estimators, rewards, slow):
+        for module in (base, estimators, slow):
             patch.setattr(module, "EPSILON", value)
         yield
 

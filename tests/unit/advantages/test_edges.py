@@ -5,9 +5,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from learner.advantages.apply import estimate
 from learner.advantages.base import Estimates
-from learner.advantages.registry import COMPARING, needed_scores
+from learner.advantages.estimate import COMPARING, estimate, needed_scores
 from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import ConfigurationError, TrainingError
 from tests.unit.advantages.cases import advantages_of, config_of, make_scored, options_of
@@ -163,7 +162,7 @@ def test_one_token_and_very_long_trajectories_stand_side_by_side():
 def test_what_a_users_estimator_returns_is_checked(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "from learner.advantages.apply import Estimates\n"
+        "from learner.advantages.estimate import Estimates\n"
         "import numpy as np\n"
         "def good(scored, config):\n    return Estimates(tuple(np.full(p.n_tokens, p.reward) for p in scored))\n"
         "good.needs = {'entropies'}\n"
@@ -188,7 +187,7 @@ def test_what_a_users_estimator_returns_is_checked(tmp_path):
 def test_a_users_estimator_has_options_with_types_where_it_has_a_class_for_them(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "from learner.advantages.apply import Estimates\n"
+        "from learner.advantages.estimate import Estimates\n"
         "from pipeline.config.base import Options\n"
         "import numpy as np\n"
         "class Scaled(Options):\n    scale: float = 2.0\n"

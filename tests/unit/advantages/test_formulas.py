@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from learner.advantages.apply import estimate
-from learner.advantages.registry import ESTIMATORS, OPTIONS, needed_scores
+from learner.advantages.estimate import ESTIMATORS, OPTIONS, estimate, needed_scores
 from pipeline.config.algorithm import AdvantageConfig
 from tests.unit.advantages.cases import config_of, epsilon, make_scored, updates
 from tests.unit.advantages.slow import SLOW, gae_raw

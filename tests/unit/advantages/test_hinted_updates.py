@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from learner.advantages.apply import estimate, scored_of
 from learner.advantages.cpo import counterfactual_logprobs
+from learner.advantages.estimate import estimate, scored_of
 from learner.data.rows import Group, StoredRollout, build_batch, trajectory_rows, with_contexts
 from pipeline.errors import SchemaError, TrainingError
 from pipeline.schema import GroupPlan, Task

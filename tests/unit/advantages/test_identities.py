@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from learner.advantages.registry import ESTIMATORS
+from learner.advantages.estimate import ESTIMATORS
 from tests.unit.advantages.cases import advantages_of, epsilon, make_scored, options_of, updates
 
 QUARTERS = st.integers(0, 12).map(lambda i: i / 4)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from learner.advantages.apply import scored_of, with_advantages
-from learner.advantages.rewards import overlong_count, overlong_loss, shaped
+from learner.advantages.base import overlong_count, overlong_loss, shaped
+from learner.advantages.estimate import scored_of, with_advantages
 from learner.data.rows import Group, StoredRollout, TokenScores, build_batch
 from pipeline.config.algorithm import AdvantageConfig
 from pipeline.errors import ConfigurationError, PlugInError, SchemaError, TrainingError

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learner.advantages.apply import with_advantages
+from learner.advantages.estimate import with_advantages
 from learner.data.rows import Group, TokenScores, build_batch
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.advantages.apply import with_advantages
+from learner.advantages.estimate import with_advantages
 from learner.data.rows import Batch, Group, TokenScores, build_batch
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer

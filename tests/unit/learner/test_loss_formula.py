@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 
 from learner.losses.base import ClipRange, LossRules
-from learner.losses.registry import loss_rules
-from learner.losses.total import LossTokens, policy_loss
+from learner.losses.loss import LossTokens, policy_loss
+from learner.losses.policy_losses import loss_rules
 from pipeline.config.algorithm import ImportanceConfig, LossConfig
 
 
@@ -36,7 +36,7 @@ def tokens(logprobs, behaviour, advantages, *, proximal=None, mask=None, replay=
 
 
 def slow_loss(t: LossTokens, r: LossRules) -> float:
-    """The formula of :mod:`learner.losses.total`, a token at a time in Python floats."""
+    """The formula of :mod:`learner.losses.loss`, a token at a time in Python floats."""
     total = 0.0
     for i in range(len(t.logprobs)):
         if not t.loss_mask[i]:

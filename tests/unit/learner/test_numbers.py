@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from learner.advantages.apply import estimate, with_advantages
 from learner.advantages.base import ScoredTrajectory
+from learner.advantages.estimate import estimate, with_advantages
 from learner.data.microbatch import collate, plan_microbatches, token_offsets, token_weights
 from learner.data.rows import TokenScores, build_batch, trajectory_rows
 from learner.observability.statistics import Mean, TokenValues, Weights, batch_statistics, source_statistics

@@ -11,10 +11,9 @@ import torch
 from hypothesis import given, settings
 
 from learner.losses.base import ClipRange, LossRules
-from learner.losses.corrections import second_moment_mask, step_factor
+from learner.losses.loss import LossTokens, policy_loss, second_moment_mask, step_factor
 from learner.losses.options import Shaped
-from learner.losses.registry import loss_rules
-from learner.losses.total import LossTokens, policy_loss
+from learner.losses.policy_losses import loss_rules
 from learner.observability.statistics import Weights
 from pipeline.config.algorithm import ImportanceConfig, LossConfig
 from pipeline.config.replay import ReplayConfig

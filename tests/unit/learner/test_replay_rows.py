@@ -13,7 +13,7 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from learner.advantages.apply import with_advantages
+from learner.advantages.estimate import with_advantages
 from learner.batches import TRAINING_PASSES, CandidateScorer, CandidateScores, choose_replays, ranked
 from learner.checkpoints.checkpoint import CheckpointState
 from learner.data.rows import Group, StoredRollout, TokenScores, Trained, TrainedGroup, build_batch, trajectory_rows

@@ -45,7 +45,7 @@ def mixed(kit, n=9):
 
 
 def reference(kit, rows, form, bound=math.inf):
-    """Gradient of the formula in :mod:`learner.losses.total` by full logits, in float64, one token at a time."""
+    """Gradient of the formula in :mod:`learner.losses.loss` by full logits, in float64, one token at a time."""
     model = kit.tiny_model().double()
     entries = []
     for row in rows:

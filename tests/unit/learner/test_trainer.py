@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.advantages.apply import with_advantages
+from learner.advantages.estimate import with_advantages
 from learner.data.rows import Batch, TokenScores, build_batch, trajectory_rows
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer

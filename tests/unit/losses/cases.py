@@ -9,10 +9,9 @@ import hypothesis.strategies as st
 import torch
 
 from learner.losses.base import ClipRange, LossRules
-from learner.losses.corrections import OtherRows
+from learner.losses.loss import LossTokens, OtherRows
 from learner.losses.options import POLICIES
-from learner.losses.registry import loss_rules
-from learner.losses.total import LossTokens
+from learner.losses.policy_losses import loss_rules
 from pipeline.config.algorithm import ImportanceConfig, LossConfig
 from tests.unit.losses.slow import Token
 

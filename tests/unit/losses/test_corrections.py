@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.losses.corrections import REASONS
-from learner.losses.total import policy_loss
+from learner.losses.loss import REASONS, policy_loss
 from pipeline.config.algorithm import MaskConfig
 from tests.unit.losses.cases import rules_of, tensors
 from tests.unit.losses.slow import Token

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.replay_bias import CHOICES, SPREADS, Chain, measure
-from learner.advantages.group import rloo
+from learner.advantages.estimators import rloo
 from pipeline.config.algorithm import AdvantageConfig
 
 NAMED = {choice.name: choice for choice in CHOICES}

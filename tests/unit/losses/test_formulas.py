@@ -8,10 +8,9 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 
+from learner.losses.loss import policy_loss
 from learner.losses.options import SoftCorrection, TokenCorrection, TruncatedCorrection
-from learner.losses.policy_losses import binary_kl, binary_tv
-from learner.losses.registry import LOSSES
-from learner.losses.total import policy_loss
+from learner.losses.policy_losses import LOSSES, binary_kl, binary_tv
 from pipeline.config.algorithm import MaskConfig
 from tests.unit.losses.cases import POISON, hostile, poisoned, rules_of, tensors
 from tests.unit.losses.slow import Token, slow_loss

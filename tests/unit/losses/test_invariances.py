@@ -8,8 +8,8 @@ import torch
 
 from learner.data.microbatch import token_weights
 from learner.data.rows import Batch, TokenScores
-from learner.losses.corrections import REASONS
-from learner.losses.registry import LOSSES
+from learner.losses.loss import REASONS
+from learner.losses.policy_losses import LOSSES
 from learner.observability.timing import StepTimes
 from learner.policy.policy import Policy
 from learner.recorder import Update, step_line

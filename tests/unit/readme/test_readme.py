@@ -12,8 +12,8 @@ import yaml
 
 from actors.environments.base import Reply, Step
 from actors.environments.discovery import build
-from learner.losses.registry import loss_rules
-from learner.losses.total import policy_loss
+from learner.losses.loss import policy_loss
+from learner.losses.policy_losses import loss_rules
 from pipeline.config.algorithm import ImportanceConfig, LossConfig
 from pipeline.config.load import load
 from pipeline.config.rollouts import EnvironmentConfig

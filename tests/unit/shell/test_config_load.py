@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.advantages.group import Grpo
+from learner.advantages.estimators import Grpo
 from learner.losses.options import Gspo, Ppo
 from learner.preflight import with_options
 from pipeline.config import RunConfig

@@ -1,0 +1,424 @@
+"""The loss of an update's tokens: policy loss, corrections, KL and entropy, put together.
+
+Formula, per token with ρ = π/π_old, A the advantage, w the correction of the decoupled form or of replayed
+trajectories (else 1), v the weight of a replayed trajectory (else 1), m the token's mask:
+
+    ℓ = v · w · (off · O + (1 - off) · L(lo, hi))
+    loss = Σ weight · m · (ℓ + kl_coef · K - entropy_bonus · H)
+
+L is the policy loss (``policy_losses``; by default PPO's clip, arXiv:1707.06347, with dual clip), w and a part of m are
+corrections, K is the KL (in the loss only where ``loss.kl`` is ``loss``). O, the loss of off-policy tokens, is one of
+
+    clip            L(off_lo, off_hi)                           (two clips in one loss: AgentEvolver's form)
+    shaped          -A f(ρ), f(x) = x / (x + β)                 LUFFY (arXiv:2504.14945), ExGRPO (arXiv:2510.02245)
+    second_moment   -A ρ; if A < 0: min(., -A c)                M2PO (arXiv:2510.01161); its mask is in ``loss_mask``
+
+π_old of a token:
+
+    replayed, recorded              μ
+    ... with a weight over trajectories (``replay.correction``): π_prox
+    replayed, unrecorded            π_prox, before the first optimizer step of the update: ρ is 1 at first
+    ... with ``shaped``             1, as LUFFY sets it: f(ρ) = f(π) = π / (π + β)
+    fresh (guided ones too)         μ, or in the decoupled form π_prox
+
+Of a shaped token the gradient is ``-A f'(ρ) ρ ∇log π`` with ``f'(x) x = β x / (x + β)²``: for π_old = 1 largest where
+π = β, so that improbable tokens of a demonstration are learned instead of those that are already certain.
+
+``weight`` is the token's share of the whole optimizer step (:func:`learner.data.microbatch.token_weights`), so that
+micro-batches add up.
+
+Corrections of off-policy tokens come from r = π_prox/μ: μ is the policy that the engine sampled from, π_prox that of
+the learner before the first optimizer step, so r holds the engine's numerical mismatch and the staleness of its
+weights. By level: ``token`` is r of the token, ``sequence`` the product of r over the tokens of a sequence,
+``geometric`` that to the power of 1 over their number. The sequence of a weight is the trajectory with all of its rows,
+that of a mask the row.
+
+    weight   min(r, max)              truncated importance sampling (Ionides 2008; arXiv:2505.24298 for tokens)
+             r^k exp(lambda (1 - r))  soft, for replayed tokens; k and lambda by the sign of A (VESPO, arXiv:2602.10693)
+    mask     0 unless low ≤ r ≤ high  masked importance sampling; two-sided for tokens: IcePop (arXiv:2510.18855)
+
+Each log-ratio is clamped to ± ``LOG_RATIO_MAX`` before it is summed, and the sum again. Masked out tokens count neither
+in the loss nor in a row's ratio there; in the ratios here they do, so that the order of masks changes nothing.
+
+KL(π‖π_ref) to a reference policy is estimated with d = log π - log π_ref at a token that π sampled (Schulman 2020,
+"Approximating KL divergence"):
+
+    k1   d                   unbiased, of both signs
+    k2   d² / 2              its expected gradient is that of the KL (arXiv:2510.01555)
+    k3   exp(-d) - 1 + d     unbiased, never negative (DeepSeekMath's term, arXiv:2402.03300)
+    abs  |d|
+
+A plus (``k1+``, ``k3+``, ``abs+``) is straight-through: that value, with the gradient of k2.
+
+Dimensions: S sampled tokens of a micro-batch, N off-policy tokens of an optimizer step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from learner.losses.base import LOG_RATIO_MAX, LossRules, RowSums, Scored, TokenLosses, log_ratio
+from learner.losses.options import KL_CONTROLLERS, Adaptive, SecondMoment, Shaped, SoftCorrection, TruncatedCorrection
+from learner.losses.policy_losses import bounded, shaped
+from pipeline.config.algorithm import LossConfig
+from pipeline.config.load import read_options
+from pipeline.errors import TrainingError
+
+REASONS = ("", "ratio_cap", "sequence_mask", "geometric_mask", "any_token_mask")
+"""Reasons for rejecting a token, by the code in ``Correction.reasons``; code 0: not rejected."""
+_CODES = {"token": 1, "sequence": 2, "geometric": 3, "any_token": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """``[S]``, without gradient."""
+
+    weights: Tensor
+    """Multiplies the loss; 1 where nothing is corrected."""
+    truncated: Tensor
+    """bool: the weight was cut at its maximum."""
+    reasons: Tensor
+    """int8: code into :data:`REASONS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherRows:
+    """Sums over the tokens that a token's trajectory has in other rows, float64 ``[S]``. These rows may be in other
+    micro-batches or on other ranks."""
+
+    log_ratios: Tensor
+    """Sum of the clamped log-ratios log r."""
+    counts: Tensor
+    """Number of the tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class RatioInputs:
+    """Tensors ``[S]`` that r of every level is made of."""
+
+    proximal: Tensor
+    """log π_prox."""
+    behaviour: Tensor
+    """log μ."""
+    rows: Tensor | None
+    """Row of each token, for levels over sequences."""
+    others: OtherRows | None
+    """None: every trajectory has one row."""
+    log_ratio_max: float
+
+    def ratio(self, level: str, valid: Tensor, *, trajectory: bool) -> Tensor:
+        """r of each token at a level; 1 where not ``valid``. ``trajectory``: over all rows of the trajectory, else over
+        the valid tokens of the token's row."""
+        d = log_ratio(self.proximal, self.behaviour, valid, self.log_ratio_max).detach()
+        if level in ("sequence", "geometric"):
+            sums = RowSums(self.rows, valid)
+            total, count = sums.sum(d.double()), sums.sum(torch.ones_like(d, dtype=torch.float64))
+            if trajectory and self.others is not None:
+                total, count = total + self.others.log_ratios, count + self.others.counts
+            total = total / count.clamp(min=1.0) if level == "geometric" else total
+            d = total.clamp(-self.log_ratio_max, self.log_ratio_max).to(d.dtype)
+        return torch.where(valid, d, torch.zeros_like(d)).exp()
+
+
+def corrections(
+    inputs: RatioInputs, fresh: Tensor, replayed: Tensor, maskable: Tensor, advantages: Tensor, rules: LossRules
+) -> Correction:
+    """Weights and rejections of the tokens of a micro-batch.
+
+    ``fresh``, ``replayed``: bool ``[S]``, the tokens that get the weight of fresh, or of replayed tokens. ``maskable``:
+    those that may be rejected. Sequences are taken over those.
+    """
+    weights, reasons = torch.ones_like(inputs.proximal), torch.zeros_like(fresh, dtype=torch.int8)
+    truncated = torch.zeros_like(fresh)
+    form = rules.replay_correction
+    if rules.decoupled and rules.weight != "none":
+        raw = inputs.ratio(rules.weight, fresh, trajectory=True)
+        weights = torch.where(fresh, raw.clamp(max=rules.weight_max), weights)
+        truncated = fresh & (raw > rules.weight_max)
+    if isinstance(form, TruncatedCorrection):
+        raw = inputs.ratio(form.name, replayed, trajectory=True)
+        highest = math.inf if form.max is None else form.max
+        weights = torch.where(replayed, raw.clamp(max=highest), weights)
+        truncated = truncated | (replayed & (raw > highest))
+    elif isinstance(form, SoftCorrection):
+        raw = inputs.ratio("sequence", replayed, trajectory=True)
+        weights = torch.where(replayed, soft_weights(raw, advantages, form), weights)
+    for mask in rules.masks:
+        level = "token" if mask.level == "any_token" else mask.level
+        ratio = inputs.ratio(level, maskable, trajectory=False)
+        outside = maskable & (ratio < mask.low)
+        if mask.high is not None:
+            outside |= maskable & (ratio > mask.high)
+        if mask.level == "any_token":
+            outside = maskable & RowSums(inputs.rows, maskable).any(outside)
+        reasons = torch.where((reasons == 0) & outside, reasons.new_tensor(_CODES[mask.level]), reasons)
+    return Correction(weights.detach(), truncated, reasons)
+
+
+def soft_weights(ratios_S: Tensor, advantages_S: Tensor, form: SoftCorrection) -> Tensor:
+    """``W^k exp(lambda (1 - W))``, k and lambda by the sign of A, ``[S]``: 1 at W = 1, largest at ``W = k / lambda``
+    (VESPO, arXiv:2602.10693)."""
+    up = advantages_S >= 0
+    k = torch.where(up, ratios_S.new_tensor(form.k_positive), ratios_S.new_tensor(form.k_negative))
+    rate = torch.where(up, ratios_S.new_tensor(form.lambda_positive), ratios_S.new_tensor(form.lambda_negative))
+    return (torch.xlogy(k, ratios_S) + rate * (1.0 - ratios_S)).exp()
+
+
+def second_moment_mask(log_ratios_N: npt.ArrayLike, second_moment_max: float) -> npt.NDArray[np.bool_]:
+    """Mask of the tokens that stay, bool ``[N]``: their ``mean((log π/μ)²)`` is at most ``second_moment_max``.
+
+    As few as possible go, those with the largest squares first (M2PO, arXiv:2510.01161). Tokens with equal squares stay
+    or go together, so the order changes nothing; values that are not finite go.
+
+    >>> second_moment_mask([0.1, -2.0, 0.2, 0.1], 0.04)
+    array([ True, False,  True,  True])
+    """
+    squares = np.square(np.asarray(log_ratios_N, dtype=np.float64))
+    squares = np.where(np.isfinite(squares), squares, np.inf)
+    ordered = np.sort(squares)
+    means = np.cumsum(ordered) / np.arange(1, len(ordered) + 1)
+    count = int(np.searchsorted(means > second_moment_max, True))
+    return squares < ordered[count] if count < len(ordered) else np.ones(len(ordered), dtype=np.bool_)
+
+
+def step_factor(ess_ratio: float | None, target: float) -> float:
+    """Factor of the ESS guard on the learning rate: ``sqrt(min(1, ESS / target))``; 1 where no ratio is known.
+
+    >>> step_factor(0.125, 0.5), step_factor(0.9, 0.5), step_factor(None, 0.5)
+    (0.5, 1.0, 1.0)
+    """
+    return 1.0 if ess_ratio is None else math.sqrt(min(1.0, ess_ratio / target))
+
+
+def kl_terms(log_ratio_S: Tensor, estimator: str) -> Tensor:
+    """The estimate of each token, nats, with gradient; ``log_ratio_S`` is d, clamped. Raises :class:`TrainingError`."""
+    d = log_ratio_S
+    if estimator.endswith("+"):
+        half = 0.5 * d.square()
+        return kl_terms(d.detach(), estimator[:-1]) + (half - half.detach())
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return 0.5 * d.square()
+    if estimator == "k3":
+        return torch.expm1(-d) + d
+    if estimator == "abs":
+        return d.abs()
+    raise TrainingError(f"expected a KL estimator (k1, k2, k3, abs, or one with a plus), got {estimator!r}")
+
+
+def kl_penalty(
+    logprobs_S: npt.ArrayLike, reference_S: npt.ArrayLike, coefficient: float, estimator: str = "k1"
+) -> npt.NDArray[np.float64]:
+    """Penalty on each token's reward, ``coefficient · estimate`` (arXiv:1909.08593, section 2.2), float64
+    ``[S]``; 0 where the reference has no finite log-probability.
+    """
+    d = np.asarray(logprobs_S, np.float64) - np.asarray(reference_S, np.float64)
+    d = np.clip(np.where(np.isfinite(d), d, 0.0), -LOG_RATIO_MAX, LOG_RATIO_MAX)
+    estimate = kl_terms(torch.from_numpy(d), estimator.removesuffix("+")).numpy()
+    return np.asarray(coefficient * estimate, dtype=np.float64)
+
+
+@dataclass(slots=True)
+class KLController:
+    """The coefficient of the KL term. Fixed without ``target``; else the controller of arXiv:1909.08593, section 2.2:
+    ``coefficient *= 1 + clip(KL/target - 1, ±0.2) · n / horizon`` after each update over n trajectories."""
+
+    coefficient: float
+    target: float | None = None
+    """Nats per token."""
+    horizon: float = 10_000.0
+    """Trajectories."""
+
+    @classmethod
+    def of(cls, loss: LossConfig) -> KLController:
+        if loss.kl == "none":
+            return cls(0.0)
+        controller = read_options(loss.kl_controller, KL_CONTROLLERS, "loss.kl_controller")
+        if isinstance(controller, Adaptive):
+            return cls(loss.kl_coef, controller.target, controller.horizon)
+        return cls(loss.kl_coef)
+
+    def update(self, kl: float | None, n_trajectories: int) -> None:
+        """``kl``: mean over the update's tokens; None or not finite: nothing was measured, nothing changes."""
+        if self.target is None or kl is None or not np.isfinite(kl):
+            return
+        error = float(np.clip(kl / self.target - 1.0, -0.2, 0.2))
+        self.coefficient *= max(0.0, 1.0 + error * n_trajectories / self.horizon)
+
+    def as_json(self) -> dict[str, Any]:
+        """State for a checkpoint; target and horizon come from the run file."""
+        return {"coefficient": self.coefficient}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """The inverse of :meth:`as_json`. A fixed controller keeps what the run file says."""
+        if self.target is not None and "coefficient" in saved:
+            self.coefficient = float(saved["coefficient"])
+
+
+@dataclass(frozen=True, slots=True)
+class LossTokens:
+    """Tensors ``[S]`` of one micro-batch."""
+
+    logprobs: Tensor
+    """log π, with gradient."""
+    entropy: Tensor
+    behaviour: Tensor
+    """log μ."""
+    proximal: Tensor | None
+    """log π before the first optimizer step of the update, without gradient; None: these are the weights of now. Read
+    only where the rules anchor a token there."""
+    advantages: Tensor
+    weights: Tensor
+    loss_mask: Tensor
+    """bool: takes part in the loss."""
+    replay_mask: Tensor
+    """bool: replayed."""
+    off_policy: Tensor
+    """bool: uses the off-policy loss."""
+    rows: Tensor | None = None
+    """int64: number of the row (a branch) in the micro-batch; for ratios over sequences. A row is never split."""
+    reference: Tensor | None = None
+    """log π of the reference policy."""
+    recorded: Tensor | None = None
+    """bool: log μ is known. None: everywhere."""
+    factors: Tensor | None = None
+    """Weight of the trajectory, multiplies ℓ. None: 1."""
+    others: OtherRows | None = None
+    """Sums over the other rows of the token's trajectory, for weights over trajectories. None: each has one row."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """``loss`` (scalar, with gradient) and, without gradient, its parts and what became of each token."""
+
+    loss: Tensor
+    policy: Tensor
+    entropy: Tensor
+    kl: Tensor
+    """Σ weight · K; 0 without a reference."""
+    clipped_low: Tensor
+    """bool ``[S]``: held back by the policy loss because π is too small, or, below, too large."""
+    clipped_high: Tensor
+    token_losses: Tensor
+    """float ``[S]``: weight · ℓ, for sums by source."""
+    trained: Tensor
+    """bool ``[S]``: in the loss."""
+    truncated: Tensor
+    """bool ``[S]``: its w was truncated."""
+    reasons: Tensor
+    """int8 ``[S]``: code into ``corrections.REASONS`` of what rejected the token; 0 also where ``loss_mask`` did."""
+    reference_kl: Tensor
+    """float ``[S]``: K; NaN outside the loss or without a finite reference."""
+
+
+def policy_loss(tokens: LossTokens, rules: LossRules) -> LossTerms:
+    """The loss of one micro-batch. The sum over micro-batches is the loss of the optimizer step."""
+    off = tokens.off_policy
+    recorded = torch.ones_like(off) if tokens.recorded is None else tokens.recorded
+    proximal = tokens.logprobs.detach() if tokens.proximal is None else tokens.proximal
+    correction = _correction(tokens, proximal, recorded, rules)
+    mask = tokens.loss_mask & (correction.reasons == 0)
+    scored = _scored(tokens, _anchor(tokens, proximal, recorded, rules), mask, rules)
+    result = rules.policy(scored, rules)
+    per_token, unclipped = _mixed(scored, result, off, recorded, rules)
+    zero = torch.zeros_like(per_token)
+    shares = torch.where(mask, tokens.weights * correction.weights, zero)
+    if tokens.factors is not None:
+        shares = shares * torch.where(mask, tokens.factors, zero)
+    weighted = torch.where(mask, shares * per_token, zero)
+    policy = weighted.sum()
+    entropy = torch.where(mask, tokens.weights * scored.entropy, zero).sum()
+    loss = policy - rules.entropy_bonus * entropy if rules.entropy_bonus else policy
+    kl, estimates = _reference_kl(tokens, mask, rules)
+    if rules.kl_in_loss:
+        loss = loss + rules.kl_coef * kl
+    return LossTerms(
+        loss=loss,
+        policy=policy.detach(),
+        entropy=entropy.detach(),
+        kl=kl.detach(),
+        clipped_low=mask & ~unclipped & result.clipped_low,
+        clipped_high=mask & ~unclipped & result.clipped_high,
+        token_losses=weighted.detach(),
+        trained=mask,
+        truncated=correction.truncated & mask,
+        reasons=correction.reasons,
+        reference_kl=estimates,
+    )
+
+
+def _correction(tokens: LossTokens, proximal: Tensor, recorded: Tensor, rules: LossRules) -> Correction:
+    inputs = RatioInputs(proximal, tokens.behaviour, tokens.rows, tokens.others, rules.log_ratio_max)
+    return corrections(
+        inputs,
+        tokens.loss_mask & ~tokens.replay_mask,
+        tokens.loss_mask & tokens.replay_mask & recorded,
+        tokens.loss_mask & ~tokens.off_policy & recorded,
+        tokens.advantages,
+        rules,
+    )
+
+
+def _anchor(tokens: LossTokens, proximal: Tensor, recorded: Tensor, rules: LossRules) -> Tensor:
+    """log π_old of each token."""
+    replayed = tokens.replay_mask
+    anchor = torch.where(replayed, tokens.behaviour, proximal) if rules.decoupled else tokens.behaviour
+    if rules.replay_correction.name != "token":
+        return torch.where(replayed, proximal, anchor)
+    unknown = torch.zeros_like(proximal) if rules.off_policy.name == "shaped" else proximal
+    return torch.where(replayed & ~recorded, unknown, anchor)
+
+
+def _scored(tokens: LossTokens, anchor: Tensor, mask: Tensor, rules: LossRules) -> Scored:
+    def inside(values: Tensor) -> Tensor:
+        return torch.where(mask, values, torch.zeros_like(values))
+
+    def by_policy(off: float, fresh: float) -> Tensor:
+        kind = tokens.logprobs
+        return torch.where(tokens.off_policy, kind.new_tensor(off), kind.new_tensor(fresh))
+
+    return Scored(
+        logprobs=inside(tokens.logprobs),
+        old=inside(anchor),
+        log_ratio=log_ratio(tokens.logprobs, anchor, mask, rules.log_ratio_max),
+        advantages=inside(tokens.advantages),
+        mask=mask,
+        low=by_policy(rules.off.low, rules.fresh.low),
+        high=by_policy(rules.off.high, rules.fresh.high),
+        rows=tokens.rows,
+        entropy=inside(tokens.entropy),
+    )
+
+
+def _mixed(
+    scored: Scored, result: TokenLosses, off: Tensor, recorded: Tensor, rules: LossRules
+) -> tuple[Tensor, Tensor]:
+    """The loss of each token, and which tokens have one without a clip. Without μ there is no second moment either, so
+    those keep the off clip."""
+    form = rules.off_policy
+    if isinstance(form, Shaped):
+        other = shaped(scored.log_ratio, scored.advantages, form.beta)
+        return torch.where(off, other, result.losses), off
+    if isinstance(form, SecondMoment):
+        unclipped = off & recorded
+        other = bounded(scored.log_ratio.exp(), scored.advantages, form.dual_clip)
+        return torch.where(unclipped, other, result.losses), unclipped
+    return result.losses, torch.zeros_like(off)
+
+
+def _reference_kl(tokens: LossTokens, mask: Tensor, rules: LossRules) -> tuple[Tensor, Tensor]:
+    """``Σ weight · K`` with gradient, and K of each token."""
+    if tokens.reference is None:
+        return tokens.logprobs.new_zeros(()), torch.full_like(tokens.weights, torch.nan)
+    known = mask & torch.isfinite(tokens.reference)
+    estimates = kl_terms(log_ratio(tokens.logprobs, tokens.reference, known, rules.log_ratio_max), rules.kl_estimator)
+    weighted = torch.where(known, tokens.weights * estimates, torch.zeros_like(estimates))
+    return weighted.sum(), torch.where(known, estimates.detach(), torch.full_like(estimates, torch.nan))
