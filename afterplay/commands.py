@@ -14,7 +14,7 @@ from pipeline.errors import ConfigurationError, RunFailed
 from pipeline.runtime.children import ChildGroup, OrphanReaper, module_command
 from pipeline.runtime.rundir import RunDirectory, read_json
 from pipeline.store.evaluation_results import read_results
-from pipeline.supervisor.run import prepare_directory, run_lock
+from pipeline.supervisor.run import empty_directory, run_lock
 
 OUTPUT_BYTES_MAX = 1 << 16
 _RESULTS = re.compile(r"^written to (.+)$", re.MULTILINE)
@@ -46,7 +46,7 @@ def train(
     directory, run = run_file.directory, run_file.config.run
     with run_lock(directory, mark=False):
         if fresh:
-            prepare_directory(directory, run.resume, fresh)
+            empty_directory(directory)
         if (finished := read_json(directory.finished_file)) and finished["steps"] >= run.total_steps:
             warnings.warn(
                 f"{directory.path} is finished: {finished['steps']} steps. Continue it with a larger run.total_steps, "

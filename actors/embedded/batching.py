@@ -37,14 +37,13 @@ class Batching(ContinuousBatchingManager):
         deliver: Callable[[list[GenerationOutput]], None],
         fatal: Callable[[BaseException], None],
     ) -> None:
-        top_p, top_k = options.top_p, options.top_k
         super().__init__(
             model,
             GenerationConfig(
                 do_sample=True,
                 temperature=PLACEHOLDER_TEMPERATURE,
-                top_p=top_p if top_p < 1 else None,
-                top_k=top_k if top_k > 0 else None,
+                top_p=None,
+                top_k=None,
                 eos_token_id=list(eos_token_ids),
                 max_new_tokens=options.max_length,
             ),

@@ -36,10 +36,6 @@ class EngineOptions:
     """Tokens of a KV block; only whole blocks hit the prefix cache."""
     batch_tokens: int = 512
     """Tokens of one forward pass; longer prompts are read in pieces."""
-    top_p: float = 1.0
-    """The only top_p that requests may ask for."""
-    top_k: int = -1
-    """The only top_k that requests may ask for; -1: all tokens."""
     seed: int = -1
     """Seed of the sampling, as of ``vllm serve``; -1: another one at each start."""
 
@@ -51,7 +47,7 @@ class EngineOptions:
     def parse(cls, arguments: Sequence[str]) -> EngineOptions:
         """Parse command-line flags; a wrong one ends the process with a usage message."""
         parser = argparse.ArgumentParser(prog="python -m actors.embedded.server", description=__doc__)
-        types = {"model": Path, "port": int, "kv_cache_gib": float, "top_p": float, "host": str, "served_name": str}
+        types = {"model": Path, "port": int, "kv_cache_gib": float, "host": str, "served_name": str}
         types |= {"dtype": str, "device": str}
         for field in fields(cls):
             required = field.name == "model"

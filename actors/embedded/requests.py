@@ -18,6 +18,8 @@ GREEDY_TEMPERATURE = 1e-6
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1, None),
+    "top_p": (1, None),
+    "top_k": (-1, 0, None),
     "seed": (None,),
     "stop": (None, [], ""),
     "min_tokens": (0, None),
@@ -36,7 +38,7 @@ _IGNORED = {
     "include_stop_str_in_output",
     "output_kind",
 }
-_USED = {"max_tokens", "temperature", "top_p", "top_k", "logprobs", "stop_token_ids", "ignore_eos"}
+_USED = {"max_tokens", "temperature", "logprobs", "stop_token_ids", "ignore_eos"}
 
 
 class Refused(Exception):
@@ -127,13 +129,6 @@ class Bounds:
             if value not in _NEUTRAL[name]:
                 raise Refused(
                     400, f"sampling_params.{name}={value!r}: the embedded engine supports only {_NEUTRAL[name][0]!r}"
-                )
-        for name, mine, off in (("top_p", self.options.top_p, (1, None)), ("top_k", self.options.top_k, (-1, 0, None))):
-            value = sampling.get(name)
-            if value != mine and not (value in off and mine in off):
-                raise Refused(
-                    400,
-                    f"sampling_params.{name} is {value}, this engine was started with {name}={mine} for all requests",
                 )
         if sampling.get("logprobs") not in (None, 0):
             raise Refused(400, "sampling_params.logprobs: only 0 (the sampled tokens) is supported")

@@ -173,7 +173,7 @@ class _Evaluation:
         self._sampling = Sampling(
             max_tokens=request.turn_tokens or (run.sampling.max_tokens if run else TURN_TOKENS),
             temperature=_first_of(request.temperature, run.sampling.temperature if run else 1.0),
-            top_p=_first_of(request.top_p, run.sampling.top_p if run else 1.0),
+            top_p=_first_of(request.top_p, 1.0),
             stop=run.sampling.stop if run else (),
         )
         self._threshold = _first_of(request.threshold, run.replay.success_threshold if run else 1.0)

@@ -47,7 +47,7 @@ class Policy:
 
         ``context_max``: tokens of prompt and completion together. ``part_tokens``: of one request at most."""
         if order.greedy:
-            sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
+            sampling = replace(sampling, temperature=0.0)
         elif order.temperature is not None:
             sampling = replace(sampling, temperature=order.temperature)
         self.sampling = sampling

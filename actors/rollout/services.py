@@ -124,8 +124,6 @@ class Services:
             sampling=Sampling(
                 max_tokens=sampling.max_tokens,
                 temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
                 stop=sampling.stop,
                 stop_token_ids=renderer.end_ids,
             ),

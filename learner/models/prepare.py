@@ -127,7 +127,7 @@ def _make(config: RunConfig, request: dict[str, object], target: Path, give_up: 
         name, made_from = _identity(config)
         if name:
             made_from |= {"request": request, "trust_remote_code": config.model.trust_remote_code}
-            fill_from_cache(cache_folder(config.model.cache), name, made_from, fill, scratch, give_up)
+            fill_from_cache(cache_folder(), name, made_from, fill, scratch, give_up)
         else:
             fill(scratch)
         make_readable(scratch)
@@ -255,7 +255,7 @@ def model_folder(config: RunConfig) -> Path | None:
         return None
     if source.startswith("package:"):
         packaged = find_in_package(source.removeprefix("package:"))
-        return packaged if packaged.is_dir() else newest_entry(config.model.cache, source.removeprefix("package:"))
+        return packaged if packaged.is_dir() else newest_entry(source.removeprefix("package:"))
     if is_path(source):
         folder = Path(source).expanduser()
         require_model_folder(folder)

@@ -128,7 +128,7 @@ LOOK_SECONDS = 0.5
 CONCURRENCY = 8
 """Requests to a reference server in flight."""
 TIMEOUT_SECONDS, ATTEMPTS_MAX, RETRY_SECONDS = 60.0, 3, 1.0
-"""Of one request; the update fails after the last attempt."""
+"""Limits of one request. The update fails after the last attempt."""
 ROUTE = "/v1/completions"
 ANSWER_BYTES_MAX = 256 * 1024 * 1024
 """About 100 bytes for each token of a row."""

@@ -106,7 +106,7 @@ def make_probe(config: RunConfig, model: Path, metrics: LearnerMetrics) -> Weigh
     token_ids = tokenizer.encode(CHECK_TEXT, add_special_tokens=False)[
         : min(CHECK_TOKENS_MAX, config.model.max_length - 1)
     ]
-    sampling = {"top_p": config.sampling.top_p, "top_k": config.sampling.top_k}
+    sampling = {"top_p": 1.0, "top_k": -1}
     request: dict[str, Any] = {"sampling_params": sampling}
     if config.publish.served_name:
         request["model"] = config.publish.served_name

@@ -227,7 +227,7 @@ def plan_jobs(
                 raise ConfigurationError(f"--set-arm {name}: expected a run file, {source} is a folder of runs")
             continue
         folder = (out / name).absolute()
-        config = load(source, [*sets, *own[name], f"run.directory={folder}", "run.resume=auto"])
+        config = load(source, [*sets, *own[name], f"run.directory={folder}"])
         file = folder.with_name(f"{name}.yaml")
         if not file.exists():
             write_bytes_atomically(file, dump(config).encode())

@@ -59,9 +59,6 @@ def resolve(config: RunConfig, taken: Collection[int] | None = None) -> RunConfi
     environments = {name: _with_data_at_home(section) for name, section in config.environments.items()}
     loss = config.loss.model_copy(update={"supervised": _with_demonstrations_at_home(config.loss.supervised)})
     changed = {"engine": engine, "stage": stage, "run": run, "loss": loss, "environments": environments}
-    if config.model.cache is not None:
-        cache = config.model.cache.expanduser().absolute()
-        changed["model"] = config.model.model_copy(update={"cache": cache})
     return config.model_copy(update=changed)
 
 

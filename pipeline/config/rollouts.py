@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -27,9 +26,6 @@ class ModelConfig(Section):
     """Context length of the engine: most tokens of prompt and completions together."""
     chat_template: str | None = None
     """Path of a Jinja file that replaces the tokenizer's chat template. None: the tokenizer's own."""
-    cache: Path | None = None
-    """Folder that keeps converted models for later runs. None: the environment variable ``AFTERPLAY_CACHE``, or
-    ``~/.cache/afterplay``."""
     trust_remote_code: bool = False
     """Allow the model folder to run its own Python code when it is loaded."""
 
@@ -174,15 +170,25 @@ class SamplingConfig(Section):
     temperature: float = Field(1.0, gt=0, le=10)
     """Sampling temperature. The learner computes log-probabilities at the same temperature. 1: the model's own
     distribution."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling. Keep it at 1 for training: below 1, the engine records log-probabilities of the truncated
-    distribution, and the learner computes those of the full one."""
-    top_k: int = Field(-1, ge=-1)
-    """Sample only from the k most likely tokens. -1: from all. Keep it at -1 for training, as with ``top_p``."""
+    top_p: float = 1.0
+    """Only 1: below it the engine would record log-probabilities of a truncated distribution, and the learner compute
+    those of the full one."""
+    top_k: int = -1
+    """Only -1 (all tokens), for the same reason."""
     max_tokens: int = Field(64, ge=1)
     """Most sampled tokens in one turn."""
     stop: tuple[str, ...] = ()
     """Additional stop strings. The end-of-turn token always stops."""
+
+    @model_validator(mode="after")
+    def _from_all_tokens(self) -> SamplingConfig:
+        if self.top_p != 1 or self.top_k != -1:
+            key, only = ("top_p", 1) if self.top_p != 1 else ("top_k", -1)
+            raise ValueError(
+                f"sampling.{key}: expected {only}, got {getattr(self, key)}: the engine would record log-probabilities "
+                "of a truncated distribution, and the learner compute those of the full one. Omit it"
+            )
+        return self
 
 
 class LoopConfig(Section):

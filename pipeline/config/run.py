@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -41,9 +41,6 @@ class RunSection(Section):
     """Length of the run, in updates of the learner."""
     seed: int = Field(0, ge=0, le=2**62)
     """Seed of everything that the run draws at random, except the engine's sampling."""
-    resume: Literal["auto", "never"] = "auto"
-    """``auto``: resume from the contents of the run directory. ``never``: refuse to start if it is not empty."""
-
     disk_bytes_max: int | None = Field(None, ge=1)
     """Bytes of the run directory beyond which no new groups are admitted, until something is removed. Before that older
     logs, traces and skipped batches are removed. None: no bound."""

@@ -37,7 +37,7 @@ from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
 from pipeline.supervisor.cluster import Cluster
 from pipeline.supervisor.inventory import Inventory, Node, given_inventory, local_inventory
 from pipeline.supervisor.plan import Place, Plan, plan
-from pipeline.supervisor.run import prepare_directory, run, run_lock
+from pipeline.supervisor.run import empty_directory, run, run_lock
 
 JOB = "SLURM_JOB_ID"
 NOTICE_SECONDS = 60
@@ -77,11 +77,11 @@ def submit(request: Launch) -> int:
         return ExitCode.FINISHED
     if not request.dry_run:
         with run_lock(directory, mark=False):
-            prepare_directory(directory, request.config.run.resume, request.fresh)
+            if request.fresh:
+                empty_directory(directory)
             directory.create()
-    # A job that is requeued finds its run.
-    resumed = request.config.run.model_copy(update={"resume": "auto", "directory": directory.path.parent})
-    write_bytes_atomically(folder / FILE, dump(request.config.model_copy(update={"run": resumed})).encode())
+    placed = request.config.run.model_copy(update={"directory": directory.path.parent})
+    write_bytes_atomically(folder / FILE, dump(request.config.model_copy(update={"run": placed})).encode())
     write_bytes_atomically(folder / SCRIPT, text.encode())
     if request.dry_run:
         print(f"submit it with: sbatch {folder / SCRIPT}")

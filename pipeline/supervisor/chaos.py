@@ -42,7 +42,7 @@ from pipeline.store.ledger import Ledger, read_ledger
 from pipeline.store.store import store_path
 from pipeline.store.witness import StoredOutcomes, Witness, audit, read_witness, unread_groups
 from pipeline.supervisor.history import disk_usage
-from pipeline.supervisor.run import RunIsAlive, prepare_directory, run_lock
+from pipeline.supervisor.run import RunIsAlive, empty_directory, run_lock
 
 LOOK_SECONDS = 0.5
 """Interval at which the run is looked at: there is no event to wait for across processes."""
@@ -208,7 +208,7 @@ class Chaos:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._log.unlink(missing_ok=True)
         with run_lock(self.directory, mark=False):
-            prepare_directory(self.directory, self._config.run.resume, fresh=True)
+            empty_directory(self.directory)
         shutil.rmtree(self._witness, ignore_errors=True)
         self._start()
         failure: AfterplayError | None = None

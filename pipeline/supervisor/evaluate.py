@@ -150,7 +150,6 @@ def evaluation_config(
     raw["evaluation"] = section
     raw["run"] |= {
         "directory": directory.path.parent, "name": directory.path.name, "total_steps": weights.updates + 1,
-        "resume": "auto",
     }  # fmt: skip
     raw["stage"] |= {"address": "ipc://", "store": None}
     raw["replay"]["enabled"] = False

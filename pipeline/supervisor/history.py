@@ -38,7 +38,6 @@ FIXED = {
 IGNORED = (
     "run.id",
     "run.directory",
-    "run.resume",
     "engine.port",
     "engine.actor_key",
     "engine.learner_key",

@@ -91,13 +91,10 @@ def run_lock(directory: RunDirectory, mark: bool = True) -> Iterator[int]:
         lock.release()
 
 
-def prepare_directory(directory: RunDirectory, resume: str, fresh: bool) -> None:
-    """Empty the directory for ``--fresh``; refuse one with a run in it for ``run.resume: never``.
-
-    Raises :class:`ConfigurationError`.
-    """
-    require_directory(directory, resume, fresh)
-    for path in _things(directory) if fresh else ():
+def empty_directory(directory: RunDirectory) -> None:
+    """Remove everything in it, for ``--fresh``. Raises :class:`ConfigurationError` for a folder that is no run's."""
+    require_run_directory(directory)
+    for path in _things(directory):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -108,20 +105,15 @@ def _things(directory: RunDirectory) -> list[Path]:
     return [path for path in directory.path.iterdir() if path != directory.lock_file]
 
 
-def require_directory(directory: RunDirectory, resume: str, fresh: bool) -> None:
-    """Raise :class:`ConfigurationError` for a directory that :func:`prepare_directory` refuses."""
-    has_run = any(p.exists() for p in (directory.config_file, directory.metrics_file, directory.store_file))
-    if fresh and not has_run:
-        foreign = [path.name for path in _things(directory) if not BEFORE_A_RUN.fullmatch(path.name)]
-        if foreign:
-            raise ConfigurationError(
-                f"--fresh: expected a run directory of Afterplay at {directory.path}, got a folder with "
-                f"{foreign[0]} and no config.yaml. Nothing was removed; give the run another name or directory"
-            )
-    elif not fresh and resume == "never" and has_run:
+def require_run_directory(directory: RunDirectory) -> None:
+    """Raise :class:`ConfigurationError` for a folder with other files, which ``--fresh`` must not remove."""
+    if any(p.exists() for p in (directory.config_file, directory.metrics_file, directory.store_file)):
+        return
+    foreign = [path.name for path in _things(directory) if not BEFORE_A_RUN.fullmatch(path.name)]
+    if foreign:
         raise ConfigurationError(
-            f"run.resume is never: expected {directory.path} to hold no run, got one. "
-            "Use --fresh to start over there, or give the run another name"
+            f"--fresh: expected a run directory of Afterplay at {directory.path}, got a folder with "
+            f"{foreign[0]} and no config.yaml. Nothing was removed; give the run another name or directory"
         )
 
 
@@ -156,7 +148,8 @@ def run(
     try:
         with run_lock(directory) as lock:
             remove_socket_folder(directory.path)
-            require_directory(directory, config.run.resume, fresh)
+            if fresh:
+                require_run_directory(directory)
             if (
                 not fresh
                 and (finished := read_json(directory.finished_file))
@@ -177,7 +170,8 @@ def run(
             resumed = None if fresh else compare(directory, config)
             # else other machines prepare the model and reach the engines
             notes = check_before_run(config) if cluster is None else []
-            prepare_directory(directory, config.run.resume, fresh)  # after all that may refuse the run
+            if fresh:
+                empty_directory(directory)  # after all that may refuse the run
             resumed = resumed or compare(directory, config)
             for line in (*resumed.lines(), *notes):
                 console.print(line, markup=False, soft_wrap=True)

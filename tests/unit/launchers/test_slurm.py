@@ -86,13 +86,11 @@ def test_a_submitted_run_is_a_copy_that_later_changes_do_not_touch(
     sbatch.write_text("#!/bin/sh\necho 17\n")
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    sets = ["--set", f"run.directory={tmp_path / 'runs'}", "--set", "run.resume=never"]
-    output = invoke(TINY, *sets)
+    output = invoke(TINY, "--set", f"run.directory={tmp_path / 'runs'}")
     run = tmp_path / "runs" / "tiny"
     assert "submitted as job 17" in output and "scancel 17" in output
     copy = load(run / "slurm.yaml", environment={})
     assert copy.run.path == run
-    assert copy.run.resume == "auto", "a job that is requeued continues"
     assert shlex.quote(str(run / "slurm.yaml")) in (run / "slurm.sh").read_text().splitlines()[-1]
 
 

@@ -138,22 +138,26 @@ def test_the_folder_is_that_of_the_run_file_or_the_environment(monkeypatch: pyte
     assert cache_folder() == Path.home() / ".cache" / "afterplay"
     monkeypatch.setenv("AFTERPLAY_CACHE", str(tmp_path))
     assert cache_folder() == tmp_path
-    assert cache_folder(Path("/elsewhere")) == Path("/elsewhere")
 
 
-def config(tmp_path: Path, **model: Any) -> RunConfig:
-    section = {"source": "tiny", "max_length": 64, "cache": tmp_path / "cache", **model}
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AFTERPLAY_CACHE", str(tmp_path / "cache"))
+
+
+def config(**model: Any) -> RunConfig:
+    section = {"source": "tiny", "max_length": 64, **model}
     return RunConfig.model_validate({"model": section, "sampling": {"max_tokens": 4}})
 
 
 def test_a_cached_model_is_prepared_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = prepare_model(config(tmp_path), tmp_path / "a" / "model")
+    first = prepare_model(config(), tmp_path / "a" / "model")
 
     def fill_again(*facts: object) -> None:
         raise AssertionError("the model is made again")
 
     monkeypatch.setattr(prepare, "_fill", fill_again)
-    second = prepare_model(config(tmp_path), tmp_path / "b" / "model")
+    second = prepare_model(config(), tmp_path / "b" / "model")
     assert second.path != first.path and ModelInfo.load(second.path) == second
     assert (first.parameters, first.request) == (second.parameters, second.request)
     manifest = json.loads((second.path / "afterplay_model.json").read_text())
@@ -183,7 +187,7 @@ def test_a_preparation_that_another_process_does_not_end_is_waited_for_a_bounded
 ) -> None:
     monkeypatch.setattr(prepare, "PREPARE_SECONDS_MAX", 0.05)
     with FileLock(tmp_path / ".model.lock"), pytest.raises(ConfigurationError, match="another process holds"):
-        prepare_model(config(tmp_path), tmp_path / "model")
+        prepare_model(config(), tmp_path / "model")
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "afterplay_model.json"])
@@ -191,20 +195,20 @@ def test_a_preparation_that_another_process_does_not_end_is_waited_for_a_bounded
 def test_a_damaged_model_of_a_run_is_made_again_from_its_source(
     tmp_path: Path, damage: str, file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = prepare_model(config(tmp_path), tmp_path / "run" / "model")
+    first = prepare_model(config(), tmp_path / "run" / "model")
     weights = (first.path / "model.safetensors").read_bytes()
     DAMAGES[damage](first.path / file)
-    again = prepare_model(config(tmp_path), tmp_path / "run" / "model")
+    again = prepare_model(config(), tmp_path / "run" / "model")
     assert again == first and (again.path / "model.safetensors").read_bytes() == weights
     assert "the model in" in caplog.text and "is made again" in caplog.text
     assert (tmp_path / "run" / "model.damaged").is_dir()
-    assert prepare_model(config(tmp_path), tmp_path / "run" / "model") == first
+    assert prepare_model(config(), tmp_path / "run" / "model") == first
 
 
 def test_a_damaged_model_whose_source_gives_other_weights_now_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = prepare_model(config(tmp_path), tmp_path / "run" / "model")
+    first = prepare_model(config(), tmp_path / "run" / "model")
     flip(first.path / "config.json")
     real = prepare._fill
 
@@ -217,12 +221,12 @@ def test_a_damaged_model_whose_source_gives_other_weights_now_is_refused(
     monkeypatch.setattr(prepare, "_identity", lambda config: ("other", {}))
     for _ in range(2):
         with pytest.raises(DamagedFiles, match="other weights"):
-            prepare_model(config(tmp_path), tmp_path / "run" / "model")
+            prepare_model(config(), tmp_path / "run" / "model")
 
 
 def test_waiting_for_another_preparation_is_given_up_when_the_process_stops(tmp_path: Path) -> None:
     with FileLock(tmp_path / ".model.lock"), pytest.raises(Interrupted):
-        prepare_model(config(tmp_path), tmp_path / "model", give_up=lambda: True)
+        prepare_model(config(), tmp_path / "model", give_up=lambda: True)
 
 
 def test_a_cache_without_space_does_not_stop_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -107,7 +107,7 @@ def test_overrides_are_also_arguments_of_a_command() -> None:
         "environments": {"a": {"name": "arithmetic"}},
         "learner__learning_rate": 1e-6,
         "engine__args": ["--seed=1"],
-        "model": {"cache": None},
+        "model": {"chat_template": None},
     }
     config = loads("", overrides=assignments(given))
     assert (config.run.name, config.learner.learning_rate, config.engine.args) == ("x", 1e-6, ("--seed=1",))

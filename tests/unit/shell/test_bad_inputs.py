@@ -479,7 +479,6 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         "environments.guess is gone, but the run has made 3 steps with its tasks",
     ),
     "other adapters": (lambda p: p.resumes("learner.lora.rank=4"), "its checkpoints have adapters of one shape"),
-    "run is there": (lambda p: p.resumes("run.resume=never"), "run.resume is never: expected"),
     "fresh in a folder of others": (
         lambda p: ["run", p.check()[2], "--fresh", "--set", p.write("runs/mine/x.tex", "") and "run.name=mine"],
         "--fresh: expected a run directory of Afterplay",

@@ -359,3 +359,10 @@ def test_every_shipped_run_file_loads():
     root = Path(__file__).resolve().parents[3] / "configs"
     for file in root.glob("*.yaml"):
         load(file, environment={})
+
+
+@pytest.mark.parametrize(("key", "only", "value"), [("top_p", 1, 0.9), ("top_k", -1, 20)])
+def test_rollouts_are_sampled_from_all_tokens(key: str, only: int, value: float) -> None:
+    assert loads(f"sampling: {{{key}: {only}}}").sampling == loads("").sampling
+    with pytest.raises(ConfigurationError, match=rf"sampling.{key}: expected {only}, got {value}: .*truncated"):
+        loads(f"sampling: {{{key}: {value}}}")

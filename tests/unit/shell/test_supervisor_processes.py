@@ -25,7 +25,7 @@ from pipeline.store.journal import Changes
 from pipeline.store.store import ReplayStore
 from pipeline.supervisor.processes import HealthAnswer, ProcessSpec, check_health
 from pipeline.supervisor.restarts import RestartLimits, Rule
-from pipeline.supervisor.run import RunIsAlive, prepare_directory, run_lock
+from pipeline.supervisor.run import RunIsAlive, empty_directory, run_lock
 from pipeline.supervisor.shell import Supervisor
 
 PROGRAM = """
@@ -318,24 +318,19 @@ def can_lock(root: Path) -> bool:
 
 def test_fresh_removes_a_run_and_nothing_else(tmp_path):
     directory = RunDirectory(tmp_path / "r").create()
-    prepare_directory(directory, "never", fresh=False)
     directory.config_file.write_text("")
     directory.model.mkdir()
-    with pytest.raises(ConfigurationError, match="Use --fresh"):
-        prepare_directory(directory, "never", fresh=False)
-    prepare_directory(directory, "auto", fresh=False)
-    assert directory.config_file.exists()
-    prepare_directory(directory, "never", fresh=True)
+    empty_directory(directory)
     assert list(directory.path.iterdir()) == []
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
     with pytest.raises(ConfigurationError, match=r"thesis\.tex"):
-        prepare_directory(RunDirectory(tmp_path / "mine"), "auto", fresh=True)
+        empty_directory(RunDirectory(tmp_path / "mine"))
     assert (tmp_path / "mine" / "thesis.tex").exists()
     for left in ("source", "logs", "evaluations", "model", ".model.x"):
         (directory.path / left).mkdir()
     directory.job_file.write_text("")
-    prepare_directory(directory, "never", fresh=True)
+    empty_directory(directory)
     assert list(directory.path.iterdir()) == [], "what other commands and refused starts leave"
 
 
