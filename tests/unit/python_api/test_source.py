@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -177,6 +179,26 @@ def test_a_module_that_only_the_script_finds_is_named_by_its_file(
     del sys.modules["my_bank"]
     assert path == f"{tmp_path / 'my_bank.py'}:Bank"
     assert attribute(path, "environments.bank").__name__ == "Bank"
+
+
+@pytest.mark.parametrize("file", ["learner.py", "learner/own.py"])
+def test_a_module_of_a_notebook_that_is_called_as_a_package_of_ours_is_found_by_the_run(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).parent.joinpath("__init__.py").touch()
+    (tmp_path / file).write_text("def reward(trajectory): return 'theirs'\n")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "learner"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])  # as in a notebook
+    name = file.removesuffix(".py").replace("/", ".")
+    found = plug_in(importlib.import_module(name).reward, "reward")
+    for each in [each for each in sys.modules if each.partition(".")[0] == "learner"]:
+        del sys.modules[each]
+    monkeypatch.setattr(sys, "path", [*sys.path[1:], str(tmp_path)])  # as in the processes of the run
+    assert attribute(found.path(Path("unused.py")), "reward")(None) == "theirs"
+    assert "advantages" in os.listdir(os.path.dirname(importlib.import_module("learner").__file__ or ""))
 
 
 def main_module(monkeypatch: pytest.MonkeyPatch, **names: Any) -> ModuleType:
