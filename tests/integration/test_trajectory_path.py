@@ -34,13 +34,12 @@ CARRIERS = (
     "pipeline.store.records",
     "pipeline.store.journal",
     "learner.data.rows",
-    "learner.data.rows",
     "learner.data.microbatch",
 )
 """Modules whose classes hold something of a trajectory,"""
 NO_CARRIERS = {"Journal", "Limits", "RoleState"}
 """but these."""
-FILES_MAX = 62  # two of them check that nothing said is lost on the way
+FILES_MAX = 56  # two of them check that nothing said is lost on the way
 
 
 def carries(value: object, depth: int = 2) -> bool:
