@@ -52,8 +52,8 @@ learner. Mixtures of experts load; none of them was trained or published to an e
 |---|---|---|---|---|---|---|
 {families}
 
-* **rows**: *packed* rows have no padding, and share common prefixes (`learner.packing`,
-  `learner.share_prefixes`). *padded* models have layers that packing does not know, such as a
+* **rows**: *packed* rows have no padding, and share common prefixes (`learner.packing`).
+  *padded* models have layers that packing does not know, such as a
   sliding window. They train the same, and more slowly where lengths differ. On a GPU packing needs
   bfloat16 and compute capability 8.0.
 * **vLLM**: its registry has the class. The embedded engine runs any class that transformers
