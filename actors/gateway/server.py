@@ -26,6 +26,7 @@ from actors.gateway.requests import read_object
 from actors.gateway.responses import chat_chunks
 from actors.gateway.session import Session
 from actors.servers.connections import BoundedServer, Handler, parting
+from pipeline.config.explain import bracketed
 from pipeline.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class Gateway:
             raise ConfigurationError(
                 f"{where}: cannot listen on {host}:{port}: {error}; set port to a free one, or to 0"
             ) from error
-        name = f"[{host}]" if ":" in host else host
+        name = bracketed(host)
         self.url = f"http://{name}:{self._socket.getsockname()[1]}"
 
     def add(self, session: Session) -> None:

@@ -19,6 +19,7 @@ import anyio.to_thread
 
 from actors.engine.client import EngineClient
 from pipeline.config import RunConfig
+from pipeline.config.explain import bracketed
 from pipeline.errors import EngineError
 from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit
 from pipeline.runtime.engine_addresses import LOOK_SECONDS, RENEW_SECONDS, EngineRegistry
@@ -151,7 +152,7 @@ def announced_url(host: str, port: int, replay: str) -> str:
     """
     if host in ("0.0.0.0", "::", ""):
         host = _own_address(urlsplit(replay).hostname if replay.startswith("tcp://") else None)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{bracketed(host)}:{port}"
 
 
 def _own_address(peer: str | None) -> str:

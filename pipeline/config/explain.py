@@ -87,7 +87,7 @@ def _fixed(address: str) -> str:
     if port:
         _require_free(host, port, "stage.address")
         return address
-    return f"tcp://{_bracketed(host)}:{free_ports(host, 1)}"
+    return f"tcp://{bracketed(host)}:{free_ports(host, 1)}"
 
 
 def _with_data_at_home(section: EnvironmentConfig) -> EnvironmentConfig:
@@ -178,7 +178,8 @@ def _socket(host: str) -> socket.socket:
     return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
 
 
-def _bracketed(host: str) -> str:
+def bracketed(host: str) -> str:
+    """A host as it stands before the port in an address."""
     return f"[{host}]" if ":" in host else host
 
 

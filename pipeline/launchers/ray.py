@@ -24,7 +24,7 @@ import anyio.to_thread
 from rich.console import Console
 
 from pipeline.config import RunConfig
-from pipeline.config.explain import free_ports, split_address
+from pipeline.config.explain import bracketed, free_ports, split_address
 from pipeline.errors import ConfigurationError
 from pipeline.launchers.launcher import Launch
 from pipeline.launchers.ray_placement import Keeper, PlacementGroup, Seat, describe, has_disk, lacking, placement_groups
@@ -123,9 +123,7 @@ class RayCluster(Cluster):
                 changed = {"host": next(address[place.node] for place in places if place.role == "engine")}
             engine = engine.model_copy(update=changed)
         head = self.inventory.nodes[0].address
-        stage = config.stage.model_copy(
-            update={"address": f"tcp://{f'[{head}]' if ':' in head else head}:{self.replay_port}"}
-        )
+        stage = config.stage.model_copy(update={"address": f"tcp://{bracketed(head)}:{self.replay_port}"})
         return config.model_copy(update={"engine": engine, "stage": stage})
 
 
@@ -322,7 +320,7 @@ class RayHost:
             port = self._engine_port + place.index if self._engine_port else await keeper.free_port.remote(node.address)
             if self._config.engine.colocate != "none":
                 port = self._config.engine.port + place.index
-            url = f"http://{f'[{node.address}]' if ':' in node.address else node.address}:{port}"
+            url = f"http://{bracketed(node.address)}:{port}"
             command += ["--set", f"engine.host={node.address}", "--set", f"engine.port={port - place.index}"]
         environment = {**spec.environment, ADDRESS: node.address}
         waiting("")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config import RunConfig
-from pipeline.config.explain import split_address
+from pipeline.config.explain import bracketed, split_address
 from pipeline.config.load import ENVIRONMENT_PREFIX
 from pipeline.config.rollouts import EngineConfig
 from pipeline.errors import ConfigurationError
@@ -49,7 +49,7 @@ class Cluster:
         such addresses. Ports of 0 are left to :func:`pipeline.config.explain.resolve`."""
         nodes, stage = self.inventory.nodes, config.stage
         if stage.address.startswith("ipc://"):
-            stage = stage.model_copy(update={"address": f"tcp://{_bracketed(nodes[0].address)}:0"})
+            stage = stage.model_copy(update={"address": f"tcp://{bracketed(nodes[0].address)}:0"})
         changed: dict[str, Any] = {"stage": stage}
         if not all(is_loopback(node.address) for node in nodes):
             sections: dict[str, Any] = {"engine": config.engine, "metrics": config.metrics}
@@ -74,7 +74,7 @@ class Cluster:
         require_own_addresses(engine)
         address = {node.name: node.address for node in self.inventory.nodes}
         urls = tuple(
-            f"http://{_bracketed(address[place.node])}:{engine.port + place.index}"
+            f"http://{bracketed(address[place.node])}:{engine.port + place.index}"
             for place in places
             if place.role == "engine"
         )
@@ -86,7 +86,7 @@ class Cluster:
         variables = {ADDRESS: address[place.node]}
         if place.role == "replay":
             host, port = split_address(config.stage.address)
-            variables[f"{ENVIRONMENT_PREFIX}STAGE__ADDRESS"] = f"tcp://{_bracketed(_interface(host))}:{port}"
+            variables[f"{ENVIRONMENT_PREFIX}STAGE__ADDRESS"] = f"tcp://{bracketed(_interface(host))}:{port}"
         return variables
 
 
@@ -96,7 +96,3 @@ def _interface(host: str) -> str:
         return str(ipaddress.ip_address(host))
     except ValueError:
         return ANY_HOST
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
