@@ -159,7 +159,9 @@ def _write_store(path: Path, rollouts: Sequence[Rollout]) -> None:
             update = None if r.step is None else r.step - 1
             if r.evaluation is not None:
                 state, update = "evaluated", r.evaluation
-            _insert(run, "INSERT OR IGNORE INTO groups", r.group, task, 8, 8, 0, 0, state, update, 0, "", 1e9, None, 0)
+            index = None if r.evaluation is None else 0
+            row_of_group = (r.group, task, 8, 8, 0, 0, index, state, update, 0, "", 1e9, None, 0)
+            _insert(run, "INSERT OR IGNORE INTO groups", *row_of_group)
             low, high = t.version_range() or (-1, -1)
             failure = r.failure and orjson.dumps({name: getattr(r.failure, name) for name in
                                                   ("boundary", "kind", "message", "details")})  # fmt: skip
@@ -173,10 +175,9 @@ def _write_store(path: Path, rollouts: Sequence[Rollout]) -> None:
                 _insert(run, "INSERT INTO payloads", row, *map(bytes, frames), checksum(frames, row))
             for step in r.replays:
                 replay_group += 1
-                _insert(
-                    run, "INSERT INTO groups", replay_group, task, 8, 7, 1, 0, "trained", step - 1, 0, "", 1e9, None, 0
-                )
-                _insert(run, "INSERT INTO group_replays", replay_group, 0, row, 1.0, None, 1, 2, 0, None, None, None, 1)
+                row_of_group = (replay_group, task, 8, 7, 1, 0, None, "trained", step - 1, 0, "", 1e9, None, 0)
+                _insert(run, "INSERT INTO groups", *row_of_group)
+                _insert(run, "INSERT INTO group_replays", replay_group, 0, row, 1.0, 1, 2, 0, None, None, None, 1)
         run("COMMIT")
     finally:
         connection.close()
