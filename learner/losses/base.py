@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from learner.losses.options import Clip, TokenCorrection
+from learner.observability.statistics import LOG_RATIO_MAX
 from pipeline.config.algorithm import MaskConfig
 from pipeline.config.base import Kind, Options, expect_kind
 from pipeline.errors import TrainingError, boundary
-
-LOG_RATIO_MAX = 20.0
-"""Log-ratios are clamped to ± this, in nats, before ``exp``, so that no ratio overflows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,7 @@ class Scored:
     old: Tensor
     """log π_old."""
     log_ratio: Tensor
-    """log π - log π_old, with gradient, clamped to ± :data:`LOG_RATIO_MAX`."""
+    """log π - log π_old, with gradient, clamped to ± ``LOG_RATIO_MAX``."""
     advantages: Tensor
     mask: Tensor
     """bool: in the loss."""
@@ -116,14 +114,14 @@ class TokenLosses:
     clipped_high: Tensor
 
 
-def log_ratio(new_S: Tensor, old_S: Tensor, valid_S: Tensor, log_ratio_max: float) -> Tensor:
-    """``log new - log old``, clamped to ± ``log_ratio_max`` nats; exactly 0 (ratio 1, no gradient) where not ``valid``.
+def log_ratio(new_S: Tensor, old_S: Tensor, valid_S: Tensor) -> Tensor:
+    """``log new - log old``, clamped to ± ``LOG_RATIO_MAX``; exactly 0 (ratio 1, no gradient) where not ``valid``.
 
     Values at invalid positions (NaN, ±inf) reach neither the value nor the gradient.
     """
     zero = torch.zeros((), dtype=new_S.dtype, device=new_S.device)
     difference = torch.where(valid_S, new_S, zero) - torch.where(valid_S, old_S, zero)
-    return difference.clamp(-log_ratio_max, log_ratio_max)
+    return difference.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +170,6 @@ class LossRules:
     """Anchor at the recomputed π_old and correct with truncated π_old/μ."""
     weight_max: float
     entropy_bonus: float
-    log_ratio_max: float = LOG_RATIO_MAX
     off_policy: Options = field(default_factory=Clip)
     weight: Literal["none", "token", "sequence", "geometric"] = "token"
     replay_correction: Options = field(default_factory=TokenCorrection)

@@ -64,9 +64,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from learner.losses.base import LOG_RATIO_MAX, LossRules, RowSums, Scored, TokenLosses, log_ratio
+from learner.losses.base import LossRules, RowSums, Scored, TokenLosses, log_ratio
 from learner.losses.options import KL_CONTROLLERS, Adaptive, SecondMoment, Shaped, SoftCorrection, TruncatedCorrection
 from learner.losses.policy_losses import bounded, shaped
+from learner.observability.statistics import LOG_RATIO_MAX
 from pipeline.config.algorithm import LossConfig
 from pipeline.config.load import read_options
 from pipeline.errors import TrainingError
@@ -111,19 +112,18 @@ class RatioInputs:
     """Row of each token, for levels over sequences."""
     others: OtherRows | None
     """None: every trajectory has one row."""
-    log_ratio_max: float
 
     def ratio(self, level: str, valid: Tensor, *, trajectory: bool) -> Tensor:
         """r of each token at a level; 1 where not ``valid``. ``trajectory``: over all rows of the trajectory, else over
         the valid tokens of the token's row."""
-        d = log_ratio(self.proximal, self.behaviour, valid, self.log_ratio_max).detach()
+        d = log_ratio(self.proximal, self.behaviour, valid).detach()
         if level in ("sequence", "geometric"):
             sums = RowSums(self.rows, valid)
             total, count = sums.sum(d.double()), sums.sum(torch.ones_like(d, dtype=torch.float64))
             if trajectory and self.others is not None:
                 total, count = total + self.others.log_ratios, count + self.others.counts
             total = total / count.clamp(min=1.0) if level == "geometric" else total
-            d = total.clamp(-self.log_ratio_max, self.log_ratio_max).to(d.dtype)
+            d = total.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).to(d.dtype)
         return torch.where(valid, d, torch.zeros_like(d)).exp()
 
 
@@ -356,7 +356,7 @@ def policy_loss(tokens: LossTokens, rules: LossRules) -> LossTerms:
 
 
 def _correction(tokens: LossTokens, proximal: Tensor, recorded: Tensor, rules: LossRules) -> Correction:
-    inputs = RatioInputs(proximal, tokens.behaviour, tokens.rows, tokens.others, rules.log_ratio_max)
+    inputs = RatioInputs(proximal, tokens.behaviour, tokens.rows, tokens.others)
     return corrections(
         inputs,
         tokens.loss_mask & ~tokens.replay_mask,
@@ -388,7 +388,7 @@ def _scored(tokens: LossTokens, anchor: Tensor, mask: Tensor, rules: LossRules) 
     return Scored(
         logprobs=inside(tokens.logprobs),
         old=inside(anchor),
-        log_ratio=log_ratio(tokens.logprobs, anchor, mask, rules.log_ratio_max),
+        log_ratio=log_ratio(tokens.logprobs, anchor, mask),
         advantages=inside(tokens.advantages),
         mask=mask,
         low=by_policy(rules.off.low, rules.fresh.low),
@@ -419,6 +419,6 @@ def _reference_kl(tokens: LossTokens, mask: Tensor, rules: LossRules) -> tuple[T
     if tokens.reference is None:
         return tokens.logprobs.new_zeros(()), torch.full_like(tokens.weights, torch.nan)
     known = mask & torch.isfinite(tokens.reference)
-    estimates = kl_terms(log_ratio(tokens.logprobs, tokens.reference, known, rules.log_ratio_max), rules.kl_estimator)
+    estimates = kl_terms(log_ratio(tokens.logprobs, tokens.reference, known), rules.kl_estimator)
     weighted = torch.where(known, tokens.weights * estimates, torch.zeros_like(estimates))
     return weighted.sum(), torch.where(known, estimates.detach(), torch.full_like(estimates, torch.nan))

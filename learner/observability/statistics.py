@@ -12,6 +12,9 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import numpy.typing as npt
 
+LOG_RATIO_MAX = 20.0
+"""Log-ratios are clamped to ± this, in nats, before ``exp``, so that no ratio overflows."""
+
 FloatArray = npt.NDArray[np.floating]
 BoolArray = npt.NDArray[np.bool_]
 Ages = npt.NDArray[np.int64]
@@ -145,7 +148,7 @@ class SourceStatistics:
     ratio: Weights = field(default_factory=Weights)
     """π/μ of tokens, before clipping."""
     sequence_ratio: Weights = field(default_factory=Weights)
-    """Product of π/μ over the tokens of a trajectory, each clamped in log to ± log_ratio_max."""
+    """Product of π/μ over the tokens of a trajectory, each clamped in log to ± LOG_RATIO_MAX."""
     kl_k1: Mean = field(default_factory=Mean)
     """KL(μ‖π): mean of log μ - log π over tokens of μ."""
     kl_k3: Mean = field(default_factory=Mean)
@@ -181,23 +184,23 @@ class SourceStatistics:
         return SourceStatistics(**added, ratios_S=joined("ratios_S"), sequence_ratios=joined("sequence_ratios"))
 
 
-def log_ratios_of(values: TokenValues, log_ratio_max: float) -> npt.NDArray[np.float64]:
+def log_ratios_of(values: TokenValues) -> npt.NDArray[np.float64]:
     """log π/μ, clamped as in the loss, float64 ``[S]``."""
     d = np.asarray(values.logprobs, np.float64) - np.asarray(values.behaviour, np.float64)
-    return np.clip(d, -log_ratio_max, log_ratio_max)
+    return np.clip(d, -LOG_RATIO_MAX, LOG_RATIO_MAX)
 
 
-def source_statistics(values: TokenValues, log_ratio_max: float) -> SourceStatistics:
+def source_statistics(values: TokenValues) -> SourceStatistics:
     """Statistics of the trained tokens of ``values``; rejected ones are only counted."""
     masked, seen = int(values.masked.sum()), len(values)
     reasons = Counter(values.reasons[(values.reasons > 0) & ~values.masked].tolist())
     rejected = int((~values.trained).sum()) - masked - reasons.total()
     values = values.where(values.trained)
     known = values.where(values.recorded)
-    d = log_ratios_of(known, log_ratio_max)
+    d = log_ratios_of(known)
     ratios = np.exp(d)
     _, place = np.unique(known.trajectory_indices, return_inverse=True)
-    sequence_ratios = np.exp(np.clip(np.bincount(place, weights=d), -log_ratio_max, log_ratio_max))
+    sequence_ratios = np.exp(np.clip(np.bincount(place, weights=d), -LOG_RATIO_MAX, LOG_RATIO_MAX))
     return SourceStatistics(
         tokens=len(values),
         ratio=Weights.of(ratios),
@@ -248,9 +251,9 @@ class BatchStatistics:
         return self.by_source["replay"].tokens / self.all.tokens if self.all.tokens else 0.0
 
 
-def batch_statistics(values: TokenValues, policy_version: int, log_ratio_max: float) -> BatchStatistics:
+def batch_statistics(values: TokenValues, policy_version: int) -> BatchStatistics:
     """``policy_version`` is the learner's, before the step."""
-    fresh, replay = (source_statistics(values.where(values.replayed == r), log_ratio_max) for r in (False, True))
+    fresh, replay = (source_statistics(values.where(values.replayed == r)) for r in (False, True))
     lag = policy_version - values.versions.astype(np.int64)
     same = (lag == 0) & values.trained & values.recorded & ~values.discarded
     difference = np.abs(np.asarray(values.logprobs[same], np.float64) - np.asarray(values.behaviour[same], np.float64))

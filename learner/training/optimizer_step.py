@@ -22,7 +22,7 @@ from learner.losses.auxiliary import cross_entropy, imported_share, is_imported
 from learner.losses.base import LossRules
 from learner.losses.loss import LossTerms, LossTokens, OtherRows, policy_loss, second_moment_mask, step_factor
 from learner.losses.options import OFF_POLICIES, SecondMoment
-from learner.observability.statistics import TokenValues
+from learner.observability.statistics import LOG_RATIO_MAX, TokenValues
 from learner.observability.timing import Stopwatch
 from learner.policy.policy import Policy
 from learner.training.optimizer import WeightAverage, clip_gradients, set_rate
@@ -116,7 +116,7 @@ def other_rows_of(
     logprobs = old_logprobs[at] if old_logprobs is not None else score([row for row, _ in chosen])
     behaviour = np.concatenate([row.behaviour_logprobs[row.loss_mask] for row, _ in chosen]).astype(np.float64)
     counted = np.isfinite(behaviour) if loss_mask is None else np.isfinite(behaviour) & loss_mask[at]
-    d = np.clip(logprobs - np.where(counted, behaviour, 0.0), -rules.log_ratio_max, rules.log_ratio_max)
+    d = np.clip(logprobs - np.where(counted, behaviour, 0.0), -LOG_RATIO_MAX, LOG_RATIO_MAX)
     row_of_token = np.repeat(np.arange(len(chosen)), [len(places) for places in indices])
     sums = np.stack([np.bincount(row_of_token, weights=np.where(counted, x, 0.0)) for x in (d, np.ones_like(d))])
     trajectories = np.unique([row.trajectory_index for row, _ in chosen], return_inverse=True)[1]
@@ -298,7 +298,7 @@ class OptimizerSteps:
         totals.watch.operations += sums.operations
         ess = None
         if guard.enabled:
-            ess = sums.ess_ratio(guard.level, rows, self._policy.ranks, totals.rules.log_ratio_max)
+            ess = sums.ess_ratio(guard.level, rows, self._policy.ranks)
         demonstrated = not frozen and self._supervise(totals)
         if any(with_signal) or demonstrated:
             factor = step_factor(ess, guard.target)
@@ -362,7 +362,7 @@ class OptimizerSteps:
             if record:
                 totals.values.append(values)
             if self._config.replay.ess_guard.enabled:
-                sums.add_ratios(values, rules.log_ratio_max)
+                sums.add_ratios(values)
             loss = terms.loss
             if supervised_share:
                 imported = torch.from_numpy(part.replayed_S & ~part.recorded_S).to(loss.device)

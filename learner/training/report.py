@@ -13,7 +13,14 @@ from learner.data.microbatch import Form
 from learner.data.rows import Row, TokenArray, TokenScores
 from learner.distributed.ranks import Ranks
 from learner.losses.base import LossRules
-from learner.observability.statistics import BatchStatistics, TokenValues, Weights, batch_statistics, log_ratios_of
+from learner.observability.statistics import (
+    LOG_RATIO_MAX,
+    BatchStatistics,
+    TokenValues,
+    Weights,
+    batch_statistics,
+    log_ratios_of,
+)
 from learner.observability.timing import Stopwatch
 
 NonFinite = Literal["loss", "gradient", "ratio", "value"]
@@ -142,18 +149,16 @@ class StepSums:
     log_ratios: dict[int, float] = field(default_factory=dict)
     """Sum of log π/μ over the tokens of a trajectory, by ``Row.trajectory_index``, for the ESS guard."""
 
-    def add_ratios(self, values: TokenValues, log_ratio_max: float) -> None:
+    def add_ratios(self, values: TokenValues) -> None:
         """Count the trained tokens of a micro-batch whose log μ is known."""
         known = values.where(values.trained & values.recorded)
-        d = log_ratios_of(known, log_ratio_max)
+        d = log_ratios_of(known)
         self.ratios += Weights.of(np.exp(d))
         names, place = np.unique(known.trajectory_indices, return_inverse=True)
         for name, total in zip(names.tolist(), np.bincount(place, weights=d).tolist(), strict=True):
             self.log_ratios[name] = self.log_ratios.get(name, 0.0) + total
 
-    def ess_ratio(
-        self, level: Literal["token", "sequence"], rows: Sequence[Row], ranks: Ranks, log_ratio_max: float
-    ) -> float | None:
+    def ess_ratio(self, level: Literal["token", "sequence"], rows: Sequence[Row], ranks: Ranks) -> float | None:
         """Kish's effective sample size of the ratios of all ranks over their number. ``rows``: those of the optimizer
         step. Collective."""
         if level == "token":
@@ -161,7 +166,7 @@ class StepSums:
         names = sorted({row.trajectory_index for row in rows})
         parts = [self.log_ratios.get(i, 0.0) for i in names] + [float(i in self.log_ratios) for i in names]
         totals, held = np.split(np.asarray(ranks.summed(parts)), 2)
-        return Weights.of(np.exp(np.clip(totals[held > 0], -log_ratio_max, log_ratio_max))).ess_ratio
+        return Weights.of(np.exp(np.clip(totals[held > 0], -LOG_RATIO_MAX, LOG_RATIO_MAX))).ess_ratio
 
     def add_ranks(self, ranks: Ranks) -> None:
         """Sum the losses over ranks."""
@@ -225,7 +230,7 @@ class StepTotals:
             steps = tuple(self.skipped)
             skipped = SkippedBatch(self.update, self.policy_version, rules.kl_coef, steps, tuple(rows), self.scores)
         values = TokenValues.join(self.values)
-        statistics = batch_statistics(values, self.policy_version, rules.log_ratio_max)
+        statistics = batch_statistics(values, self.policy_version)
         trained = statistics.all.tokens
         return StepReport(
             update=self.update,

@@ -218,6 +218,7 @@ def plan_jobs(
     """Runs of the arms that are run files, all arms of a seed together. Keeps each complete configuration as
     ``out/NAME.yaml``. Raises :class:`ConfigurationError` if an earlier call kept another one."""
     from pipeline.config.load import dump, load
+    from pipeline.runtime.plugins import load_main
     from pipeline.supervisor.history import difference
 
     kept: dict[str, tuple[Path, RunConfig]] = {}
@@ -228,6 +229,7 @@ def plan_jobs(
             continue
         folder = (out / name).absolute()
         config = load(source, [*sets, *own[name], f"run.directory={folder}"])
+        config = load_main("learner.preflight:with_options")(config)
         file = folder.with_name(f"{name}.yaml")
         if not file.exists():
             write_bytes_atomically(file, dump(config).encode())

@@ -32,7 +32,6 @@ from pipeline.errors import AfterplayError, ConfigurationError, StoreError
 from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.disk_wait import left_out, wait_for_room
 from pipeline.runtime.engine_keys import LEARNER_DIGEST_FILE
-from pipeline.runtime.plugins import load_main
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.rundir import FileLock, RunDirectory, read_json, write_bytes_atomically
 from pipeline.store.evaluation_results import read_results
@@ -136,7 +135,6 @@ def run(
     by their commands on this machine. Raises :class:`ConfigurationError`; other failures are printed and give the exit
     code."""
     console = console or Console(highlight=False, markup=False)
-    config = load_main("learner.preflight:with_options")(config)
     directory = RunDirectory(config.run.path.absolute())
     for tracker in config.report_to:
         require_package(tracker)

@@ -46,7 +46,7 @@ def test_hinted_log_probabilities_are_those_of_the_rows_with_the_hint():
         assert np.abs(hinted[part] - plain[part]).max() > 1e-3
 
 
-def test_a_trajectory_in_two_branches_and_a_replay_of_one_turn_keep_their_token_numbers():
+def test_a_trajectory_in_two_branches_and_a_replay_keep_their_token_numbers():
     trainer = make_trainer(advantage={"estimator": "cpo"})
     group = next(g for g in groups_of() if any(len(t.turns) == 3 for t in g.trajectories))
     (group,) = with_hints([group])
@@ -58,13 +58,13 @@ def test_a_trajectory_in_two_branches_and_a_replay_of_one_turn_keep_their_token_
     )
     alone = replace(long, trajectory_id="stored")
     plan = GroupPlan("g", Task("t", "toy", 0), 2, 1, ("stored",))
-    batch = build_batch(0, [Group(plan, (forked, alone), {"stored": StoredRollout(turn=1)})])
+    batch = build_batch(0, [Group(plan, (forked, alone), {"stored": StoredRollout()})])
     assert [row.trajectory_index for row in batch.rows] == [0, 0, 1]
     hinted = counterfactual_logprobs(batch, trainer.score)
     expected = trainer.score(
         [
             *trajectory_rows(with_contexts(forked, forked.hinted_contexts), 0),
-            *trajectory_rows(with_contexts(alone, alone.hinted_contexts), 1, StoredRollout(turn=1)),
+            *trajectory_rows(with_contexts(alone, alone.hinted_contexts), 1, StoredRollout()),
         ]
     )
     np.testing.assert_allclose(hinted, expected, atol=1e-5)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from learner.losses.base import ClipRange, LossRules
 from learner.losses.loss import LossTokens, policy_loss
 from learner.losses.policy_losses import loss_rules
+from learner.observability.statistics import LOG_RATIO_MAX
 from pipeline.config.algorithm import ImportanceConfig, LossConfig
 
 
@@ -45,8 +46,8 @@ def slow_loss(t: LossTokens, r: LossRules) -> float:
         old, w = mu, 1.0
         if r.decoupled and not t.replay_mask[i]:
             old = float(t.proximal[i]) if t.proximal is not None else new
-            w = min(math.exp(max(-r.log_ratio_max, min(r.log_ratio_max, old - mu))), r.weight_max)
-        ratio = math.exp(max(-r.log_ratio_max, min(r.log_ratio_max, new - old)))
+            w = min(math.exp(max(-LOG_RATIO_MAX, min(LOG_RATIO_MAX, old - mu))), r.weight_max)
+        ratio = math.exp(max(-LOG_RATIO_MAX, min(LOG_RATIO_MAX, new - old)))
         clip = r.off if t.off_policy[i] else r.fresh
         bounded = min(max(ratio, 1 - clip.low), 1 + clip.high)
         loss = max(-a * ratio, -a * bounded)

@@ -89,7 +89,7 @@ def values(n=6, seed=0, replayed=None):
 
 def test_kl_estimators_agree_with_their_formulas_and_k3_is_never_negative():
     v = values(50)
-    s = source_statistics(v, 20.0)
+    s = source_statistics(v)
     d = v.logprobs - v.behaviour
     assert s.kl_k1.value == pytest.approx(-d.mean())
     assert s.kl_k3.value == pytest.approx((np.exp(d) - 1 - d).mean())
@@ -99,12 +99,12 @@ def test_kl_estimators_agree_with_their_formulas_and_k3_is_never_negative():
 def test_sequence_ratio_is_the_product_over_the_trajectory():
     v = values(4)
     d = v.logprobs - v.behaviour
-    came = source_statistics(v, 20.0).sequence_ratios
+    came = source_statistics(v).sequence_ratios
     np.testing.assert_allclose(np.sort(came), np.sort(np.exp([d[:2].sum(), d[2:].sum()])))
 
 
 def test_staleness_is_counted_from_the_oldest_version_of_each_trajectory():
-    s = batch_statistics(values(6), policy_version=5, log_ratio_max=20)
+    s = batch_statistics(values(6), policy_version=5)
     assert sorted(s.staleness) == [1, 3, 5]
     assert len(s.logprob_differences) == 1
 
@@ -112,7 +112,7 @@ def test_staleness_is_counted_from_the_oldest_version_of_each_trajectory():
 def test_sources_are_counted_over_their_own_tokens_and_rejected_tokens_over_none():
     v = values(6, replayed=np.arange(6) >= 4)
     v.trained[0] = False
-    s = batch_statistics(v, 5, 20)
+    s = batch_statistics(v, 5)
     assert (s.by_source["fresh"].tokens, s.by_source["replay"].tokens, s.all.tokens) == (3, 2, 5)
     assert (s.all.rejected, s.replay_share) == (1, 0.4)
     assert s.by_source["fresh"].clipped_high.value == pytest.approx(1 / 3)
@@ -121,7 +121,7 @@ def test_sources_are_counted_over_their_own_tokens_and_rejected_tokens_over_none
 def test_a_batch_of_only_rejected_tokens_has_no_statistics():
     v = values(2)
     v.trained[:] = False
-    assert batch_statistics(v, 5, 20).all.ratio.mean is None
+    assert batch_statistics(v, 5).all.ratio.mean is None
 
 
 def group_advantages(rewards, config):

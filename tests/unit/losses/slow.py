@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LOG_RATIO_MAX = 20.0
+
 
 @dataclass
 class Token:
@@ -41,14 +43,14 @@ def slow_loss(tokens: list[Token], rules, name: str, *, proximal: bool = True) -
     total = torch.zeros((), dtype=torch.float64)
     for row in sorted({t.row for t in tokens}):
         members = [i for i, t in enumerate(tokens) if t.row == row and kept[i]]
-        log_ratios = {i: clamp(leaves[i] - pi_old(tokens[i], rules, proximal), rules.log_ratio_max) for i in members}
+        log_ratios = {i: clamp(leaves[i] - pi_old(tokens[i], rules, proximal), LOG_RATIO_MAX) for i in members}
         for i in members:
             t = tokens[i]
             loss = token_loss(t, i, members, leaves, log_ratios, tokens, rules, name, proximal)
             total = total + t.weight * t.factor * weight_of(tokens, i, rules, proximal) * loss
             total = total - t.weight * rules.entropy_bonus * t.entropy
             if rules.kl_in_loss:
-                d = clamp(leaves[i] - t.reference, rules.log_ratio_max)
+                d = clamp(leaves[i] - t.reference, LOG_RATIO_MAX)
                 total = total + t.weight * rules.kl_coef * slow_kl(d, rules.kl_estimator)
     grads = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else [None] * len(leaves)
     return total.item(), [0.0 if g is None else g.item() for g in grads], kept
@@ -139,13 +141,13 @@ def clamp(x, limit):
 
 def ratio_at(tokens, i, level, eligible, rules, proximal, others=(0.0, 0)) -> float:
     def log_r(t):
-        return clamp((t.proximal if proximal else t.new) - t.mu, rules.log_ratio_max)
+        return clamp((t.proximal if proximal else t.new) - t.mu, LOG_RATIO_MAX)
 
     if level == "token":
         return math.exp(log_r(tokens[i]))
     row = [log_r(t) for t in tokens if t.row == tokens[i].row and eligible(t)]
     if level == "sequence":
-        return math.exp(clamp(sum(row) + others[0], rules.log_ratio_max))
+        return math.exp(clamp(sum(row) + others[0], LOG_RATIO_MAX))
     return math.exp((sum(row) + others[0]) / (len(row) + others[1]))
 
 

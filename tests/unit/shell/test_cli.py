@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from learner.preflight import with_options
 from pipeline.cli.app import app
 from pipeline.cli.status import is_alive
 from pipeline.cli.viewer.plots import draw
@@ -97,7 +98,8 @@ def test_what_show_prints_is_a_run_file_with_equal_meaning(tmp_path):
     for options in ([], ["--plain"]):
         shown = invoke("config", "show", TINY, "--set", "run.seed=7", *options).output
         (tmp_path / "shown.yaml").write_text(shown)
-        assert load(tmp_path / "shown.yaml", environment={}) == load(TINY, ["run.seed=7"], environment={})
+        again = with_options(load(tmp_path / "shown.yaml", environment={}))
+        assert again == with_options(load(TINY, ["run.seed=7"], environment={}))
 
 
 def test_an_example_is_named_with_an_at_sign_and_finds_its_data_from_anywhere(tmp_path, monkeypatch):
