@@ -384,7 +384,7 @@ class Silence:
 
 
 class Endpoint:
-    """What hub and link have in common: an async context manager whose tasks live exactly as long as the ``async with``
+    """The base of hub and link: an async context manager whose tasks live exactly as long as the ``async with``
     block, and a mailbox of what they received.
 
     An exception of the block leaves unchanged (not wrapped in a group); a crash of one of our tasks cancels the block
