@@ -25,7 +25,6 @@ from pipeline.store.experience_records import EQUAL_REWARDS, Planned
 from pipeline.store.journal import Finished, GivenUp, Journal
 from pipeline.store.payload_refs import PayloadRefCounts
 from pipeline.store.records import (
-    ZERO_VARIANCE,
     CancelReason,
     Drop,
     Facts,
@@ -327,13 +326,14 @@ class Groups:
         """Its trajectories end here; the group stays assigned, so that its update is made without it."""
         self._replays.dropped(group)
         self._drop_held(group, Drop.UNINFORMATIVE)
-        group.reason = ZERO_VARIANCE
+        group.dropped = True
 
     def cancel(self, group: GroupRecord, reason: CancelReason) -> list[OrderRecord]:
         """Give up an open group; returns the orders that actors must stop."""
         assert group.open, group
         self._replays.cancelled(group, finished=group.state is not GroupState.COLLECTING)
         group.state, group.reason, group.ended_at = GroupState.CANCELLED, reason.value, self._clock.wall
+        group.dropped = False
         self._batches.cancel(group.group_number)
         self._journal.group(group)
         self._journal.count(Count(f"groups.cancelled.{reason}"))

@@ -25,7 +25,7 @@ Row = tuple[Any, ...]
 def group_row(g: GroupRecord) -> Row:
     return (
         g.group_number, task_json(g.task), g.n_rollout, g.n_fresh, g.k, g.admitted_update, g.task_index, g.state.value,
-        g.update, g.late, g.reason, g.planned_at, g.ended_at, True,
+        g.update, g.late, g.dropped, g.reason, g.planned_at, g.ended_at, True,
     )  # fmt: skip
 
 

@@ -120,10 +120,6 @@ class CancelReason(StrEnum):
     """Its update is in no weights any more: the checkpoint that covered it is damaged. Its rollouts are not kept."""
 
 
-ZERO_VARIANCE = "uninformative"
-"""Reason of a group that stays assigned to an update and is not trained: its trajectories are dropped already."""
-
-
 class OrderKey(NamedTuple):
     """An order, and the trajectory that answers it: ``g000012.3.0`` is group 12, slot 3, first order of the slot."""
 
@@ -259,6 +255,8 @@ class GroupRecord:
     task_index: int | None = None
     """Index of its task in the evaluation that it belongs to; None: it is for training."""
     late: bool = False
+    dropped: bool = False
+    """Its rewards have zero variance: its trajectories are dropped, and its update is made without it."""
     reason: str = ""
     ended_at: float | None = None
     orders: dict[OrderKey, OrderRecord] = field(default_factory=dict)
@@ -319,11 +317,6 @@ class GroupRecord:
     def baseline(self) -> float | None:
         """Reward of the greedy rollout, once it is scored."""
         return None if self.greedy is None or self.greedy.trajectory is None else self.greedy.trajectory.reward
-
-    @property
-    def dropped(self) -> bool:
-        """True if its rewards have zero variance and its update is made without it."""
-        return self.reason == ZERO_VARIANCE and self.state is not GroupState.CANCELLED
 
     @property
     def consumed(self) -> bool:

@@ -118,9 +118,9 @@ def build(rows: SnapshotRows, meta: Mapping[str, Any], counters: dict[str, int],
 
 
 def _group(row: Sequence[Any]) -> GroupRecord:
-    group_number, task, _, n_fresh, k, admitted, task_index, state, update, late, reason, planned_at, ended_at = row
+    number, task, _, n_fresh, k, admitted, task_index, state, update, late, dropped, reason, planned_at, ended_at = row
     return GroupRecord(
-        group_number=group_number,
+        group_number=number,
         task=_task(task),
         admitted_update=admitted,
         task_index=task_index,
@@ -129,6 +129,7 @@ def _group(row: Sequence[Any]) -> GroupRecord:
         state=GroupState(state),
         update=update,
         late=bool(late),
+        dropped=bool(dropped),
         reason=reason,
         ended_at=ended_at,
         k=k,

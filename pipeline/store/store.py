@@ -74,11 +74,11 @@ _ROLLED = (
 _TOTALS = ("counters", "rolled_up")
 """Tables of names and values; ``meta`` has the digest of their rows."""
 _GROUP_COLUMNS = (
-    "group_number, task, n_rollout, n_fresh, k, admitted_update, task_index, state, update_number, late, reason, "
-    "planned_at, ended_at"
+    "group_number, task, n_rollout, n_fresh, k, admitted_update, task_index, state, update_number, late, dropped, "
+    "reason, planned_at, ended_at"
 )
 _GROUP = f"""
-INSERT INTO groups VALUES ({",".join("?" * 15)}) ON CONFLICT (group_number) DO UPDATE SET
+INSERT INTO groups VALUES ({",".join("?" * 16)}) ON CONFLICT (group_number) DO UPDATE SET
 {", ".join(f"{c} = excluded.{c}" for c in _GROUP_COLUMNS.split(", ")[1:])},
 crc = excluded.crc - excluded.kept + kept"""
 _FORGOTTEN_GROUP = "UPDATE groups SET kept = 0, crc = crc - kept WHERE group_number = ?"
@@ -92,7 +92,7 @@ _REPLACED = {
     for table, width in (("group_replays", 12), ("orders", 12), ("pool", 10), ("stored_groups", 7), ("tasks", 9))
 }
 _LOST = (
-    ("groups", "", {"state": "cancelled", "reason": CancelReason.LOST.value, "update_number": None}),
+    ("groups", "", {"state": "cancelled", "reason": CancelReason.LOST.value, "update_number": None, "dropped": 0}),
     ("trajectories", "AND state = 'trained'", {"state": "dropped", "reason": Drop.CANCELLED.value}),
     ("group_replays", "AND chosen = 1", {"chosen": 0}),
 )

@@ -17,7 +17,7 @@ import orjson
 
 from pipeline.store.ledger import GROUP_OPEN
 from pipeline.store.queries import meta, reading
-from pipeline.store.records import ZERO_VARIANCE, Drop, OrderKey, group_id, parse_group_id
+from pipeline.store.records import CancelReason, Drop, OrderKey, group_id, parse_group_id
 
 EXAMPLES = 3
 """Ids that a problem names."""
@@ -138,6 +138,8 @@ class StoredGroupOutcome:
     """Its fresh trajectories that count as trained."""
     replayed: frozenset[str] = frozenset()
     """Trajectories from the pool that it was trained with."""
+    dropped: bool = False
+    """Its rewards have zero variance and it is not trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,9 @@ class StoredOutcomes:
             query = "SELECT trajectory_id FROM trajectories WHERE group_number < 0"
             self.imported.update(name for (name,) in connection.execute(query))
             low = 0 if end else self._low
-            query = "SELECT group_number, state, update_number, reason, kept FROM groups WHERE group_number >= ?"
+            query = (
+                "SELECT group_number, state, update_number, reason, dropped, kept FROM groups WHERE group_number >= ?"
+            )
             rows = connection.execute(query, (low,)).fetchall()
             wanted = {n: row for n, *row in rows if end or (not row[-1] and n not in self.groups)}
             if wanted:
@@ -205,8 +209,8 @@ class StoredOutcomes:
         )
         for number, name in connection.execute(query, (low, high)):
             replayed[number].add(name)
-        for number, (state, update, reason, _) in wanted.items():
-            facts = frozenset(trained[number]), frozenset(replayed[number])
+        for number, (state, update, reason, dropped, _) in wanted.items():
+            facts = frozenset(trained[number]), frozenset(replayed[number]), bool(dropped)
             self.groups[number] = StoredGroupOutcome(state, update, reason, *facts)
 
     def unread(self, number: int | None) -> bool:
@@ -283,7 +287,7 @@ def _audit_arrivals(
                 Drop.ABORTED: True,
                 Drop.UNSCORED: scored,
                 Drop.CANCELLED: group.state not in ("cancelled", "evaluated"),
-                Drop.UNINFORMATIVE: ZERO_VARIANCE not in (group.state, group.reason),
+                Drop.UNINFORMATIVE: not group.dropped and group.reason != CancelReason.UNINFORMATIVE,
             }
             if unfounded.get(outcome.reason):
                 problems.add(f"trajectories acknowledged and dropped as {outcome.reason}, which they were not", name)

@@ -191,7 +191,7 @@ class Simulation:
         retired = {task_id for task_id, record in experience.tasks.items() if record.retired}
         assert not retired & stored.keys(), "a retired task has stored trajectories"
         assert len(experience.groups) <= config.groups.capacity
-        assert experience.bytes <= (1 + (config.mode == "both")) * config.capacity_bytes
+        assert experience.bytes <= config.capacity_bytes
         for group in experience.groups:
             assert len(group.members) == self.config.groups.n_rollout and group.uses < config.groups.uses_max
             assert all(entry.row_id in payloads for entry in group.members), f"a payload of {group} was freed"

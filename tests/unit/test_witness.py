@@ -94,7 +94,7 @@ class Run:
             self.end(number, "dropped", StoredGroupOutcome("cancelled", None, reason), reason)
             return self.group()
         if self.rng.random() < 0.1:
-            self.end(number, "dropped", StoredGroupOutcome("uninformative", 0, "uninformative"), "uninformative")
+            self.end(number, "dropped", StoredGroupOutcome("uninformative", 0, dropped=True), "uninformative")
             return self.group()
         return number
 
