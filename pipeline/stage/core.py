@@ -230,14 +230,20 @@ class StageCore:
             for group in [g for g in self.records.values() if g.open]:
                 self._cancel(group, CancelReason.FINISHED)
         else:
-            for group in self.dispatch.send_groups():
-                self._cancel(group, CancelReason.LATE)
+            self._send_groups()
+        ready = self.batches.ready
         self._order_dispatch.order()
+        if self.batches.ready > ready and not self.finished:  # stored groups that come back whole
+            self._send_groups()
         stopped += self.evaluations.take_stopped()
         if stopped:
             self.leases.ended(stopped, cancel="the evaluation ended")
         if self.dispatch.peer is not None and (news := self.evaluations.news()) is not None:
             self.journal.effect(Send(self.dispatch.peer, Kind.EVALUATION, news))
+
+    def _send_groups(self) -> None:
+        for group in self.dispatch.send_groups():
+            self._cancel(group, CancelReason.LATE)
 
     def next_deadline(self) -> float | None:
         """Time at which :meth:`plan` should be called even if nothing happens, on the clock of ``now``."""
