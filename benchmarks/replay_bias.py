@@ -2,7 +2,7 @@
 
 ::
 
-    python -m benchmarks.replay_bias                              # the tables of docs/REPLAY.md, 30 s of CPU
+    python -m benchmarks.replay_bias                              # the tables of docs/REPLAY_STUDY.md, 30 s of CPU
     python -m benchmarks.replay_bias --json bias.json --chains 20
 
 A chain emits one of two tokens at each position, and its probability depends on the position and the token before. A

@@ -118,7 +118,7 @@ class ReplayConfig(Section):
     4}``. ``token``: of each token. ``sequence`` and ``geometric``: truncated, over the trajectory. ``soft``: a kernel
     over the trajectory (VESPO). Over the trajectory means over all its sampled tokens, in all turns and branches,
     before the first optimizer step of the update; the clip then holds π against the policy at that moment.
-    docs/REPLAY.md has the bias of each."""
+    docs/REPLAY_STUDY.md has the bias of each."""
     max_age: int | None = Field(None, ge=1)
     """Oldest trajectory that may be replayed, in versions at the time of training. None: no limit."""
     retire_after: int | None = Field(1, ge=1, le=16)
@@ -128,7 +128,7 @@ class ReplayConfig(Section):
     unsolvable ones soon dominate the updates and the solved ones are forgotten."""
     retest_ratio: float = Field(0.1, ge=0, le=1)
     """Share of groups spent on retired tasks, which detects forgetting. With few tasks less is too little
-    (docs/REPLAY.md)."""
+    (docs/REPLAY_STUDY.md)."""
     bias_correction: bool = False
     """Multiply the weight of replayed trajectories by the success rate of the policy that sampled them on their task.
     Corrects the over-weighting by 1/P(success) that comes from replaying only successes. The rate is that of all fresh
@@ -152,8 +152,8 @@ class ReplayConfig(Section):
 
 
 class LessonsConfig(Section):
-    """Lessons in the prompt: short texts written from finished groups, found by text search and added to later
-    prompts."""
+    """Lessons in the prompt (docs/LESSONS.md): short texts written from finished groups, found by text search and added
+    to later prompts."""
 
     enabled: bool = False
     """Switches lessons on."""

@@ -1,4 +1,4 @@
-"""Difficulty of tasks: success rate, bucket and retirement (docs/REPLAY.md, "Difficulty").
+"""Difficulty of tasks: success rate, bucket and retirement (docs/REPLAY.md, "Difficulty and retirement").
 
 Only fresh rollouts count, those of replay groups included. A task is in one bucket, by its success rate, or retired
 (its latest ``replay.retire_after * n_rollout`` fresh rollouts succeeded, in groups without a failure), or neither (it

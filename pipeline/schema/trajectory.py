@@ -165,7 +165,7 @@ class EngineRecord:
 
 @dataclass(frozen=True, slots=True)
 class Guidance:
-    """Lessons that the prompt of an episode held (docs/REPLAY.md, "Lessons in the prompt")."""
+    """Lessons that the prompt of an episode held (docs/LESSONS.md)."""
 
     lessons: tuple[str, ...]
     """Ids of the lessons."""
