@@ -5,7 +5,8 @@
     python -m benchmarks.damage weights --out benchmarks/results/weights.json
 
 ``disk`` (Linux, as root) fills the disk of a run for a while. ``files`` stops a run and damages one file
-of a copy of its directory, in each of several ways. Checkpoint, model and store are opened as the roles open them, and
+of a copy of its directory: truncated, zeroed, a bit flipped, deleted, replaced by an older one; of the store also a bit
+in each table, index and value of ``meta``. Checkpoint, model and store are opened as the roles open them, and
 compared with what the undamaged ones give; ``afterplay run`` continues from all others, and from a sample. ``weights``
 damages the published weights of a run that goes on, and kills its engine, which then needs them.
 

@@ -2,6 +2,10 @@
 
     python -m benchmarks.fuzz configs/tiny.yaml --count 20000 --seed 0 --json fuzz.json
 
+Thrown are bytes that are no handshake, handshakes that are cut, keys of strangers, messages of every kind with mutated
+headers and payloads under the key of another actor, requests that are no HTTP, wrong keys, large headers and bodies,
+deep JSON, pipelines, and connections that are reset, cut in half or held open.
+
 One port after the other: the hub from strangers, the hub from the owner of another role's key, the engine, the ports of
 the metrics, the gateway where the run has one. With ``--address ipc://`` the hub is attacked as the same user could.
 

@@ -20,7 +20,7 @@ from actors.engine.base import EngineReport
 
 FREE_BATCH = 22.0
 """Requests whose share of a step costs as much as the step itself. Measured with SmolLM2 on vLLM for CPUs
-(docs/BENCHMARKS.md)."""
+(docs/RESULTS.md)."""
 PREFILL_COST = 0.6
 """Cost of a prompt token that is in no cache, in tokens sampled by one request more in the batch; measured likewise. On
 any engine that is bound by arithmetic both are one pass through the model, so it is near 1."""

@@ -123,7 +123,7 @@ def run_part(part: Part, bench: Bench, report: Report) -> None:
 def check(bench: Bench, parts: Sequence[Part], path: Path) -> Report:
     report = Report(path, about(bench))
     if missing := missing_packages():
-        report.add("packages", "missing", {"names": " ".join(missing), "see": "docs/BENCHMARKS.md, On a GPU"})
+        report.add("packages", "missing", {"names": " ".join(missing), "see": "the docstring of benchmarks.gpu"})
     for part in parts:
         bench.clean()
         run_part(part, bench, report)

@@ -31,6 +31,6 @@ def fast_dtype() -> Literal["bfloat16", "float32"]:
     """``bfloat16`` on a processor with instructions for it, else ``float32``, which is several times faster there.
 
     PyTorch and vLLM compute in bfloat16 on every processor. Without such instructions a matrix product takes 2 to 10
-    times as long as in float32 (``docs/BENCHMARKS.md``).
+    times as long as in float32 (``docs/RESULTS.md``).
     """
     return "bfloat16" if processor_flags() & _BFLOAT16 else "float32"

@@ -9,7 +9,6 @@ import json
 import re
 import shlex
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,18 +107,12 @@ def test_json_is_valid(block: Block) -> None:
         json.loads(line)
 
 
-@each("toml")
-def test_toml_is_valid(block: Block) -> None:
-    assert tomllib.loads(block.text)
-
-
 # Python
 
 COMPILED = {
     "afterplay.train": "starts a run; tests/integration/test_python_api.py proves it",
     "openai": "talks to the gateway of a run; tests/integration and tests/unit/actors prove it",
     "trl": "trains another library's model",
-    "from accounts import": "needs a file of its page; tests/unit/test_side_by_side.py plays and compares it",
     "verifiers.v1": "an environment of another library",
     "self.": "the body of a method of the user's class",
 }

@@ -1,0 +1,3 @@
+from bank.taskset import BankTaskset
+
+__all__ = ["BankTaskset"]
