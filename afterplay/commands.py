@@ -12,7 +12,7 @@ from afterplay.run import Run, Supervised, reason_in
 from afterplay.run_file import Config, EnvironmentName, assignments, read_run_file
 from pipeline.errors import ConfigurationError, RunFailed
 from pipeline.runtime.children import ChildGroup, OrphanReaper, module_command
-from pipeline.runtime.rundir import RunDirectory, read_json
+from pipeline.runtime.run_directory import RunDirectory, read_json
 from pipeline.store.evaluation_results import read_results
 from pipeline.supervisor.run import empty_directory, run_lock
 

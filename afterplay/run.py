@@ -1,7 +1,11 @@
-"""A run as an object: its steps, rollouts, curves and policy, while it is alive and afterwards."""
+"""A run as an object: its steps, rollouts, curves and policy, while it is alive and afterwards.
+
+A page of rollouts and the curves above it, as notebooks show them.
+"""
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import time
@@ -9,44 +13,76 @@ import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent import futures
 from contextlib import suppress
+from dataclasses import dataclass
+from html import escape
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import anyio
 
 from pipeline.cli.status import is_alive
-from pipeline.cli.viewer.page import page_of
-from pipeline.cli.viewer.plots import figure
-from pipeline.cli.viewer.progress import Line, MetricsTail, read_lines, step_of
-from pipeline.cli.viewer.reader import Found, RunReader
-from pipeline.cli.viewer.views import listed_json
-from pipeline.cli.viewer.vocabulary import Vocabulary
 from pipeline.config import RunConfig
 from pipeline.config.load import load
 from pipeline.errors import AfterplayError, ConfigurationError, RunFailed
 from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit, module_command
 from pipeline.runtime.engine_keys import find_key
-from pipeline.runtime.rundir import RunDirectory, read_json
+from pipeline.runtime.run_directory import RunDirectory, read_json
 from pipeline.scorer.conversation import conversation, reply
 from pipeline.store.evaluation_results import read_results
 from pipeline.store.queries import Filters, Span
 from pipeline.store.store import store_path
 from pipeline.supervisor.display import FailureNews
 from pipeline.supervisor.processes import check_health
+from pipeline.views.page import page_of
+from pipeline.views.plots import figure, png_of
+from pipeline.views.progress import Line, MetricsTail, read_lines, step_of
+from pipeline.views.reader import Found, RunReader
+from pipeline.views.transcript import listed_json
+from pipeline.views.vocabulary import Vocabulary
 
-if TYPE_CHECKING:
-    from afterplay.inline import InlinePage
+HEIGHT_PIXELS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class InlinePage:
+    """A picture and an HTML page. The page has a frame of its own, in which its scripts reach nothing else."""
+
+    html: str
+    """The page of the rollouts; empty before the first."""
+    figure: Any = None
+    """Figure of matplotlib above it; None before the first step."""
+
+    def save(self, path: str | Path) -> Path:
+        """Write the page of the rollouts."""
+        Path(path).write_text(self.html, encoding="utf-8", errors="replace")
+        return Path(path)
+
+    def _repr_html_(self) -> str:
+        parts = []
+        if self.figure is not None:
+            picture = base64.b64encode(png_of(self.figure)).decode()
+            parts.append(f'<img style="width:100%" alt="curves" src="data:image/png;base64,{picture}">')
+        if self.html:
+            style = f"width:100%;height:{HEIGHT_PIXELS}px;border:1px solid #ccc"
+            parts.append(f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{escape(self.html)}"></iframe>')
+        return "\n".join(parts) or "<p>no rollouts yet</p>"
+
 
 LOOK_SECONDS = 0.2
 """Between two looks at the files of a run: there is no event to wait for across processes."""
+
 STOP_MARGIN_SECONDS = 5.0
 """Beyond the drain's own limit, before the processes of a run that is stopped are killed."""
+
 ROLLOUTS_MAX = 1000
+
 OUTPUT_CHARACTERS_MAX = 1000
+
 Steps = int | range | None
 """One step, a range of steps without gaps, or all."""
+
 MODEL = "policy"
 """Name under which engines serve the policy, unless only adapters are published."""
 
@@ -171,8 +207,6 @@ class Run:
     def show(self, *, limit: int = 50, step: Steps = None) -> InlinePage:
         """The curves, and the newest rollouts with their tokens: a notebook shows them inline, ``save(FILE)`` writes
         the page of the rollouts."""
-        from afterplay.inline import InlinePage
-
         page = ""
         if (reader := self._reader()) is not None:
             listing = reader.listing(Filters(step=_span("step", step), kept=reader.traced), limit=limit)

@@ -17,7 +17,7 @@ from afterplay.source import PlugIn, plug_in
 from pipeline.config import RunConfig
 from pipeline.config.load import ENVIRONMENT_PREFIX, dump_yaml, example, loads, parse_yaml
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
+from pipeline.runtime.run_directory import RunDirectory, write_bytes_atomically
 
 Config = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
 """A run file, the name of one that ships with Afterplay (``"@tiny"``), or its sections."""

@@ -16,7 +16,7 @@ A turn is everything that an actor does for it: render, route, request, check, p
 environment, record; and once an episode encode the trajectory for the wire. CPU is that of the process, less what the
 same process spends in the same time without episodes (the probe, the watching of engines), which is shown apart as
 ``idle``. Lag is how late a 10 ms timer fires. ``gc max`` is the longest collection of cyclic garbage, which holds all
-episodes: the actor keeps it short (:mod:`actors.role`), and so does this process; ``--plain-gc`` leaves it as
+episodes: the actor keeps it short (:mod:`actors.process.role`), and so does this process; ``--plain-gc`` leaves it as
 Python has it. The goal is below 1 ms of CPU a turn and below 50 ms of lag at 1,000 episodes.
 
 ``--peer verl`` runs the same turns with the same texts and latency in verl's own ``ToolAgentLoop``, in a process of
@@ -44,9 +44,10 @@ import anyio
 from actors.engine.pool import EnginePool
 from actors.environments import Environment, Episode, Reply, Step
 from actors.environments.host import EnvironmentHost
+from actors.metrics import ActorMetrics
+from actors.process.role import gc_policy
 from actors.rendering.renderer import Renderer
 from actors.rendering.tool_messages import with_system_text
-from actors.role import gc_policy
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
 from actors.tools.base import schema_of_tool
@@ -54,10 +55,9 @@ from actors.tools.calculator import Calculator
 from benchmarks.actor_turns import tokenizer
 from benchmarks.episode_load import Load, Play, measure, settle
 from pipeline.config import RunConfig
-from pipeline.metrics.actor import ActorMetrics
-from pipeline.metrics.base import CollectorRegistry
+from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.schema import Message, Order, Task, TrajectoryStatus
-from pipeline.transport.codec import encode_trajectory
+from pipeline.schema.codec import encode_trajectory
 from tests.support.stub_engine import StubEngine
 
 LOOPS = ("multi_turn", "tool_agent")

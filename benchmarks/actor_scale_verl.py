@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
-from actors.role import gc_policy
+from actors.process.role import gc_policy
 from benchmarks.episode_load import measure, settle
 
 NOT_IMPORTABLE = 3

@@ -29,15 +29,15 @@ from actors.engine.client import EngineClient
 from actors.engine.pool import EnginePool
 from actors.environments import Environment, Episode, Reply, Step
 from actors.environments.host import EnvironmentHost
+from actors.metrics import ActorMetrics
 from actors.rendering.renderer import Renderer
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
 from learner.models.tiny import build_tokenizer
 from pipeline.config import RunConfig
-from pipeline.metrics.actor import ActorMetrics
-from pipeline.metrics.base import CollectorRegistry
+from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.schema import Message, Order, Task, TrajectoryStatus
-from pipeline.transport.codec import encode_trajectory
+from pipeline.schema.codec import encode_trajectory
 from tests.support.smollm2 import tokenizer_folder
 from tests.support.stub_engine import StubEngine, StubServer, cycling, good_answer
 

@@ -38,15 +38,15 @@ from typing import Any
 
 from learner.checkpoints.checkpoint import find_resumption, read_state
 from learner.models.prepare import prepare_model
-from pipeline.cli.viewer.progress import read_lines
 from pipeline.config.load import load
 from pipeline.errors import AfterplayError, ConfigurationError, DamagedFiles, FormatMismatch
 from pipeline.runtime.process import ExitCode
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.store.records import TrajectoryRecord
 from pipeline.store.snapshot import Snapshot
 from pipeline.store.store import ReplayStore
 from pipeline.supervisor.processes import check_health, health_url
+from pipeline.views.progress import read_lines
 from tests.support.damage import Damage, damages_of
 from tests.support.fork_server import ForkServer
 from tests.support.full_disk import keep_full, small_disk

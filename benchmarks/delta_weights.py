@@ -33,16 +33,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.embedded.generator import load_weights
 from actors.servers.deltas import patch
-from learner.build import make_trainer
 from learner.data.rows import Batch, Row
 from learner.models.prepare import prepare_model
+from learner.process.build import make_trainer
 from learner.training.trainer import Trainer
 from learner.weights.delta_loader import bits_of
 from learner.weights.publisher import write_weights
 from pipeline.config import RunConfig
-from pipeline.runtime.contents import write_contents
-from pipeline.runtime.rundir import RunDirectory
-from pipeline.runtime.weight_delta import _narrow, read_delta, write_delta
+from pipeline.runtime.folders import write_contents
+from pipeline.runtime.run_directory import RunDirectory
+from pipeline.runtime.weights import _narrow, read_delta, write_delta
 
 NEW_TOKENS = 16
 

@@ -49,15 +49,15 @@ from urllib.parse import urlsplit
 import orjson
 import zmq
 
-from pipeline.cli.viewer.progress import read_lines
 from pipeline.config import RunConfig
 from pipeline.config.load import load
-from pipeline.runtime.rundir import read_json
+from pipeline.runtime.run_directory import read_json
 from pipeline.schema import Order, Task
+from pipeline.schema.codec import encode_trajectory
 from pipeline.supervisor.chaos import Books, read_processes
-from pipeline.transport.codec import encode_trajectory
 from pipeline.transport.curve import PeerKeys, make_keys, peer_keys
 from pipeline.transport.socket_folder import SCHEME, address_to_connect
+from pipeline.views.progress import read_lines
 from tests.support import hostile_traffic
 from tests.support.hostile_traffic import HttpTarget, Manner
 from tests.support.run_handle import RunHandle, start_run

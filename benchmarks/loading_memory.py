@@ -74,8 +74,8 @@ def run_rank(folder: Path, work: Path) -> None:
     """Load the policy as a rank of a learner does, and write what it took into ``work``."""
     import torch
 
-    from learner.build import make_policy
     from learner.distributed.collectives import RankGroup, join, leave, process_rank
+    from learner.process.build import make_policy
     from pipeline.config import RunConfig
 
     torch.set_num_threads(1)

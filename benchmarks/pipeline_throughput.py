@@ -28,13 +28,14 @@ import anyio
 import numpy as np
 import zmq
 
-from learner.session import GroupAssembler
+from learner.process.session import GroupAssembler
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.load import dump, loads
 from pipeline.config.rollouts import OUTBOX_BYTES_MAX
 from pipeline.schema import SCHEMA_VERSION, FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
-from pipeline.transport.codec import decode_order, decode_plan, decode_trajectory, encode_trajectory
+from pipeline.schema.codec import decode_trajectory, encode_trajectory
+from pipeline.schema.orders import decode_order, decode_plan
 from pipeline.transport.messages import EventKind, Kind, WireMessage
 from pipeline.transport.outbox import Outbox
 from pipeline.transport.zeromq import open_link

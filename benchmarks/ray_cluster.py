@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.runtime.rundir import read_json
+from pipeline.runtime.run_directory import read_json
 from pipeline.store.ledger import read_ledger
 from tests.support.ray_cluster import ROOT, RayCluster, missing, two_nodes
 from tests.support.run_handle import RunHandle

@@ -33,7 +33,7 @@ from torch import Tensor
 from learner.losses.base import LossRules
 from learner.losses.loss import LossTokens, policy_loss
 from learner.losses.policy_losses import loss_rules
-from pipeline.config.algorithm import ImportanceConfig, LossConfig
+from pipeline.config.losses import ImportanceConfig, LossConfig
 from pipeline.config.replay import ReplayConfig
 
 FloatArray = npt.NDArray[np.float64]

@@ -18,12 +18,13 @@ import numpy as np
 
 from pipeline.config import RunConfig
 from pipeline.schema import SCHEMA_VERSION, FinishReason, Message, Order, TokenSpan, Trajectory, TrajectoryStatus, Turn
+from pipeline.schema.codec import encode_trajectory
+from pipeline.schema.record_file import Frames
 from pipeline.scorer.scorer import Scorer
 from pipeline.stage.core import StageCore
-from pipeline.store.journal import Send
+from pipeline.store.effects import Send
 from pipeline.store.store import ReplayStore
-from pipeline.transport.codec import encode_trajectory
-from pipeline.transport.messages import Frames, Kind, WireMessage
+from pipeline.transport.messages import Kind, WireMessage
 
 TURNS, TOKENS = 8, 2000
 
@@ -69,7 +70,7 @@ def stage(path: Path, n: int, per_round: int, synchronous: str) -> tuple[float, 
     rng = np.random.default_rng(0)
     template = None
     arrivals: list[WireMessage] = []
-    from pipeline.transport.codec import decode_order
+    from pipeline.schema.orders import decode_order
 
     for effect in effects:
         if isinstance(effect, Send) and effect.kind is Kind.ORDER:

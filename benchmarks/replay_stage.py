@@ -30,15 +30,15 @@ import numpy as np
 
 from benchmarks.replay_ingest import bare, stage, trajectory
 from pipeline.config import RunConfig
-from pipeline.experience.archive_transfer import PoolWriter
-from pipeline.experience.difficulty import Difficulty
-from pipeline.experience.planning import Planner
-from pipeline.experience.pool import Pool
-from pipeline.experience.selection import Draws
-from pipeline.experience.stored_groups import StoredGroups
+from pipeline.replay.difficulty import Difficulty
+from pipeline.replay.pool import Pool
+from pipeline.replay.replay import Planner
+from pipeline.replay.selection import Draws
+from pipeline.replay.stored_groups import StoredGroups
+from pipeline.replay.transfer import PoolWriter
 from pipeline.schema import Order, Task
 from pipeline.stage.core import StageCore
-from pipeline.store.experience_records import PoolEntry, StoredGroup, TaskRecord
+from pipeline.store.replay_records import PoolEntry, StoredGroup, TaskRecord
 from pipeline.store.store import ReplayStore
 
 PER_TASK = 5

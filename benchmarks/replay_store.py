@@ -3,7 +3,7 @@
     python -m benchmarks.replay_store [--folder .] [--grow 20000] [--reopen 50000] [--only buffer|stage]
 
 Two shapes. *Steps*: trajectories [T=64, B=8] of 146 float32 a step (299 KB), 512 units each, in
-:mod:`pipeline.store.trajectory_buffer` and in TorchRL (LazyTensorStorage, LazyMemmapStorage), same numbers of units,
+:mod:`pipeline.buffer.trajectory_buffer` and in TorchRL (LazyTensorStorage, LazyMemmapStorage), same numbers of units,
 same 256 drawn. *LLM*: 2,000 tokens in 8 turns, through the replay stage's own core and SQLite store.
 
 Fresh memory can be slow to touch, so each in-memory store is filled once before it is timed (capacity 1,000, timed
@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.store.buffer_payloads import join_steps
-from pipeline.store.trajectory_buffer import TrajectoryBuffer, load
+from pipeline.buffer.payloads import join_steps
+from pipeline.buffer.trajectory_buffer import TrajectoryBuffer, load
 
 T, B = 64, 8
 FIELDS = {"observation": 72, "next_observation": 64, "action": 7, "reward": 1, "done": 1, "logprob": 1}
@@ -85,7 +85,7 @@ def per(value: float, unit: str = "s") -> str:
 
 
 class Ours:
-    """Timings of :mod:`pipeline.store.trajectory_buffer`."""
+    """Timings of :mod:`pipeline.buffer.trajectory_buffer`."""
 
     def __init__(self, folder: Path, trajectories: list[dict[str, np.ndarray]]) -> None:
         self.folder, self.trajectories = folder, trajectories

@@ -38,11 +38,11 @@ from benchmarks.replay_efficiency.measure import Bench
 from benchmarks.replay_efficiency.picture import draw
 from benchmarks.replay_efficiency.records import Point, Result
 from pipeline.cli.compare import Study
-from pipeline.cli.viewer.comparison import QUANTITIES, Cost, ratio_of, t_interval
-from pipeline.cli.viewer.progress import Metric
 from pipeline.config.load import load
 from pipeline.errors import AfterplayError
-from pipeline.runtime.rundir import write_json_atomically
+from pipeline.runtime.run_directory import write_json_atomically
+from pipeline.views.comparison import QUANTITIES, Cost, ratio_of, t_interval
+from pipeline.views.progress import Metric
 
 PROTOCOL = Path(__file__).with_suffix(".yaml")
 BASE = "off"

@@ -39,7 +39,7 @@ from grafana.prometheus_process import Api, PrometheusProcess, Target
 from grafana.targets import targets_of_run
 from pipeline.config.explain import free_ports
 from pipeline.config.run import SupervisorConfig
-from pipeline.runtime.rundir import read_json
+from pipeline.runtime.run_directory import read_json
 from pipeline.stage.metrics import RUN_PATIENCE
 from tests.support import hang
 from tests.support.fork_server import ForkServer
@@ -63,7 +63,7 @@ ROLES = {
     "engine-0": LAYER,
     "learner": LAYER,
     "replay": "pipeline.stage.core:StageCore.plan",
-    "actor-0": "actors.actor:Actor.doing",
+    "actor-0": "actors.process.actor:Actor.doing",
 }
 """Processes, and the function that hangs: in the sampling or training thread, or the event loop."""
 FAULTS = ("stopped", "killed", "hung")

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.runtime.rundir import RunDirectory, read_json
+from pipeline.runtime.run_directory import RunDirectory, read_json
 from pipeline.store.ledger import read_ledger
 from tests.support.slurm_cluster import SlurmCluster, missing_programs
 

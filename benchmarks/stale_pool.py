@@ -38,9 +38,9 @@ import yaml
 
 from actors.environments import Environment, Episode, Reply, Step
 from pipeline.config.replay import EssGuardConfig
-from pipeline.experience.mixing import next_factor
+from pipeline.replay.mixing import next_factor
+from pipeline.replay.report import examine_run
 from pipeline.schema import Message, Task
-from pipeline.store.experience_report import examine_run
 from tests.support.run_handle import RunHandle, start_run
 
 LOCKS, NUMBERS = 8, 10

@@ -35,9 +35,10 @@ import zmq.asyncio
 
 from pipeline.config import RunConfig
 from pipeline.schema import FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn, VersionSpan
-from pipeline.transport.codec import decode_trajectory, encode_trajectory
+from pipeline.schema.codec import decode_trajectory, encode_trajectory
+from pipeline.schema.record_file import Frames
 from pipeline.transport.curve import make_keys
-from pipeline.transport.messages import Event, EventKind, Frames, Kind, WireMessage
+from pipeline.transport.messages import Event, EventKind, Kind, WireMessage
 from pipeline.transport.outbox import Outbox
 from pipeline.transport.zeromq import open_hub, open_link
 

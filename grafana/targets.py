@@ -22,7 +22,7 @@ from pipeline.config import RunConfig
 from pipeline.runtime.engine_addresses import engine_addresses
 from pipeline.runtime.engine_keys import is_loopback
 from pipeline.runtime.process import EVERYWHERE
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 
 OUTPUT = Path(__file__).parent / "prometheus" / "targets.json"
 

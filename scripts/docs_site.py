@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo  # noqa: E402
 from typer.cli import get_docs_for_click  # noqa: E402
 
 import afterplay  # noqa: E402
-from learner.preflight import FUNCTIONS  # noqa: E402
+from learner.process.preflight import FUNCTIONS  # noqa: E402
 from pipeline.cli.app import app  # noqa: E402
 from pipeline.config import RunConfig  # noqa: E402
 from pipeline.config.base import Options  # noqa: E402

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes docs/METRICS.md from the declarations in ``pipeline.metrics`` and ``learner.recorder.NUMBERS``.
+"""Writes docs/METRICS.md from the declarations of metrics and ``learner.process.recorder.NUMBERS``.
 
 .venv/bin/python scripts/metrics_page.py          writes the page
 .venv/bin/python scripts/metrics_page.py --check  only compares, exit code 1 when the page is not current
@@ -15,11 +15,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from learner.recorder import NUMBERS, Number  # noqa: E402
-from pipeline.metrics.actor import ActorMetrics  # noqa: E402
-from pipeline.metrics.base import Declaration, MetricSet, ProcessMetrics  # noqa: E402
-from pipeline.metrics.learner import LearnerMetrics  # noqa: E402
-from pipeline.metrics.replay import ReplayMetrics  # noqa: E402
+from actors.metrics import ActorMetrics  # noqa: E402
+from learner.metrics import LearnerMetrics  # noqa: E402
+from learner.process.recorder import NUMBERS, Number  # noqa: E402
+from pipeline.runtime.metrics import Declaration, MetricSet, ProcessMetrics  # noqa: E402
+from pipeline.stage.metrics import ReplayMetrics  # noqa: E402
 
 PAGE = ROOT / "docs" / "METRICS.md"
 SETS: dict[str, type[MetricSet]] = {
@@ -42,8 +42,8 @@ The last word of a name, before `_total`, is the unit: seconds, bytes, nats, ver
 trajectories, tasks, groups, steps or ratio. The run decides the values of labels that are not
 explained below a table.
 
-This page is generated from the declarations in `pipeline/metrics/` and the table `NUMBERS` of
-`learner/recorder.py`. Change those and run `python scripts/metrics_page.py`.
+This page is generated from the declarations of metrics and the table `NUMBERS` of
+`learner/process/recorder.py`. Change those and run `python scripts/metrics_page.py`.
 """
 KEYS = """
 ## Keys of `metrics.jsonl`

@@ -11,7 +11,7 @@ from typing import Any
 
 from actors.embedded.options import EngineOptions
 from pipeline.errors import WireError
-from pipeline.transport.frames import json_object
+from pipeline.schema.record_file import json_object
 
 GREEDY_TEMPERATURE = 1e-6
 """Temperature used for 0: it gives the most likely token all the probability (log-probability 0)."""

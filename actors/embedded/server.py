@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from actors.embedded.options import EngineOptions
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import end_with_supervisor
-from pipeline.runtime.rundir import await_model
+from pipeline.runtime.run_directory import await_model
 
 _log = logging.getLogger("afterplay.engine")
 DRAIN_SECONDS = 1.0
@@ -48,8 +48,8 @@ async def serve(options: EngineOptions) -> int:
 
     from actors.embedded.generator import Generator
     from actors.embedded.routes import application
+    from actors.servers.authorization import RouteLock
     from actors.servers.connections import BoundedServer
-    from actors.servers.lock import RouteLock
 
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[BaseException | None] = loop.create_future()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.engine.base import EngineReport
-from actors.engine.load import KV_FULL
+from actors.engine.engine_state import KV_FULL
 
 LOOK_SECONDS = 5.0
 """Time between two looks at the reports."""

@@ -37,6 +37,7 @@ from actors.engine.router import (
     Router,
     RouterStatistics,
 )
+from actors.metrics import ENGINE_REQUESTS, ActorMetrics
 from pipeline.errors import (
     ConfigurationError,
     EngineBusy,
@@ -45,7 +46,6 @@ from pipeline.errors import (
     EngineRefused,
     EngineUnavailable,
 )
-from pipeline.metrics.actor import ENGINE_REQUESTS, ActorMetrics
 from pipeline.runtime.progress import TICK_SECONDS, EngineSilence
 
 logger = logging.getLogger(__name__)

@@ -39,8 +39,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from actors.engine.base import EngineReport
-from actors.engine.breaker import Breaker
-from actors.engine.load import FREE_BATCH, PREFILL_COST, EngineLoad
+from actors.engine.engine_state import FREE_BATCH, PREFILL_COST, Breaker, EngineLoad
 
 SESSIONS_MAX = 100_000
 """Conversations whose engine is remembered, so that the next turn finds its prefix cache."""

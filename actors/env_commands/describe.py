@@ -13,8 +13,8 @@ from typing import Any
 import anyio
 
 from actors.adapters.catalogue import ADAPTERS
-from actors.environments.discovery import BUILT_IN, GROUP, find
 from actors.environments.host import EnvironmentHost
+from actors.environments.plugins import BUILT_IN, GROUP, find
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import AfterplayError, boundary
 from pipeline.schema import Message, Task

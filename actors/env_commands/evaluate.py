@@ -21,30 +21,30 @@ from actors.engine.base import Sampling
 from actors.engine.chat_endpoint import ChatEndpoint
 from actors.engine.client import EngineClient
 from actors.engine.pool import EnginePool
+from actors.env_commands.chat_dialogue import ChatRenderer, ChatServices, ChatSettings
 from actors.env_commands.describe import end_environment
 from actors.env_commands.eval_summary import EvalSummary, Outcome, sentences, summarise, wanted
 from actors.env_commands.play import Subject, only
 from actors.environments.host import EnvironmentHost
+from actors.metrics import ActorMetrics
 from actors.rendering.renderer import Renderer
-from actors.rollout.chat_policy import ChatRenderer, ChatServices, ChatSettings
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import build_loop
-from pipeline.cli.viewer.page import page_of_rows
-from pipeline.cli.viewer.reader import Found, Transcript
-from pipeline.cli.viewer.views import dumps, found_json
-from pipeline.cli.viewer.vocabulary import Vocabulary
 from pipeline.config.rewards import ScorerConfig
 from pipeline.config.tasks import TRAIN
 from pipeline.errors import ConfigurationError
-from pipeline.metrics.actor import ActorMetrics
-from pipeline.metrics.base import CollectorRegistry
 from pipeline.runtime.engine_keys import key_at
+from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.runtime.plugin_guard import interrupting_blocks
-from pipeline.runtime.rundir import FileLock, write_bytes_atomically
+from pipeline.runtime.run_directory import FileLock, write_bytes_atomically
 from pipeline.schema import Order, Task, Trajectory
 from pipeline.scorer.scorer import Scorer
 from pipeline.scorer.verdict import ScoreFailure
 from pipeline.store.queries import Listed
+from pipeline.views.page import page_of_rows
+from pipeline.views.reader import Found, Transcript
+from pipeline.views.transcript import dumps, found_json
+from pipeline.views.vocabulary import Vocabulary
 
 ROWS, SUMMARY, SETTINGS, PAGE = "rollouts.jsonl", "summary.json", "settings.json", "rollouts.html"
 ENDPOINT = "engine"

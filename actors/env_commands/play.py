@@ -21,6 +21,7 @@ from actors.engine.client import EngineClient
 from actors.env_commands.describe import end_environment, shown
 from actors.environments.base import Reply
 from actors.environments.host import EnvironmentHost
+from actors.metrics import ActorMetrics
 from actors.rendering.renderer import Renderer
 from actors.rendering.tokenizer import load_tokenizer
 from actors.rollout.agent_loop import (
@@ -28,22 +29,21 @@ from actors.rollout.agent_loop import (
     AgentEpisode,
     AgentLoop,
     Answer,
+    HostedGame,
     Opening,
     checked_answer,
     checked_opening,
 )
-from actors.rollout.multi_turn import HostedGame
 from actors.rollout.services import build_loop
 from pipeline.config import RunConfig
 from pipeline.config.load import load
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.config.tasks import TRAIN
 from pipeline.errors import ConfigurationError, boundary
-from pipeline.metrics.actor import ActorMetrics
-from pipeline.metrics.base import CollectorRegistry
 from pipeline.runtime.engine_keys import find_key
+from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.runtime.plugin_guard import TaskOwner
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema import FinishReason, Message, Task
 from pipeline.tasks.open import open_source
 from pipeline.tasks.source import TaskSource

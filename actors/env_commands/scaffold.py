@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from actors.environments.discovery import names
+from actors.environments.plugins import names
 from pipeline.errors import ConfigurationError
 
 _PYPROJECT = """[build-system]

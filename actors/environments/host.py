@@ -21,7 +21,7 @@ from typing import Any, cast
 import anyio
 
 from actors.environments.base import Environment, Episode, Reply, Step
-from actors.environments.discovery import build
+from actors.environments.plugins import build
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout, boundary, explained
 from pipeline.runtime.plugin_guard import BlockingCalls

@@ -25,10 +25,10 @@ from actors.environments.base import STRICT_OPTIONS, Reply
 from actors.environments.host import EnvironmentHost
 from actors.gateway.chat_recorder import ChatRecorder
 from actors.gateway.messages import Refusal
-from actors.gateway.reports import PROGRAM, Report, last_line, read_report
-from actors.gateway.requests import ParameterRules
+from actors.gateway.requests import PROGRAM, ParameterRules, Report, last_line, read_report
 from actors.gateway.server import Gateway
 from actors.gateway.session import Session
+from actors.metrics import ActorMetrics
 from actors.rendering.renderer import Renderer
 from actors.rollout.agent_loop import AgentEpisode, AgentLoop, Budget, Dialogue, Game
 from actors.rollout.recorder import Recorder
@@ -42,7 +42,6 @@ from pipeline.errors import (
     boundary,
     line_in,
 )
-from pipeline.metrics.actor import ActorMetrics
 from pipeline.runtime.children import KILL_SECONDS_MAX, ChildGroup, OrphanReaper, describe_exit
 from pipeline.runtime.plugins import attribute
 from pipeline.schema import TrajectoryStatus

@@ -21,8 +21,7 @@ import orjson
 from aiohttp import web
 
 from actors.gateway.messages import Refusal
-from actors.gateway.reports import read_report
-from actors.gateway.requests import read_object
+from actors.gateway.requests import read_object, read_report
 from actors.gateway.responses import chat_chunks
 from actors.gateway.session import Session
 from actors.servers.connections import BoundedServer, Handler, parting

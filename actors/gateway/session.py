@@ -18,8 +18,7 @@ import anyio
 from actors.engine.base import Completion
 from actors.gateway.chat_recorder import ChatRecorder, ChatReply
 from actors.gateway.messages import Refusal
-from actors.gateway.reports import Report
-from actors.gateway.requests import ChatRequest, ParameterRules, read_chat, read_generate
+from actors.gateway.requests import ChatRequest, ParameterRules, Report, read_chat, read_generate
 from actors.gateway.responses import Choice, chat_completion, generated
 from actors.rendering.renderer import Renderer
 from actors.rollout.agent_loop import Budget, Limit

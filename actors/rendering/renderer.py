@@ -37,9 +37,9 @@ from actors.rendering.special_text import Span, SpecialText
 from actors.rendering.template_probes import MARK, ProbedTemplate, template_source
 from actors.rendering.tokenizer import plain_backend, plain_decoder
 from actors.rendering.tool_messages import Form, ToolSchema, described
-from pipeline.cli.viewer.vocabulary import bytes_of_tokens
 from pipeline.errors import ConfigurationError, boundary
 from pipeline.schema import Message
+from pipeline.views.vocabulary import bytes_of_tokens
 
 RENDERER = "renderer"
 _NEXT = "afterplaynext"

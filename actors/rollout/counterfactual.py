@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from actors.rendering.renderer import Conversation, Renderer
 from actors.rendering.tool_messages import ToolSchema
-from pipeline.experience.memory import first_user
+from pipeline.lessons.store import first_user
 from pipeline.schema import Message
 
 

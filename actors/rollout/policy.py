@@ -16,9 +16,9 @@ import anyio
 
 from actors.engine.base import Completion, Engine, Generation, Sampling
 from actors.engine.pool import EnginePool
+from actors.metrics import ActorMetrics
 from actors.rendering.renderer import Conversation
 from pipeline.errors import EngineBusy, EngineError, EngineGone, EngineProtocolError, EngineRefused, EngineUnavailable
-from pipeline.metrics.actor import ActorMetrics
 from pipeline.runtime.plugin_guard import kept_running
 from pipeline.schema import FinishReason, Order
 

@@ -15,21 +15,20 @@ from actors.engine.base import Sampling
 from actors.engine.pool import EnginePool
 from actors.environments.host import EnvironmentHost
 from actors.environments.plugins import construct, find_plugin
+from actors.metrics import ActorMetrics
 from actors.rendering.renderer import Renderer
-from actors.rollout.agent_loop import AgentLoop
-from actors.rollout.memory_prompt import MemoryPrompter, MemorySource
-from actors.rollout.multi_turn import MultiTurn
+from actors.rollout.agent_loop import AgentLoop, MultiTurn
+from actors.rollout.lessons import MemoryPrompter, MemorySource
 from actors.rollout.policy import Policy
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError, PlugInError, boundary, explained
-from pipeline.metrics.actor import ActorMetrics
 from pipeline.runtime.plugin_guard import watch_tasks
 from pipeline.schema import Order
 
 GROUP = "afterplay.loops"
 BUILT_IN = {
-    "single_turn": "actors.rollout.multi_turn:SingleTurn",
-    "multi_turn": "actors.rollout.multi_turn:MultiTurn",
+    "single_turn": "actors.rollout.agent_loop:SingleTurn",
+    "multi_turn": "actors.rollout.agent_loop:MultiTurn",
     "tool_agent": "actors.rollout.tool_agent:ToolAgent",
     "program": "actors.gateway.program_loop:ProgramLoop",
 }

@@ -20,6 +20,7 @@ from pydantic.dataclasses import dataclass
 
 from actors.environments.base import STRICT_OPTIONS, Reply, ToolUse
 from actors.environments.host import EnvironmentHost
+from actors.metrics import ActorMetrics
 from actors.rendering.renderer import Renderer
 from actors.rollout.agent_loop import AgentEpisode, AgentLoop, Answer, Game, Limit, Opening
 from actors.tools.base import Check, Tool, Toolset, as_tool, build_tool, check_of, schema_of_tool
@@ -27,7 +28,6 @@ from actors.tools.parsing.base import CallError, Parsed, ToolCall
 from actors.tools.parsing.registry import parser_of
 from actors.tools.runner import Done, EpisodeTools, Failures, Ready, ToolLimits, truncater
 from pipeline.errors import AfterplayError, ConfigurationError, boundary
-from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import Message
 
 LEFT_OUT = "[left out: an earlier answer]"

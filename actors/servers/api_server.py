@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.rundir import await_model
+from pipeline.runtime.run_directory import await_model
 
 SERVER = "vllm.entrypoints.launchers.api_server.entry"
 ENGINE = (

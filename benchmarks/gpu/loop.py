@@ -19,7 +19,7 @@ from transformers import ContinuousBatchingConfig
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.report import Facts
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.store.ledger import read_ledger
 
 RUN_FILE = Path(__file__).parents[2] / "configs" / "tiny.yaml"

@@ -19,7 +19,7 @@ from benchmarks.learner_step.case import make_rows
 from benchmarks.learner_step.model import make_model
 from benchmarks.learner_step.sides import make_trainer
 from learner.data.rows import Batch
-from learner.device_turn import Offload
+from learner.process.device_turn import Offload
 from learner.weights.publisher import write_weights
 
 

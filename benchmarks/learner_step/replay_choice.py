@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from benchmarks.learner_step.model import SHAPES, write_model
-from learner.batches import CandidateScores, choose_replays
 from learner.data.rows import Group, StoredRollout, build_batch
 from learner.models.model_folder import ModelFolder
 from learner.policy.policy import Policy
+from learner.process.batches import CandidateScores, choose_replays
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.config.replay import ReplayConfig

@@ -14,11 +14,10 @@ from benchmarks.recorded import Origin, RecordedRow, write
 from benchmarks.recorded import __doc__ as description
 from learner.data.microbatch import common_prefix, lexicographic
 from learner.data.rows import Row, trajectory_rows
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema import Trajectory
+from pipeline.schema.codec import Limits, decode_trajectory
 from pipeline.store import tables
-from pipeline.transport.codec import decode_trajectory
-from pipeline.transport.messages import Limits
 
 
 def played(store: Path, per_update: int) -> dict[int, list[Trajectory]]:

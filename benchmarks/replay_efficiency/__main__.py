@@ -18,7 +18,7 @@ from benchmarks.replay_efficiency.picture import draw
 from benchmarks.replay_efficiency.records import Result
 from benchmarks.replay_efficiency.summary import lower_table, summarise, table
 from pipeline.errors import AfterplayError, ConfigurationError
-from pipeline.runtime.rundir import write_bytes_atomically, write_json_atomically
+from pipeline.runtime.run_directory import write_bytes_atomically, write_json_atomically
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.environments.base import Environment, Episode, Reply
-from actors.environments.discovery import build
+from actors.environments.plugins import build
 from actors.rendering.renderer import Conversation, Renderer
 from actors.rendering.tokenizer import load_tokenizer
 from pipeline.config import RunConfig

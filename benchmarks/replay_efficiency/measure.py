@@ -25,10 +25,10 @@ from benchmarks.replay_efficiency.records import (
     tokens_until,
     training_of,
 )
-from pipeline.cli.viewer.progress import read_lines
 from pipeline.config.load import load
 from pipeline.errors import AfterplayError
-from pipeline.runtime.rundir import write_bytes_atomically
+from pipeline.runtime.run_directory import write_bytes_atomically
+from pipeline.views.progress import read_lines
 from tests.support.run_handle import RunHandle, start_run
 
 Value = TypeVar("Value")

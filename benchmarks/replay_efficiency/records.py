@@ -10,10 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pipeline.cli.viewer.progress import Line
 from pipeline.errors import AfterplayError, StoreError
-from pipeline.runtime.rundir import read_json, write_json_atomically
+from pipeline.runtime.run_directory import read_json, write_json_atomically
 from pipeline.store.queries import reading, rollouts
+from pipeline.views.progress import Line
 
 
 def tokens_until(store: Path, moment: float) -> int:

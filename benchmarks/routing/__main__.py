@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from actors.engine import load, router
+from actors.engine import engine_state as load
+from actors.engine import router
 from benchmarks.recorded import NUMBER_GUESS, QUICKSTART
 from benchmarks.routing import __doc__ as description
 from benchmarks.routing.conversations import games, recorded, synthetic
 from benchmarks.routing.simulation import Conversation, Costs, Fixed, Informed, Routed, Rule, Simulation
-from pipeline.runtime.rundir import write_json_atomically
+from pipeline.runtime.run_directory import write_json_atomically
 
 ACTORS, ENGINES, UPDATE_SECONDS = 4, 4, 300.0
 SEEDS = range(500, 510)

@@ -32,7 +32,7 @@ import numpy as np
 from actors.engine.client import GENERATE, EngineClient
 from learner.models.prepare import prepare_model
 from pipeline.config import RunConfig
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from tests.support.running_engine import running_engine
 
 BATCHES = (1, 2, 4, 8, 16, 32)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config.algorithm import AdvantageConfig
+from pipeline.config.advantages import AdvantageConfig
 from pipeline.errors import TrainingError, boundary
 from pipeline.runtime.plugins import resolve
 from pipeline.schema import Trajectory

@@ -16,7 +16,7 @@ from learner.advantages.base import Estimates, FloatArray, ScoredTrajectory, gro
 from learner.advantages.estimators import Normalized, by_group, grpo
 from learner.data.microbatch import token_offsets
 from learner.data.rows import Batch, Row, TokenArray, trajectory_rows, with_contexts
-from pipeline.config.algorithm import AdvantageConfig
+from pipeline.config.advantages import AdvantageConfig
 from pipeline.errors import TrainingError
 
 LOG_RATIO_MAX = 20.0

@@ -37,7 +37,7 @@ from learner.advantages.estimators import (
 )
 from learner.data.microbatch import token_offsets
 from learner.data.rows import Batch, TokenArray, TokenScores
-from pipeline.config.algorithm import AdvantageConfig
+from pipeline.config.advantages import AdvantageConfig
 from pipeline.config.base import Options, by_name
 from pipeline.config.load import read_options
 from pipeline.errors import ConfigurationError, TrainingError, boundary

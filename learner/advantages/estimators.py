@@ -33,7 +33,7 @@ from learner.advantages.base import (
     token_rewards,
     whitened,
 )
-from pipeline.config.algorithm import AdvantageConfig
+from pipeline.config.advantages import AdvantageConfig
 from pipeline.config.base import Options
 from pipeline.errors import TrainingError
 

@@ -26,12 +26,11 @@ import orjson
 
 from learner.checkpoints.checkpoint import checkpoint_path, find_checkpoints, is_complete, read_state
 from learner.checkpoints.writer import CheckpointWriter
+from learner.metrics import LearnerMetrics
 from pipeline.config.evaluation import EvaluationConfig
-from pipeline.metrics.learner import LearnerMetrics
-from pipeline.runtime.atomic_folder import atomic_folder
-from pipeline.runtime.contents import find_damage
-from pipeline.runtime.disk_wait import when_room
-from pipeline.runtime.rundir import read_json, sync
+from pipeline.runtime.disk import when_room
+from pipeline.runtime.folders import atomic_folder, find_damage
+from pipeline.runtime.run_directory import read_json, sync
 
 log = logging.getLogger(__name__)
 BEST = "best"

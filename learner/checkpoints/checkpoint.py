@@ -41,8 +41,15 @@ from learner.distributed.ranks import ALONE
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
 from pipeline.errors import DamagedFiles, FormatMismatch, StoreError, TrainingError
-from pipeline.runtime.atomic_folder import atomic_folder
-from pipeline.runtime.contents import CONTENTS, DAMAGED, damaged_folders, find_damage, set_aside, write_contents
+from pipeline.runtime.folders import (
+    CONTENTS,
+    DAMAGED,
+    atomic_folder,
+    damaged_folders,
+    find_damage,
+    set_aside,
+    write_contents,
+)
 
 log = logging.getLogger(__name__)
 FORMAT = 2

@@ -29,7 +29,7 @@ from learner.distributed.collectives import RankGroup
 from learner.models import model_folder
 from learner.models.model_folder import own_rows
 from pipeline.errors import StoreError
-from pipeline.runtime.disk_wait import disk_fault
+from pipeline.runtime.disk import disk_fault
 
 if TYPE_CHECKING:
     from learner.training.trainer import Trainer

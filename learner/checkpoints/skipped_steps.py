@@ -20,8 +20,8 @@ import numpy as np
 from learner.distributed.messages import pack_command, unpack_command
 from learner.training.report import SkippedBatch, SkippedStep
 from pipeline.errors import StoreError, WireError
-from pipeline.runtime.rundir import write_bytes_atomically
-from pipeline.transport.frames import FileKind
+from pipeline.runtime.run_directory import write_bytes_atomically
+from pipeline.schema.record_file import FileKind
 
 log = logging.getLogger(__name__)
 KIND = FileKind(

@@ -17,8 +17,8 @@ from pathlib import Path
 import anyio
 
 from learner.checkpoints.checkpoint import CheckpointImage, write_image
-from pipeline.metrics.learner import LearnerMetrics
-from pipeline.runtime.disk_wait import when_room
+from learner.metrics import LearnerMetrics
+from pipeline.runtime.disk import when_room
 
 log = logging.getLogger(__name__)
 

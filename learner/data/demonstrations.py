@@ -12,13 +12,12 @@ import numpy as np
 from learner.data.rows import Row, trajectory_rows
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError, StoreError, TrainingError
+from pipeline.replay.demonstrations import Render, read_demonstrations
 from pipeline.runtime.plugins import load_main
-from pipeline.runtime.rundir import read_json
+from pipeline.runtime.run_directory import read_json
 from pipeline.schema import Trajectory
+from pipeline.schema.codec import Limits, decode_trajectory
 from pipeline.store.archive import is_archive, read_archive
-from pipeline.store.demonstrations import Render, read_demonstrations
-from pipeline.transport.codec import decode_trajectory
-from pipeline.transport.messages import Limits
 
 log = logging.getLogger(__name__)
 RENDERER = "actors.env_commands.demonstrate:Demonstrator"

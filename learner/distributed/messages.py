@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from learner.data.rows import Row, TokenScores
-from pipeline.transport import frames
+from pipeline.schema import record_file as frames
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 _PER_TOKEN = ("token_ids", "loss_mask", "behaviour_logprobs", "policy_versions", "temperatures", "turns")
@@ -19,7 +19,7 @@ _PER_ROW = tuple(f.name for f in fields(Row) if f.name not in (*_PER_TOKEN, "adv
 
 
 def pack(header: Mapping[str, Any], arrays: Arrays) -> npt.NDArray[np.uint8]:
-    """uint8 ``[N]``: a record of :mod:`pipeline.transport.frames` with an array in each part."""
+    """uint8 ``[N]``: a record of :mod:`pipeline.schema.record_file` with an array in each part."""
     shapes = [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()]
     buffers = frames.pack({"facts": header, "arrays": shapes}, [frames.array_bytes(a) for a in arrays.values()])
     return np.frombuffer(bytearray().join(buffers), dtype=np.uint8)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from learner.losses.options import Clip, TokenCorrection
 from learner.observability.statistics import LOG_RATIO_MAX
-from pipeline.config.algorithm import MaskConfig
 from pipeline.config.base import Kind, Options, expect_kind
+from pipeline.config.losses import MaskConfig
 from pipeline.errors import TrainingError, boundary
 
 

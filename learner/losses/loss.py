@@ -68,8 +68,8 @@ from learner.losses.base import LossRules, RowSums, Scored, TokenLosses, log_rat
 from learner.losses.options import KL_CONTROLLERS, Adaptive, SecondMoment, Shaped, SoftCorrection, TruncatedCorrection
 from learner.losses.policy_losses import bounded, shaped
 from learner.observability.statistics import LOG_RATIO_MAX
-from pipeline.config.algorithm import LossConfig
 from pipeline.config.load import read_options
+from pipeline.config.losses import LossConfig
 from pipeline.errors import TrainingError
 
 REASONS = ("", "ratio_cap", "sequence_mask", "geometric_mask", "any_token_mask")

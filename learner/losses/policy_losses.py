@@ -17,9 +17,9 @@ from torch import Tensor
 
 from learner.losses.base import ClipRange, LossRules, PolicyLoss, Scored, TokenLosses
 from learner.losses.options import CORRECTIONS, OFF_POLICIES, POLICIES, DppoKl, DppoTv, Gmpo, Gspo, Ppo, Sapo
-from pipeline.config.algorithm import ImportanceConfig, LossConfig
 from pipeline.config.base import Given
 from pipeline.config.load import read_options
+from pipeline.config.losses import ImportanceConfig, LossConfig
 from pipeline.config.replay import ReplayConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.plugins import resolve

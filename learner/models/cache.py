@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 
 from learner.models.sources import link_or_copy
 from pipeline.errors import Interrupted
-from pipeline.runtime.contents import CONTENTS, find_damage, write_contents
+from pipeline.runtime.folders import CONTENTS, find_damage, write_contents
 
 log = logging.getLogger(__name__)
 LOCK_SECONDS = 0.5

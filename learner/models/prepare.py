@@ -39,10 +39,10 @@ from learner.models.sources import (
 from learner.models.tiny import TinyOptions, build_tokenizer, write_tiny_model
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError, DamagedFiles
-from pipeline.runtime.contents import CONTENTS, find_damage, set_aside
-from pipeline.runtime.disk_wait import FULL, wait_for_room
+from pipeline.runtime.disk import FULL, wait_for_room
 from pipeline.runtime.findings import Findings
-from pipeline.runtime.rundir import PREPARE_SECONDS_MAX, RunDirectory, read_json
+from pipeline.runtime.folders import CONTENTS, find_damage, set_aside
+from pipeline.runtime.run_directory import PREPARE_SECONDS_MAX, RunDirectory, read_json
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ def _replace_template(folder: Path, template: str, trust_remote_code: bool) -> N
 def main(arguments: list[str]) -> int:
     """``FILE [--set section.key=value ...]``. Exit code 0, or 2 with one line about what is wrong."""
     from pipeline.config.load import load_config
-    from pipeline.runtime.rundir import RunDirectory
+    from pipeline.runtime.run_directory import RunDirectory
 
     if not arguments or arguments[0].startswith("-"):
         print("usage: python -m learner.models.prepare FILE [--set section.key=value ...]", file=sys.stderr)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.contents import CONTENTS
+from pipeline.runtime.folders import CONTENTS
 
 TEMPLATES = "additional_chat_templates"
 """Folder of chat templates beside the first, such as the one for tools."""

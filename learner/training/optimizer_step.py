@@ -28,8 +28,8 @@ from learner.policy.policy import Policy
 from learner.training.optimizer import WeightAverage, clip_gradients, set_rate
 from learner.training.report import NonFinite, StepSums, StepTotals
 from pipeline.config import RunConfig
-from pipeline.config.algorithm import LossConfig
 from pipeline.config.load import read_options
+from pipeline.config.losses import LossConfig
 
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]

@@ -30,14 +30,14 @@ from enum import StrEnum
 
 import anyio
 
+from learner.metrics import LearnerMetrics
 from learner.weights.engine_control import EngineControl
 from learner.weights.engine_keeper import EngineKeeper, Target, WeightLoader, WeightProbe, load_needed
 from pipeline.errors import EngineError, EngineProtocolError
-from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.engine_keys import authorization, find_key
 from pipeline.runtime.http import HttpClient
 from pipeline.runtime.process import RoleContext
-from pipeline.schema.state import RoleState
+from pipeline.runtime.progress import RoleState
 
 log = logging.getLogger(__name__)
 

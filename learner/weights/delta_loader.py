@@ -3,7 +3,7 @@
 ::
 
     weights/v000010/                    whole, every ``WHOLE_EVERY`` versions
-    weights/delta-000011.safetensors    from version 10 (pipeline/runtime/weight_delta.py)
+    weights/delta-000011.safetensors    from version 10 (pipeline/runtime/weights.py)
     weights/delta-000012.safetensors    from version 11
 
 An engine that serves version 10 or 11 gets the deltas up to 12. One that serves none of them (it has restarted, or
@@ -30,10 +30,9 @@ from torch import Tensor
 from learner.weights.engine_control import EngineControl
 from learner.weights.engine_keeper import Target, WeightLoader
 from pipeline.errors import DeltaMismatch, EngineProtocolError, EngineRefused
-from pipeline.runtime.contents import CONTENTS, find_damage, write_contents
-from pipeline.runtime.disk_wait import when_room
-from pipeline.runtime.weight_delta import Weight, write_delta
-from pipeline.schema.weight_stamp import write_stamp
+from pipeline.runtime.disk import when_room
+from pipeline.runtime.folders import CONTENTS, find_damage, write_contents
+from pipeline.runtime.weights import Weight, write_delta, write_stamp
 
 log = logging.getLogger(__name__)
 WHOLE_EVERY = 20

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from learner.policy.policy import DtypeName, Policy
 from pipeline.errors import EngineRefused
-from pipeline.runtime.contents import find_damage, write_contents
-from pipeline.runtime.disk_wait import when_room
+from pipeline.runtime.disk import when_room
+from pipeline.runtime.folders import find_damage, write_contents
 
 
 class DeviceWeights:

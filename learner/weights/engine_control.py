@@ -14,7 +14,7 @@ from pipeline.errors import EngineProtocolError, EngineRefused
 from pipeline.runtime.engine_keys import LEARNER_HEADER
 from pipeline.runtime.http import TEXT_MAX, HttpClient
 from pipeline.runtime.progress import SILENCE_SECONDS_MAX, EngineSilence
-from pipeline.schema.weight_stamp import WITHDRAWN
+from pipeline.runtime.weights import WITHDRAWN
 
 WATCH_SECONDS_MAX = 10.0
 """An engine that does not report its version within this time counts as down."""
@@ -93,7 +93,7 @@ class EngineControl:
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Serve the adapters of a folder under ``name``: the first time by vLLM's own route, from then on in place in
-        the workers (``actors.servers.vllm_plugins`` says why)."""
+        the workers (``actors.servers.vllm_worker`` says why)."""
         listed = await self._call("GET", "/v1/models", seconds=min(WATCH_SECONDS_MAX, self._timeout_seconds))
         served = {model.get("id") for model in listed.get("data", ()) if isinstance(model, dict)}
         path = str(folder.absolute())
@@ -118,11 +118,11 @@ class EngineControl:
         return await self._call("POST", _GENERATE, request, seconds=seconds)
 
     async def abandon_update(self) -> None:
-        """Undo a load that did not finish, so that another can begin (:mod:`actors.servers.vllm_plugins`)."""
+        """Undo a load that did not finish, so that another can begin (:mod:`actors.servers.vllm_worker`)."""
         await self._call("POST", "/collective_rpc", {"method": "abandon_update"})
 
     async def end(self) -> None:
-        """Kill the server, which its supervisor then starts again (:mod:`actors.servers.lock`)."""
+        """Kill the server, which its supervisor then starts again (:mod:`actors.servers.authorization`)."""
         await self._call("POST", "/afterplay/end")
 
     async def world_size(self) -> int:

@@ -30,13 +30,13 @@ import anyio
 import numpy as np
 
 from learner.data.rows import Row, TokenArray
+from learner.metrics import LearnerMetrics
 from learner.policy.reference import prompt_logprobs
 from learner.weights.engine_control import EngineControl
 from pipeline.config import RunConfig
 from pipeline.errors import EngineError, EngineProtocolError, EngineRefused, EngineUnavailable
-from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.progress import TICK_SECONDS
-from pipeline.schema.weight_stamp import UNSTAMPED, write_stamp
+from pipeline.runtime.weights import UNSTAMPED, write_stamp
 
 if TYPE_CHECKING:
     from torch import Tensor

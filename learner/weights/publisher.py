@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from learner.data.rows import TokenArray
+from learner.metrics import LearnerMetrics
 from learner.policy.policy import DTYPES, DtypeName, Policy
 from learner.weights.colocated import ColocatedKeeper, SharedDevice
 from learner.weights.delta_loader import DeltaLoader
@@ -35,14 +36,12 @@ from learner.weights.engine_keeper import EngineKeeper, Publication, Target, Wei
 from pipeline.config import RunConfig
 from pipeline.config.learner import PublishConfig
 from pipeline.errors import ConfigurationError, EngineRefused
-from pipeline.metrics.learner import LearnerMetrics
-from pipeline.runtime.atomic_folder import atomic_folder, remove_leftovers
-from pipeline.runtime.contents import CONTENTS, find_damage, write_contents
-from pipeline.runtime.disk_wait import when_room
+from pipeline.runtime.disk import when_room
 from pipeline.runtime.engine_addresses import EngineAddresses, engine_addresses
 from pipeline.runtime.engine_keys import authorization, find_key
+from pipeline.runtime.folders import CONTENTS, atomic_folder, find_damage, remove_leftovers, write_contents
 from pipeline.runtime.http import HttpClient
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from learner.policy.lora import Adapters

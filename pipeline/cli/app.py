@@ -25,14 +25,14 @@ import typer
 
 from pipeline.cli.compare import compare
 from pipeline.cli.env import app as env_app
-from pipeline.cli.experience import START
-from pipeline.cli.experience import app as replay_app
 from pipeline.cli.plan import show_plan
 from pipeline.cli.push import push
+from pipeline.cli.replay import START
+from pipeline.cli.replay import app as replay_app
 from pipeline.cli.show import show
 from pipeline.errors import AfterplayError, ConfigurationError
 from pipeline.runtime.children import append_working_folder, end_with_parent, end_with_supervisor, module_command
-from pipeline.runtime.rundir import RunDirectory, take_index, write_json_atomically
+from pipeline.runtime.run_directory import RunDirectory, take_index, write_json_atomically
 
 if TYPE_CHECKING:
     from pipeline.config import RunConfig
@@ -347,7 +347,7 @@ def actor(
     afterplay actor @tiny --join
     afterplay actor cluster.yaml --index 3 --set actor.concurrency=64
     """
-    from pipeline.runtime.disk_wait import wait_for_room
+    from pipeline.runtime.disk import wait_for_room
 
     config = _load_of_run(file, sets) if join else _load(file, sets)
     directory = RunDirectory(config.run.path)
@@ -358,7 +358,7 @@ def actor(
     found, _lock = wait_for_room(take, directory.path, "the lock of the actor's index")
     port_index = 0 if free_index or own_address else None
     ends = not stay and _alone(file, config)
-    _role("actor", found, "actors.role:main", config, port_index=port_index, ends_with_run=ends)
+    _role("actor", found, "actors.process.role:main", config, port_index=port_index, ends_with_run=ends)
 
 
 @replay_app.command(START)
@@ -404,13 +404,13 @@ def learner(
     alone = _alone(file, config)
     if alone:
         _settle(config)
-    _role("learner", index, "learner.role:main", config, records_end=alone, job=job)
+    _role("learner", index, "learner.process.role:main", config, records_end=alone, job=job)
 
 
 @app.command(hidden=True)
 def evaluator(file: File, index: Index = 0, sets: Sets = None) -> None:
     """Run instead of the learner in `afterplay eval`: set the version of the engines and wait for the result."""
-    _role("evaluator", index, "learner.evaluator:main", _load(file, sets))
+    _role("evaluator", index, "learner.process.evaluator:main", _load(file, sets))
 
 
 @app.command(hidden=True)
@@ -506,7 +506,7 @@ def plot(
       afterplay plot runs/tiny
       afterplay plot runs/first runs/second -o both.png
     """
-    from pipeline.cli.viewer.plots import draw, draw_runs
+    from pipeline.views.plots import draw, draw_runs
 
     directories = [RunDirectory(path) for path in run_directories]
     for directory in directories:
@@ -540,7 +540,7 @@ def report(
       afterplay report runs/tiny --to tensorboard
       WANDB_MODE=offline afterplay report runs/tiny --to wandb --follow --set trackers.project=games
     """
-    from pipeline.cli.experience import open_run
+    from pipeline.cli.replay import open_run
     from pipeline.cli.status import is_alive
     from pipeline.trackers.reporter import describe_delivery
     from pipeline.trackers.reporter import report as report_all
@@ -604,7 +604,7 @@ def config_show(
     from pipeline.config.explain import show
     from pipeline.runtime.plugins import load_main
 
-    typer.echo(show(load_main("learner.preflight:with_options")(_load(file, sets)), plain), nl=False)
+    typer.echo(show(load_main("learner.process.preflight:with_options")(_load(file, sets)), plain), nl=False)
 
 
 def _load(file: Path, sets: list[str] | None) -> RunConfig:
@@ -634,8 +634,8 @@ def _settle(config: RunConfig) -> None:
 
 def _record_end(config: RunConfig) -> bool:
     """Tell the other roles that the run has finished, if it has made all its steps."""
-    from pipeline.cli.viewer.progress import MetricsTail
-    from pipeline.runtime.disk_wait import wait_for_room
+    from pipeline.runtime.disk import wait_for_room
+    from pipeline.views.progress import MetricsTail
 
     directory = RunDirectory(config.run.path)
     tail = MetricsTail(directory.metrics_file)
@@ -682,7 +682,7 @@ def _follow(file: Path, sets: list[str] | None) -> NoReturn:
     from pipeline.runtime.plugins import load_main
 
     config = _load(file, sets)
-    code = load_main("learner.rank_processes:run")(
+    code = load_main("learner.process.rank_processes:run")(
         config, load_main("learner.distributed.collectives:process_rank")(config.learner)
     )
     logging.shutdown()

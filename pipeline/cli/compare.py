@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeline.cli.viewer.progress import TARGETS, WINDOWS, Metric
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit, module_command
-from pipeline.runtime.rundir import RunDirectory, read_json, write_bytes_atomically, write_json_atomically
+from pipeline.runtime.run_directory import RunDirectory, read_json, write_bytes_atomically, write_json_atomically
+from pipeline.views.progress import TARGETS, WINDOWS, Metric
 
 if TYPE_CHECKING:
-    from pipeline.cli.viewer.comparison import Cost, LearningCurve, Ratio
     from pipeline.config import RunConfig
     from pipeline.runtime.process import ExitCode
+    from pipeline.views.comparison import Cost, LearningCurve, Ratio
 
     Arms = Mapping[str, Sequence[LearningCurve]]
 
@@ -204,7 +204,7 @@ class Study:
 
     def is_enough(self, job: Job) -> bool:
         """True when the run has reached the target, and that is all that is wanted."""
-        from pipeline.cli.viewer.comparison import cost_to_reach, read_curve
+        from pipeline.views.comparison import cost_to_reach, read_curve
 
         if not self.until_reached or not job.directory.metrics_file.exists():
             return False
@@ -229,7 +229,7 @@ def plan_jobs(
             continue
         folder = (out / name).absolute()
         config = load(source, [*sets, *own[name], f"run.directory={folder}"])
-        config = load_main("learner.preflight:with_options")(config)
+        config = load_main("learner.process.preflight:with_options")(config)
         file = folder.with_name(f"{name}.yaml")
         if not file.exists():
             write_bytes_atomically(file, dump(config).encode())
@@ -278,8 +278,8 @@ def run_jobs(jobs: Sequence[Job], at_once: int, is_enough: Callable[[Job], bool]
 def read_arm(name: str, source: str, jobs: Sequence[Job], metric: Metric) -> list[LearningCurve]:
     """Curves of the runs of an arm by seed. A run of a run file that failed before its first update is not among them.
     Raises :class:`ConfigurationError` when there is none, one has no points, or a seed comes twice."""
-    from pipeline.cli.experience import open_run
-    from pipeline.cli.viewer.comparison import read_curve
+    from pipeline.cli.replay import open_run
+    from pipeline.views.comparison import read_curve
 
     if Path(source).is_dir():
         folders = [Path(source), *sorted(p for p in Path(source).iterdir() if p.is_dir())]
@@ -304,8 +304,8 @@ def read_arm(name: str, source: str, jobs: Sequence[Job], metric: Metric) -> lis
 
 def report(arms: Arms, metric: Metric, target: float, window: int, out: Path) -> None:
     """Print the table and what was found, and write ``compare.json`` and ``compare.png`` into ``out``."""
-    from pipeline.cli.viewer.comparison import LEVEL, QUANTITIES, cost_to_reach, describe_ratio, ratio_of
-    from pipeline.cli.viewer.plots import draw_comparison
+    from pipeline.views.comparison import LEVEL, QUANTITIES, cost_to_reach, describe_ratio, ratio_of
+    from pipeline.views.plots import draw_comparison
 
     costs = {name: {c.seed: cost_to_reach(c.points, target, window) for c in curves} for name, curves in arms.items()}
     base = next(iter(arms))
@@ -361,7 +361,7 @@ def notes(arms: Arms, costs: Mapping[str, Mapping[int, Cost]]) -> list[str]:
 
 def _band(curves: Sequence[LearningCurve], window: int) -> list[tuple[float, float, float, float]]:
     """(tokens, mean, low, high) of the smoothed curves of an arm."""
-    from pipeline.cli.viewer.comparison import band, smoothed
+    from pipeline.views.comparison import band, smoothed
 
     lines = [([float(p.tokens) for p in c.points[window - 1 :]], smoothed(c.points, window)) for c in curves]
     end = max((xs[-1] for xs, _ in lines if xs), default=0.0)
@@ -376,7 +376,7 @@ def _print(
     from rich.table import Table
 
     from pipeline.cli.plan import COLUMNS
-    from pipeline.cli.viewer.comparison import QUANTITIES, median_of
+    from pipeline.views.comparison import QUANTITIES, median_of
 
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:

@@ -15,7 +15,7 @@ from pipeline.errors import AfterplayError, ConfigurationError, StoreError
 
 if TYPE_CHECKING:
     from pipeline.config import RunConfig
-    from pipeline.runtime.rundir import RunDirectory
+    from pipeline.runtime.run_directory import RunDirectory
 
 SHOWN = (
     "model", "sampling", "environments", "groups", "staleness", "advantage", "importance", "loss", "learner", "replay",
@@ -43,7 +43,7 @@ def push(
       afterplay push runs/tiny --out model
       afterplay push runs/tiny --checkpoint best --to hf:USER/MODEL --private
     """
-    from pipeline.cli.experience import open_run
+    from pipeline.cli.replay import open_run
 
     if to is None and out is None:
         raise ConfigurationError("push: expected --to hf:USER/MODEL or --out DIR, got neither")
@@ -61,9 +61,9 @@ def push(
 
 def write_folder(config: RunConfig, directory: RunDirectory, checkpoint: str | None, folder: Path) -> None:
     """Copy the model of a checkpoint and write its card. Raises :class:`ConfigurationError`."""
-    from pipeline.cli.viewer.plots import draw
-    from pipeline.runtime.contents import find_damage
+    from pipeline.runtime.folders import find_damage
     from pipeline.supervisor.evaluate import find_weights
+    from pipeline.views.plots import draw
 
     weights = find_weights(directory, checkpoint)
     if weights.model is None:

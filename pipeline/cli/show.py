@@ -117,15 +117,15 @@ def show(
     """
     from rich.console import Console
 
-    from pipeline.cli.experience import open_run
-    from pipeline.cli.viewer.page import write_page
-    from pipeline.cli.viewer.reader import RunReader
-    from pipeline.cli.viewer.terminal import json_line, print_found, print_list
-    from pipeline.cli.viewer.views import found_json, listed_json
-    from pipeline.cli.viewer.vocabulary import Vocabulary
+    from pipeline.cli.replay import open_run
     from pipeline.schema import TrajectoryStatus
     from pipeline.store.queries import Filters
     from pipeline.store.records import TrajectoryState
+    from pipeline.views.page import write_page
+    from pipeline.views.reader import RunReader
+    from pipeline.views.terminal import json_line, print_found, print_list
+    from pipeline.views.transcript import found_json, listed_json
+    from pipeline.views.vocabulary import Vocabulary
 
     config, directory = open_run(run)
     require_known("--status", status, [*TrajectoryStatus, *TrajectoryState])

@@ -5,17 +5,17 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.cli.viewer.progress import MetricsTail, describe, describe_evaluation, print_stage_times
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, StoreError
-from pipeline.runtime.contents import damaged_folders
-from pipeline.runtime.disk_wait import FREE_BYTES_MIN, free_bytes, size
+from pipeline.runtime.disk import FREE_BYTES_MIN, free_bytes, size
 from pipeline.runtime.engine_addresses import LEASE_SECONDS, EngineRegistry
+from pipeline.runtime.folders import damaged_folders
 from pipeline.runtime.process import ExitCode
-from pipeline.runtime.rundir import RunDirectory, is_locked, read_json
+from pipeline.runtime.run_directory import RunDirectory, is_locked, read_json
 from pipeline.store.evaluation_results import read_results
 from pipeline.store.ledger import ACCOUNTS, Ledger, read_ledger
 from pipeline.store.store import store_path
+from pipeline.views.progress import MetricsTail, describe, describe_evaluation, print_stage_times
 
 
 def show_status(directory: RunDirectory, console: Console | None = None) -> ExitCode:

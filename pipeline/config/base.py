@@ -42,7 +42,7 @@ class Options(Section):
 
 
 class Given(Options, extra="allow"):
-    """A function and its options as the run file has them. The learner checks them (``learner.preflight``)."""
+    """A function and its options as the run file has them. The learner checks them (``learner.process.preflight``)."""
 
 
 Kind = TypeVar("Kind", bound=Options)

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel
 
 from pipeline.config import load
-from pipeline.config.algorithm import SupervisedConfig
 from pipeline.config.load import dump
+from pipeline.config.losses import SupervisedConfig
 from pipeline.config.rollouts import LEARNER_KEY, EngineConfig, EnvironmentConfig
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigurationError

@@ -1,5 +1,6 @@
 """Sections of the learner (``learner``) and of a run's updates (``groups``, ``staleness``, ``publish``,
-``checkpoint``)."""
+``checkpoint``).
+"""
 
 from __future__ import annotations
 
@@ -150,43 +151,6 @@ class LearnerConfig(Section):
         if self.reference.source == "lora_off" and not self.lora.rank:
             raise ValueError("learner.reference.source is lora_off, but learner.lora.rank is 0: set source: initial")
         return self
-
-
-class GroupsConfig(Section):
-    """Groups of an update: ``groups_per_step`` groups of exactly ``n_rollout`` trajectories each."""
-
-    n_rollout: int = Field(8, ge=1, le=4096)
-    """Rollouts of the same task in one group. Estimators such as GRPO compare them."""
-    groups_per_step: int = Field(8, ge=1, le=65_536)
-    """Groups in one update."""
-    attempts_max: int = Field(3, ge=1)
-    """Attempts at one rollout of a group. If all fail, the group is cancelled."""
-    zero_variance: Literal["keep", "drop", "refill"] = "keep"
-    """Treatment of a group whose rewards are all equal. Estimators that compare a group give it advantage 0. ``keep``:
-    it is trained. ``drop``: the update is made from the other groups; an update without any group is counted and
-    changes no weights. ``refill``: a newly admitted group replaces it (dynamic sampling of DAPO, arXiv:2503.14476).
-    Rewards are those of the scorer, before ``advantage.shaping`` and the overlong penalty; stored trajectories of the
-    group and the greedy rollout of remax are included. Groups that are left out still count for difficulty, retirement
-    and the pool; no lessons are written from them."""
-    refill_max: float = Field(2.0, ge=0)
-    """Largest number of groups that ``refill`` replaces in one update, as a multiple of ``groups_per_step``. After
-    that, groups with equal rewards are trained. 2 means that an update costs at most three times its groups."""
-
-    @property
-    def trajectories_per_step(self) -> int:
-        """Trajectories of one update: ``n_rollout * groups_per_step``."""
-        return self.n_rollout * self.groups_per_step
-
-
-class StalenessConfig(Section):
-    """Bound on off-policyness."""
-
-    max: int = Field(1, ge=0, le=1024)
-    """η: how many updates behind the policy a trajectory may be when it is trained. 0 is strictly on-policy: rollouts
-    and training alternate. 1 lets them overlap, which is usually enough to keep both busy."""
-    late: Literal["train", "drop"] = "train"
-    """Treatment of a group beyond the bound, which only a learner restart can cause. ``train``: it is trained with its
-    importance weight. ``drop``: it is not trained. Both are counted."""
 
 
 class PublishConfig(Section):

@@ -1,19 +1,24 @@
-"""The whole run file, and the checks that involve several sections."""
+"""The whole run file, and the checks that involve several sections.
+
+``report_to`` and the section ``trackers`` are about reports to experiment trackers (docs/TRACKERS.md).
+"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pipeline.config.algorithm import AdvantageConfig, ImportanceConfig, LossConfig
+from pipeline.config.advantages import AdvantageConfig
 from pipeline.config.base import Section
 from pipeline.config.evaluation import EvaluationConfig, TracesConfig
-from pipeline.config.learner import CheckpointConfig, GroupsConfig, LearnerConfig, PublishConfig, StalenessConfig
+from pipeline.config.learner import CheckpointConfig, LearnerConfig, PublishConfig
+from pipeline.config.lessons import LessonsConfig
+from pipeline.config.losses import ImportanceConfig, LossConfig
 from pipeline.config.placement import PlacementConfig, check_placement
-from pipeline.config.replay import LessonsConfig, ReplayConfig
+from pipeline.config.replay import ReplayConfig
 from pipeline.config.rewards import ScorerConfig
 from pipeline.config.rollouts import (
     ActorConfig,
@@ -23,8 +28,23 @@ from pipeline.config.rollouts import (
     SamplingConfig,
     check_colocation,
 )
-from pipeline.config.stage import StageConfig
-from pipeline.config.trackers import TrackerName, TrackersConfig
+from pipeline.config.stage import GroupsConfig, StageConfig, StalenessConfig
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
+class TrackersConfig(Section):
+    """Names and amounts of what is reported to the trackers of ``report_to``. Addresses, keys and offline modes are set
+    with the environment variables of each tracker."""
+
+    project: str = Field("afterplay", min_length=1, max_length=100)
+    """Project of Weights & Biases and trackio, experiment of MLflow."""
+    name: str | None = Field(None, min_length=1, max_length=100)
+    """Name of the run at the tracker. None: ``run.name``."""
+    rollouts: int = Field(8, ge=0, le=1000)
+    """Most rollouts in a table, taken from those whose tokens are kept (``traces``). 0: no tables."""
+    rollouts_every: int = Field(10, ge=1)
+    """Steps between two tables of trained rollouts. Each evaluation has a table too."""
 
 
 class RunSection(Section):

@@ -27,7 +27,7 @@ from pipeline.errors import ConfigurationError
 from pipeline.launchers.launcher import Launch, require_program, run_program
 from pipeline.runtime.engine_keys import LEARNER_KEY_FILE, make_key_files
 from pipeline.runtime.process import ExitCode, metrics_port
-from pipeline.runtime.rundir import PREPARE_SECONDS_MAX, write_bytes_atomically
+from pipeline.runtime.run_directory import PREPARE_SECONDS_MAX, write_bytes_atomically
 from pipeline.supervisor.cluster import require_own_addresses
 from pipeline.supervisor.inventory import Inventory, Node, given_inventory
 from pipeline.supervisor.plan import Place, Plan, plan

@@ -65,7 +65,7 @@ def launch(name: str, request: Launch) -> int:
     """Start or submit a run with the launcher ``name``; returns the exit code. Raises :class:`ConfigurationError`."""
     if name not in LAUNCHERS:
         raise ConfigurationError(f"--on: expected {', '.join(LAUNCHERS)}, got {name!r}")
-    request = replace(request, config=load_main("learner.preflight:with_options")(request.config))
+    request = replace(request, config=load_main("learner.process.preflight:with_options")(request.config))
     return cast(Callable[[Launch], int], load_main(LAUNCHERS[name]))(request)
 
 

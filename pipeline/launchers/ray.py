@@ -28,11 +28,11 @@ from pipeline.config.explain import bracketed, free_ports, split_address
 from pipeline.errors import ConfigurationError
 from pipeline.launchers.launcher import Launch
 from pipeline.launchers.ray_placement import Keeper, PlacementGroup, Seat, describe, has_disk, lacking, placement_groups
-from pipeline.runtime.disk_wait import left_out
+from pipeline.runtime.disk import left_out
 from pipeline.runtime.engine_addresses import signed_line
 from pipeline.runtime.engine_keys import find_digests
 from pipeline.runtime.process import ADDRESS, ExitCode
-from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
+from pipeline.runtime.run_directory import RunDirectory, write_bytes_atomically
 from pipeline.store.store import store_path
 from pipeline.supervisor.cluster import Cluster
 from pipeline.supervisor.inventory import Inventory, Node

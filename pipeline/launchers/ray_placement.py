@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pipeline.config.explain import free_ports
 from pipeline.runtime.children import ChildGroup, OrphanReaper
-from pipeline.runtime.rundir import RunDirectory, read_json, write_json_atomically
+from pipeline.runtime.run_directory import RunDirectory, read_json, write_json_atomically
 from pipeline.supervisor.inventory import VISIBLE, Node
 from pipeline.supervisor.plan import Place, Wish
 from pipeline.supervisor.processes import HealthAnswer, check_health, child_environment, health_url, open_log

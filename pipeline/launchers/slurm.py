@@ -33,7 +33,7 @@ from pipeline.errors import ConfigurationError
 from pipeline.launchers.launcher import Launch, require_program, run_program
 from pipeline.runtime.children import module_command
 from pipeline.runtime.process import ADDRESS, ExitCode
-from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
+from pipeline.runtime.run_directory import RunDirectory, write_bytes_atomically
 from pipeline.supervisor.cluster import Cluster
 from pipeline.supervisor.inventory import Inventory, Node, given_inventory, local_inventory
 from pipeline.supervisor.plan import Place, Plan, plan

@@ -42,7 +42,7 @@ import orjson
 from pipeline.config.rollouts import EngineConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.engine_keys import digest_of
-from pipeline.runtime.rundir import RunDirectory, write_json_atomically
+from pipeline.runtime.run_directory import RunDirectory, write_json_atomically
 
 log = logging.getLogger("afterplay.engines")
 

@@ -46,15 +46,14 @@ from pipeline.errors import (
     ForcedExit,
     FormatMismatch,
 )
-from pipeline.metrics.base import CollectorRegistry, ProcessMetrics
-from pipeline.runtime import disk_wait
+from pipeline.runtime import disk as disk_wait
+from pipeline.runtime.metrics import CollectorRegistry, ProcessMetrics
 from pipeline.runtime.plugin_guard import bounded_prints
-from pipeline.runtime.progress import Alarm, Progress, Watchdog
-from pipeline.runtime.rundir import PathWatch, RunDirectory, write_json_atomically
-from pipeline.schema.state import RoleState
+from pipeline.runtime.progress import Alarm, Progress, RoleState, Watchdog
+from pipeline.runtime.run_directory import PathWatch, RunDirectory, write_json_atomically
 
 if TYPE_CHECKING:
-    from pipeline.metrics.server import MetricsServer
+    from pipeline.runtime.metrics_server import MetricsServer
 
 log = logging.getLogger(__name__)
 
@@ -310,7 +309,7 @@ def run_role(name: str, index: int, config: RunConfig, main: Main, ends_with_run
 
 
 async def _live(name: str, index: int, config: RunConfig, main: Main, ends_with_run: bool) -> int:
-    from pipeline.metrics.server import MetricsServer  # aiohttp: a refused run file is refused without it
+    from pipeline.runtime.metrics_server import MetricsServer  # aiohttp: a refused run file is refused without it
 
     directory = RunDirectory(config.run.path)
     disk_wait.wait_for_room(directory.create, directory.path, "the run directory")

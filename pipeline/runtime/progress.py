@@ -6,6 +6,8 @@ limit that follows the run: :class:`AdaptiveLimit` of the pauses that the role h
 
 :class:`Watchdog` turns that into actions, for the thread that carries them out. :class:`EngineSilence` is the same rule
 for an engine that is watched from outside, by actors and the learner.
+
+States of roles, as health answers and metrics name them.
 """
 
 from __future__ import annotations
@@ -15,7 +17,33 @@ from collections import deque
 from collections.abc import Mapping
 from enum import StrEnum
 
-from pipeline.schema.state import RoleState
+
+class RoleState(StrEnum):
+    """Activity of a role. The values are shown to people and are label values of a metric."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    WAITING_FOR_REPLAY = "waiting for the replay stage"
+    WAITING_FOR_ENGINES = "waiting for engines"
+    WAITING_FOR_ORDERS = "waiting for orders"
+    WAITING_FOR_REQUESTS = "waiting for requests"
+    WAITING_FOR_ACTORS = "waiting for actors"
+    WAITING_FOR_LEARNER = "waiting for the learner"
+    WAITING_FOR_WEIGHTS = "waiting for weights"
+    WAITING_FOR_ROLLOUTS = "waiting for rollouts"
+    WAITING_FOR_DISK = "waiting for disk"
+    FAILING = "failing"
+    """The newest rollouts failed."""
+    PLAYING = "playing"
+    SERVING = "serving"
+    TRAINING = "training"
+    PUBLISHING = "publishing"
+    SAVING = "saving"
+    EVALUATING = "evaluating"
+    FINISHING = "finishing"
+    STOPPING = "stopping"
+    FINISHED = "finished"
+
 
 PATIENCE: Mapping[RoleState, float] = {
     RoleState.STARTING: 30.0,
@@ -25,10 +53,13 @@ PATIENCE: Mapping[RoleState, float] = {
 }
 """Limits of states without visible steps inside, as multiples of ``supervisor.progress_seconds_max``: large models on
 slow disks take that long."""
+
 FIRST_PATIENCE = 6.0
 """The first training of a process is allowed this multiple: it compiles kernels and allocates memory."""
+
 PAUSES = 32
 """Newest pauses from which a limit is derived."""
+
 FACTOR = 5.0
 """A limit is this multiple of the longest of these pauses."""
 
@@ -57,6 +88,7 @@ class AdaptiveLimit:
 
 SILENCE_SECONDS, SILENCE_SECONDS_MAX = 5.0, 30.0
 """Shortest and longest silence after which an engine counts as hung."""
+
 TICK_SECONDS = 0.5
 """Time between two calls of :meth:`EngineSilence.tick`."""
 

@@ -4,20 +4,23 @@ Nothing in this package imports anything of Afterplay but ``pipeline.errors``.
 """
 
 from pipeline.schema.orders import GroupPlan, Order
-from pipeline.schema.tokens import FlatTokens, SpanSource, TokenSpan, VersionSpan
 from pipeline.schema.trajectory import (
     ROLES,
     SCHEMA_VERSION,
     EngineRecord,
     Failure,
     FinishReason,
+    FlatTokens,
     Guidance,
     Message,
+    SpanSource,
     Task,
     Timings,
+    TokenSpan,
     Trajectory,
     TrajectoryStatus,
     Turn,
+    VersionSpan,
 )
 
 __all__ = [

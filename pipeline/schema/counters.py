@@ -9,7 +9,7 @@ _ENDED, _BAD = "terminal_trajectories_total", "dropped_trajectories_total"
 
 class Count(StrEnum):
     """The counters of a run. Their values are names in the store, grouped by the part before the first dot. Each may
-    have metrics: the name of :class:`~pipeline.metrics.replay.ReplayMetrics` and the value of its label."""
+    have metrics: the name of :class:`~pipeline.stage.metrics.ReplayMetrics` and the value of its label."""
 
     def __new__(cls, name: str, *metrics: tuple[str, ...]) -> Count:
         count = str.__new__(cls, name)

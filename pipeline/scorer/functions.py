@@ -35,9 +35,9 @@ from pipeline.errors import (
 from pipeline.runtime.plugin_guard import BlockingCalls, TaskOwner, watch_tasks
 from pipeline.runtime.plugins import UserFunction, load_main, resolve
 from pipeline.schema import Trajectory
+from pipeline.schema.codec import decode_trajectory, encode_trajectory
 from pipeline.scorer.graders import BUILT_IN
 from pipeline.scorer.verdict import ScoreFailure
-from pipeline.transport.codec import decode_trajectory, encode_trajectory
 
 T = TypeVar("T")
 

@@ -13,31 +13,31 @@ from typing import Any
 
 from pipeline.config import RunConfig
 from pipeline.errors import ImpossibleClaim, WireError
-from pipeline.experience.experience import Experience
+from pipeline.replay.replay import Experience
 from pipeline.schema import SCHEMA_VERSION
+from pipeline.schema.codec import Limits
 from pipeline.schema.counters import Count
+from pipeline.schema.orders import whole
 from pipeline.scorer.verdict import Verdict
 from pipeline.stage.dispatch import Dispatch
 from pipeline.stage.evaluation import Evaluations
 from pipeline.stage.evaluation_rollouts import EvaluationRollouts
-from pipeline.stage.group_records import Clock, GroupRecords
+from pipeline.stage.group_records import Clock, GroupRecords, RolloutOutcomes
 from pipeline.stage.groups import Groups, ZeroVarianceFilter
 from pipeline.stage.ingest import Ingest, ScoreNow
 from pipeline.stage.learner_control import LearnerControl
 from pipeline.stage.leases import Leases, OrderDispatch
 from pipeline.stage.replay_groups import ReplayGroups
-from pipeline.stage.rollout_outcomes import RolloutOutcomes
 from pipeline.stage.staleness import StalenessLedger, StalenessRule
-from pipeline.store.journal import Changes, Effect, Journal, Score, Send
+from pipeline.store.effects import Effect, Score, Send
+from pipeline.store.journal import Changes, Journal, PayloadRefCounts
 from pipeline.store.ledger import FAILURES
-from pipeline.store.payload_refs import PayloadRefCounts
 from pipeline.store.records import CancelReason, GroupRecord, GroupState, Slot, TrajectoryRecord
 from pipeline.store.snapshot import Snapshot
 from pipeline.tasks.sampler import TaskSampler
 from pipeline.tasks.source import TaskSplit
 from pipeline.tasks.splits import Seeds, decode_splits
-from pipeline.transport.codec import whole
-from pipeline.transport.messages import CREDIT_BYTES, Kind, Limits, WireMessage
+from pipeline.transport.messages import CREDIT_BYTES, Kind, WireMessage
 
 log = logging.getLogger("afterplay.replay")
 

@@ -12,12 +12,13 @@ from typing import Any, Literal
 
 from pipeline.schema import GroupPlan
 from pipeline.schema.counters import Count
+from pipeline.schema.orders import encode_plan
 from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.stage.groups import Groups
 from pipeline.stage.replay_groups import ReplayGroups, UpdateReport
 from pipeline.stage.staleness import StalenessLedger
-from pipeline.store.journal import Journal, Send
-from pipeline.store.payload_refs import PayloadRefCounts
+from pipeline.store.effects import Send
+from pipeline.store.journal import Journal, PayloadRefCounts
 from pipeline.store.records import (
     CancelReason,
     CoveredGroup,
@@ -28,7 +29,6 @@ from pipeline.store.records import (
     group_id,
     parse_group_id,
 )
-from pipeline.transport.codec import encode_plan
 from pipeline.transport.messages import Kind
 
 log = logging.getLogger("afterplay.replay")

@@ -16,8 +16,9 @@ from pipeline.schema.counters import Count
 from pipeline.stage.evaluation_rollouts import EvaluationRollouts, HeldOut
 from pipeline.stage.group_records import Clock
 from pipeline.stage.staleness import StalenessLedger
+from pipeline.store.effects import Evaluated
 from pipeline.store.evaluation_results import Result
-from pipeline.store.journal import Evaluated, Journal
+from pipeline.store.journal import Journal
 from pipeline.store.records import GroupRecord, OrderRecord
 from pipeline.tasks.source import TaskSplit
 from pipeline.tasks.splits import Splits

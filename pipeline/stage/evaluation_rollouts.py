@@ -16,10 +16,11 @@ from typing import Protocol
 from pipeline.config import RunConfig
 from pipeline.schema import Task
 from pipeline.schema.counters import Count
+from pipeline.schema.record_file import Frames
 from pipeline.stage.group_records import Clock, GroupRecords
+from pipeline.store.effects import GivenUp, UntrainedRollout
 from pipeline.store.evaluation_results import Summary, TaskResult, summarise
-from pipeline.store.journal import GivenUp, Journal, UntrainedRollout
-from pipeline.store.payload_refs import PayloadRefCounts
+from pipeline.store.journal import Journal, PayloadRefCounts
 from pipeline.store.records import (
     Drop,
     GroupRecord,
@@ -32,7 +33,6 @@ from pipeline.store.records import (
 )
 from pipeline.tasks.source import TaskSplit
 from pipeline.tasks.splits import Seeds, SeedSplit, Splits, evaluated_environments
-from pipeline.transport.messages import Frames
 
 log = logging.getLogger("afterplay.replay")
 

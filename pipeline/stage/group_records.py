@@ -1,12 +1,19 @@
-"""Groups in memory with their orders, and the clock of the stage."""
+"""Groups in memory with their orders, and the clock of the stage.
+
+Rollouts that succeeded and failed are counted by environment, with the reasons. An environment that never succeeds is a
+reason to end the run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from pipeline.config import RunConfig
 from pipeline.schema.counters import Count
 from pipeline.store.journal import Journal
+from pipeline.store.ledger import EnvironmentOutcomes, outcomes_of
 from pipeline.store.records import CoveredGroup, GroupRecord, OrderKey, OrderRecord, OrderState, TrajectoryRecord
 
 
@@ -75,3 +82,70 @@ class GroupRecords(dict[int, GroupRecord]):
             return None
         record = group.slots[key.slot].trajectory
         return record if record is not None and record.key == key else None
+
+
+FAILURES_MAX = 100
+"""Failed rollouts, in this process, after which an environment that never succeeded ends the run."""
+
+FAILING_SECONDS = 30.0
+"""Between the first failure and the verdict: what an environment needs may still be starting."""
+
+ENGINE = "engine: EngineUnavailable"
+"""Cause that says nothing about the environment. Engines come back."""
+
+MESSAGE_CHARACTERS_MAX = 500
+"""Part of a failure's message that is kept."""
+
+
+class RolloutOutcomes:
+    """Successes and failures of rollouts by environment, and whether the run can continue."""
+
+    def __init__(self, config: RunConfig, journal: Journal, clock: Clock) -> None:
+        self._trained = frozenset(config.trained_environments)
+        self._journal = journal
+        self._clock = clock
+        self.successes = 0
+        """In this process."""
+        self._failed: dict[str, int] = {}
+        self._first_failed_at: dict[str, float] = {}
+
+    def succeeded(self, environment: str) -> None:
+        """A rollout has a reward."""
+        self.successes += 1
+        self._journal.succeeded(environment)
+
+    def failed(self, environment: str, reason: str, cause: str = "") -> None:
+        """A rollout failed or has no reward. ``reason``: ``boundary: kind: message``, unless ``cause`` is given and it
+        is the message alone."""
+        message = reason
+        if not cause:
+            boundary, _, rest = reason.partition(":")
+            kind, _, message = rest.partition(":")
+            cause = ": ".join(part.strip() for part in (boundary, kind) if part)
+        self._journal.failed(environment, cause, " ".join(message.split())[:MESSAGE_CHARACTERS_MAX])
+        if cause != ENGINE:
+            self._failed[environment] = self._failed.get(environment, 0) + 1
+            self._first_failed_at.setdefault(environment, self._clock.now)
+
+    def summary(self) -> dict[str, EnvironmentOutcomes]:
+        """Outcomes of each environment, since the start of the run."""
+        return outcomes_of(self._journal.counters, self._journal.messages)
+
+    def header(self) -> dict[str, list[Any]]:
+        """By environment, where this process saw failures: rollouts that succeeded and failed, and a description.
+        Empty as a rule, at no cost."""
+        found = self.summary() if self._failed else {}
+        return {name: [one.succeeded, one.failed, one.describe(name)] for name, one in found.items() if one.failed}
+
+    def hopeless(self) -> str:
+        """Reason why the run must end; empty if it can continue."""
+        for environment in self._trained & self._failed.keys():
+            long = self._clock.now - self._first_failed_at[environment] >= FAILING_SECONDS
+            if self._failed[environment] >= FAILURES_MAX and long:
+                outcomes = self.summary()[environment]
+                if not outcomes.succeeded:
+                    return (
+                        f"{outcomes.describe(environment)}. Expected at least one that succeeds within {FAILURES_MAX}: "
+                        "fix what fails and start the run again, which resumes it"
+                    )
+        return ""

@@ -16,14 +16,13 @@ from enum import StrEnum
 
 from pipeline.config import RunConfig
 from pipeline.schema.counters import Count
+from pipeline.schema.record_file import Frames
 from pipeline.stage.evaluation_rollouts import EvaluationRollouts
-from pipeline.stage.group_records import Clock, GroupRecords
+from pipeline.stage.group_records import Clock, GroupRecords, RolloutOutcomes
 from pipeline.stage.replay_groups import ReplayGroups
-from pipeline.stage.rollout_outcomes import RolloutOutcomes
 from pipeline.stage.staleness import StalenessLedger
-from pipeline.store.experience_records import EQUAL_REWARDS, Planned
-from pipeline.store.journal import Finished, GivenUp, Journal
-from pipeline.store.payload_refs import PayloadRefCounts
+from pipeline.store.effects import Finished, GivenUp
+from pipeline.store.journal import Journal, PayloadRefCounts
 from pipeline.store.records import (
     CancelReason,
     Drop,
@@ -36,7 +35,7 @@ from pipeline.store.records import (
     TrajectoryRecord,
     TrajectoryState,
 )
-from pipeline.transport.messages import Frames
+from pipeline.store.replay_records import EQUAL_REWARDS, Planned
 
 log = logging.getLogger("afterplay.replay")
 

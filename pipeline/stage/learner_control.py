@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import ImpossibleClaim, WireError
+from pipeline.schema.orders import WHOLE_MAX, whole
 from pipeline.stage.dispatch import Dispatch
 from pipeline.stage.group_records import GroupRecords
 from pipeline.stage.replay_groups import UpdateReport
 from pipeline.stage.staleness import StalenessLedger
-from pipeline.store.journal import Journal, Send
+from pipeline.store.effects import Send
+from pipeline.store.journal import Journal
 from pipeline.store.records import GroupRecord, GroupState, group_id, parse_group_id
-from pipeline.transport.codec import WHOLE_MAX, whole
 from pipeline.transport.messages import Kind, WireMessage
 
 VERSIONS_AHEAD_MAX = 1000

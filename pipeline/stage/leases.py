@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from pipeline.config import RunConfig
 from pipeline.schema import Order
 from pipeline.schema.counters import Count
+from pipeline.schema.orders import encode_order
 from pipeline.stage.evaluation import Evaluations
 from pipeline.stage.group_records import Clock, GroupRecords
 from pipeline.stage.groups import Groups
 from pipeline.stage.replay_groups import ReplayGroups
 from pipeline.stage.staleness import StalenessLedger
-from pipeline.store.journal import Journal, Send
+from pipeline.store.effects import Send
+from pipeline.store.journal import Journal
 from pipeline.store.records import GroupRecord, OrderKey, OrderRecord, OrderState
-from pipeline.transport.codec import encode_order
 from pipeline.transport.messages import Kind
 
 LEASE_MARGIN_SECONDS = 30.0

@@ -1,7 +1,7 @@
 """Connection between groups and the experience pool: plans groups with stored candidates, saves fresh successes.
 
 *consumes* admissions, finished and cancelled groups, the learner's reports; *produces* planned groups with pinned
-candidates, rows and counts of the pool. The pool itself (:mod:`pipeline.experience`) knows no groups, payloads or rows.
+candidates, rows and counts of the pool. The pool itself (:mod:`pipeline.replay`) knows no groups, payloads or rows.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from typing import Any
 
 from pipeline.config import RunConfig
 from pipeline.errors import WireError
-from pipeline.experience.experience import Experience
+from pipeline.replay.replay import Experience
 from pipeline.schema.counters import Count
+from pipeline.schema.orders import WHOLE_MAX, whole
 from pipeline.stage.group_records import GroupRecords
 from pipeline.stage.staleness import StalenessLedger
-from pipeline.store.experience_records import Candidate, Fresh, Leave, Outcome, Planned, PoolEntry, StoredGroup
-from pipeline.store.journal import Journal
-from pipeline.store.payload_refs import PayloadRefCounts
+from pipeline.store.journal import Journal, PayloadRefCounts
 from pipeline.store.records import GroupRecord, PinnedCandidate, TrajectoryRecord
+from pipeline.store.replay_records import Candidate, Fresh, Leave, Outcome, Planned, PoolEntry, StoredGroup
 from pipeline.tasks.sampler import TaskSampler
-from pipeline.transport.codec import WHOLE_MAX, whole
 
 ESS_OF = ("all", "fresh", "replay", "carried")
 

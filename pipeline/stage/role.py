@@ -1,45 +1,114 @@
-"""The replay stage as a process. Only it binds a socket; all others connect, so that each can be restarted."""
+"""The replay stage as a process. Only it binds a socket; all others connect, so that each can be restarted.
+
+Traces of rollouts that are not trained: failed ones, and a sample of the evaluated.
+
+A failed rollout is ordered again up to ``groups.attempts_max`` times (:mod:`pipeline.stage.groups`); it never becomes a
+reward of 0. Its bytes are written here, for ``afterplay show``, by a worker thread of the stage.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
 from anyio.streams.memory import MemoryObjectSendStream
 
+from pipeline.config.evaluation import TracesConfig
 from pipeline.config.stage import CACHE_BYTES
 from pipeline.config.tasks import TRAIN
 from pipeline.errors import TransportClosed
-from pipeline.experience.memory_service import MemoryService, open_memory_service
-from pipeline.metrics.replay import ReplayMetrics
-from pipeline.runtime.disk_budget import LOOK_SECONDS, DiskBudget
-from pipeline.runtime.disk_wait import left_out, when_room
+from pipeline.lessons.service import MemoryService, open_memory_service
+from pipeline.runtime.disk import LOOK_SECONDS, DiskBudget, disk_fault, left_out, when_room
 from pipeline.runtime.plugin_guard import interrupting_blocks
 from pipeline.runtime.process import RoleContext
-from pipeline.schema.state import RoleState
+from pipeline.runtime.progress import RoleState
+from pipeline.schema.codec import Limits
 from pipeline.scorer.scorer import Scorer
 from pipeline.scorer.verdict import Verdict
 from pipeline.stage.core import StageCore
-from pipeline.stage.failed_rollouts import UntrainedTraces, untrained_traces
-from pipeline.stage.loop import COMMIT_BATCH_MAX, Item, Scored, StageLoop
-from pipeline.stage.metrics import Observer
-from pipeline.stage.peer_sender import PeerSender
-from pipeline.stage.scoring import Scoring
+from pipeline.stage.ingest import Scoring
+from pipeline.stage.loop import COMMIT_BATCH_MAX, Item, PeerSender, Scored, StageLoop
+from pipeline.stage.metrics import Observer, ReplayMetrics
+from pipeline.store.effects import UntrainedRollout
 from pipeline.store.evaluation_results import write_results
-from pipeline.store.payload_refs import PayloadCache
 from pipeline.store.records import TrajectoryRecord
-from pipeline.store.store import ReplayStore, store_path
+from pipeline.store.store import PayloadCache, ReplayStore, store_path
+from pipeline.store.traces import TraceWriter
 from pipeline.tasks.open import open_sources
 from pipeline.tasks.source import TaskSource
 from pipeline.transport.hub import Hub
-from pipeline.transport.messages import EventKind, Kind, Limits
+from pipeline.transport.messages import EventKind, Kind
 from pipeline.transport.zeromq import open_hub
 
 log = logging.getLogger("afterplay.replay")
+
+FAILED, EVALUATED = "failed", "evaluated"
+"""Kinds of traces that the stage writes."""
+
+
+class UntrainedTraces:
+    """Writes the traces of each kind that has a writer. What the file system does not take is left out, any other error
+    ends it, both with a warning."""
+
+    def __init__(self, failed: TraceWriter | None = None, evaluated: TraceWriter | None = None) -> None:
+        self._writers = {FAILED: failed, EVALUATED: evaluated}
+        self._left_out = False
+        """The newest trace was."""
+
+    def keep(self, rollouts: Sequence[UntrainedRollout]) -> None:
+        """Blocks for the disk's page cache. Called by one thread at a time."""
+        for one in rollouts:
+            kind = EVALUATED if one.evaluated else FAILED
+            writer = self._writers[kind]
+            if writer is None:
+                continue
+            try:
+                writer.append({"trajectory_id": one.trajectory_id, "time": one.received_at}, one.frames, None)
+                self._left_out = False
+            except OSError as error:
+                if disk_fault(error, Path()):
+                    if not self._left_out:
+                        log.warning("traces of rollouts are left out until they can be written: %s", error)
+                    self._left_out = True
+                    continue
+                log.warning("stopped writing traces of %s rollouts: %s", kind, error)
+                self._close(kind)
+
+    def close(self) -> None:
+        """Harmless when done already."""
+        for kind in self._writers:
+            self._close(kind)
+
+    def _close(self, kind: str) -> None:
+        writer, self._writers[kind] = self._writers[kind], None
+        if writer is not None:
+            writer.close()
+
+
+@contextmanager
+def untrained_traces(config: TracesConfig, directory: Path, *, evaluates: bool = False) -> Iterator[UntrainedTraces]:
+    """Traces of failed rollouts, and those of evaluations where the run file asks for them. ``evaluates``: the stage
+    has evaluations."""
+
+    def writer(kind: str) -> TraceWriter | None:
+        try:
+            return TraceWriter(directory, kind, config.bytes_max)
+        except OSError as error:
+            log.warning("no traces of %s rollouts are written: %s", kind, error)
+            return None
+
+    traces = UntrainedTraces(writer(FAILED), writer(EVALUATED) if evaluates and config.evaluated else None)
+    try:
+        yield traces
+    finally:
+        traces.close()
+
 
 DRAIN_SECONDS_MAX = 1.0
 """For the last acknowledgements to leave."""

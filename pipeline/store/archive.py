@@ -1,7 +1,7 @@
 """Archive of stored trajectories: one portable file, fully checksummed.
 
-It is a file of records (:mod:`pipeline.transport.frames`). The first says where it comes from (:class:`Header`). Each
-of the next is a trajectory: its ``marks``, and as parts the payload frames of :mod:`pipeline.transport.codec`. The last
+It is a file of records (:mod:`pipeline.schema.record_file`). The first says where it comes from (:class:`Header`). Each
+of the next is a trajectory: its ``marks``, and as parts the payload frames of :mod:`pipeline.schema.codec`. The last
 has the ``count`` of the trajectories, and as ``checksum`` the CRC-32 over the checksums of all records before it.
 """
 
@@ -16,8 +16,9 @@ from typing import Any
 
 from pipeline.errors import ConfigurationError, StoreError, WireError
 from pipeline.schema import SCHEMA_VERSION
-from pipeline.transport import frames
-from pipeline.transport.messages import Frames, Limits
+from pipeline.schema import record_file as frames
+from pipeline.schema.codec import Limits
+from pipeline.schema.record_file import Frames
 
 KIND = frames.FileKind(
     "replay export", 2, "an export of Afterplay", "export it again with this Afterplay; nothing was imported"

@@ -18,9 +18,9 @@ from typing import Any
 
 import orjson
 
-from pipeline.runtime.disk_wait import whole_or_nothing
-from pipeline.runtime.rundir import sync
-from pipeline.transport import frames
+from pipeline.runtime.disk import whole_or_nothing
+from pipeline.runtime.run_directory import sync
+from pipeline.schema import record_file as frames
 
 
 @dataclass(frozen=True, slots=True)

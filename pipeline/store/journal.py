@@ -1,23 +1,33 @@
 """Collects the rows that a round of events changed, its counters, and the messages to send once the rows are durable.
 
 Rows have the columns of ``pipeline.store.tables.TABLES``, in that order, without the digest.
+
+Payloads of stored trajectories: reference counts, which free unused ones, and a cache of the newest.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
-from pipeline.schema import Task, Trajectory
+from pipeline.schema import Task
 from pipeline.schema.counters import FAILED, INSERTED, SUCCEEDED, Count
-from pipeline.store.experience_records import ExperienceChanges, PoolEntry, StoredGroup, TaskRecord
-from pipeline.store.ledger import CAUSES_MAX, FAILURES, OTHER_CAUSE
-from pipeline.store.records import GroupRecord, OrderRecord, TrajectoryRecord, frame_size
-from pipeline.transport.messages import Frames, Kind
+from pipeline.schema.record_file import Frames
+from pipeline.store.effects import Effect, Send
+from pipeline.store.ledger import FAILURES
+from pipeline.store.records import GroupRecord, GroupState, OrderRecord, TrajectoryRecord, TrajectoryState, frame_size
+from pipeline.store.replay_records import ExperienceChanges, PoolEntry, StoredGroup, TaskRecord
+from pipeline.transport.messages import Kind
+
+CAUSES_MAX = 20
+"""Most causes that are counted for one environment; the others are counted together."""
+
+OTHER_CAUSE = "other"
 
 Row = tuple[Any, ...]
 
@@ -75,63 +85,6 @@ def task_json(task: Task) -> bytes:
     return orjson.dumps(
         {"task_id": task.task_id, "environment": task.environment, "seed": task.seed, "payload": dict(task.payload)}
     )
-
-
-@dataclass(slots=True)
-class Send:
-    """A message for a peer. ``payload`` names the trajectory (by ``row_id``) whose frames go with it."""
-
-    peer: str
-    kind: Kind
-    header: dict[str, Any]
-    payload: int | None = None
-
-
-@dataclass(slots=True)
-class Score:
-    """Request to score a stored trajectory (already decoded, unless the stage has just started)."""
-
-    record: TrajectoryRecord
-    trajectory: Trajectory | None = None
-    members: int = 1
-    """Fresh trajectories of its group that have no reward yet, those that are still to come included."""
-
-
-@dataclass(slots=True)
-class GivenUp:
-    """A group was cancelled, so a reward function that needs the whole group must not wait for it."""
-
-    group: int
-
-
-@dataclass(slots=True)
-class Finished:
-    """A group is complete and scored: lessons may be written from it."""
-
-    group_id: str
-    members: tuple[TrajectoryRecord, ...]
-    """Its fresh rollouts, with their rewards."""
-
-
-@dataclass(slots=True)
-class UntrainedRollout:
-    """A rollout that is not trained but kept for ``afterplay show``: it failed, or belongs to an evaluation."""
-
-    trajectory_id: str
-    frames: Frames
-    received_at: float
-    """Unix seconds."""
-    evaluated: bool = False
-
-
-@dataclass(slots=True)
-class Evaluated:
-    """An evaluation ended: a line for ``evaluations.jsonl``."""
-
-    result: dict[str, Any]
-
-
-Effect = Send | Score | GivenUp | Finished | UntrainedRollout | Evaluated
 
 
 @dataclass(slots=True)
@@ -316,3 +269,57 @@ class Journal:
         self._effects, self._lost_groups = [], []
         self._acks.clear()
         return changes, effects
+
+
+_FREED = (TrajectoryState.BASELINE, TrajectoryState.EVALUATED)
+
+
+class PayloadRefCounts:
+    """Counts holders of a payload by ``row_id``: its own group, the pool, the stored group that it is in,
+    every group that may replay it or begins with its first turns."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._holders: dict[int, int] = {}
+
+    def restore(
+        self, groups: Iterable[GroupRecord], entries: Iterable[PoolEntry], stored: Iterable[StoredGroup] = ()
+    ) -> None:
+        """Count again after a restart."""
+        for group in groups:
+            for slot in group.all_slots:
+                if slot.trajectory is not None and slot.trajectory.state not in _FREED:
+                    self._hold(slot.trajectory.row_id)
+            if group.state is not GroupState.CANCELLED and not group.dropped:
+                for replay in group.replays:
+                    self._hold(replay.row_id)
+        for entry in itertools.chain(entries, *(group.members for group in stored)):
+            self._hold(entry.row_id)
+
+    def arrived(self, row_id: int, n_bytes: int) -> None:
+        """A new payload, with its first holder."""
+        self._hold(row_id)
+        self._journal.count(Count.PAYLOAD_BYTES, n_bytes)
+
+    def hold(self, row_id: int) -> None:
+        """One more holder of a payload that is there. Raises :class:`KeyError` when it is not."""
+        self._holders[row_id] += 1
+
+    def release(self, row_id: int, n_bytes: int) -> None:
+        """One holder less."""
+        self._holders[row_id] -= 1
+        if self._holders[row_id] == 0:
+            del self._holders[row_id]
+            self._journal.forget_payload(row_id)
+            self._journal.count(Count.PAYLOAD_BYTES, -n_bytes)
+
+    @property
+    def held(self) -> set[int]:
+        """``row_id`` of all payloads with a holder."""
+        return set(self._holders)
+
+    def __contains__(self, row_id: int) -> bool:
+        return row_id in self._holders
+
+    def _hold(self, row_id: int) -> None:
+        self._holders[row_id] = self._holders.get(row_id, 0) + 1

@@ -16,14 +16,12 @@ from pipeline.schema.counters import FAILED, SUCCEEDED
 from pipeline.store import tables
 
 ORDER_ENDS = ("delivered", "failed", "aborted", "expired", "cancelled")
+
 GROUP_OPEN = ("collecting", "ready", "placed")
+
 ACCOUNTS = ("orders", "trajectories", "groups", "pool", "stored_groups", "replays", "tasks", "evaluations")
 """Parts of the ledger: first parts of the names of :class:`Count`."""
 
-
-CAUSES_MAX = 20
-"""Most causes that are counted for one environment; the others are counted together."""
-OTHER_CAUSE = "other"
 FAILURES = "failures"
 """Key of the store's facts: the newest message of each counter of failures."""
 

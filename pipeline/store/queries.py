@@ -16,9 +16,9 @@ import orjson
 
 from pipeline.config.tasks import TRAIN
 from pipeline.errors import StoreError
+from pipeline.schema.record_file import Frames
 from pipeline.store import tables
 from pipeline.store.archive import ArchivedTrajectory
-from pipeline.transport.messages import Frames
 
 _POOLED = """
 SELECT p.entropy, p.success_rate, p.uses, t.reward, d.header, d.token_ids, d.logprobs, d.spans

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.schema import Task, Trajectory
-from pipeline.schema.tokens import NO_VERSION
-from pipeline.store.experience_records import Candidate
-from pipeline.transport.frames import Buffer
+from pipeline.schema.record_file import Buffer
+from pipeline.schema.trajectory import NO_VERSION
+from pipeline.store.replay_records import Candidate
 
 _ORDER_ID = re.compile(r"g(\d{6,18})\.(\d{1,9})\.(\d{1,9})")
 _GROUP_ID = re.compile(r"g(\d{6,18})")

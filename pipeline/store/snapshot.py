@@ -10,7 +10,6 @@ import orjson
 
 from pipeline.errors import DamagedFiles
 from pipeline.schema import Task
-from pipeline.store.experience_records import Candidate, PoolEntry, StoredGroup, TaskRecord
 from pipeline.store.records import (
     CoveredGroup,
     Facts,
@@ -24,6 +23,7 @@ from pipeline.store.records import (
     TrajectoryRecord,
     TrajectoryState,
 )
+from pipeline.store.replay_records import Candidate, PoolEntry, StoredGroup, TaskRecord
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ one thread at a time and may be read by others meanwhile (WAL). Rows of groups t
 totals, in the transaction that deletes them.
 
 A store that went back (its ``-wal`` was lost, or it is an older copy) is noticed by the file of
-:mod:`pipeline.store.high_water` beside it: new ids start behind those that may have been used, and
+:mod:`pipeline.store.sqlite` beside it: new ids start behind those that may have been used, and
 ``Snapshot.transactions_lost`` tells the stage. Each transaction writes a digest of all of ``meta``, ``counters`` and
 ``rolled_up``; every other row, and every payload, has one of its own.
 """
@@ -21,7 +21,8 @@ import sqlite3
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,34 +32,39 @@ import orjson
 
 from pipeline.config import RunConfig
 from pipeline.errors import DamagedFiles, StoreError
-from pipeline.runtime.disk_wait import size
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.disk import size
+from pipeline.runtime.run_directory import RunDirectory
+from pipeline.schema.record_file import Buffer, Frames
 from pipeline.store import tables
-from pipeline.store.high_water import HighWaterFile, Mark
 from pipeline.store.journal import Changes, Row
-from pipeline.store.records import CancelReason, Drop
+from pipeline.store.records import CancelReason, Drop, frame_size
 from pipeline.store.snapshot import POOL_COLUMNS, REPLAY_COLUMNS, STORED_GROUP_COLUMNS, Snapshot, SnapshotRows, build
-from pipeline.store.sqlite import users_of
+from pipeline.store.sqlite import HighWaterFile, Mark, users_of
 from pipeline.store.tables import STORE
-from pipeline.transport.frames import Buffer
-from pipeline.transport.messages import Frames
 
 log = logging.getLogger("afterplay.replay")
 
 CHECK_SECONDS_MAX = 10.0
 """Longest check of the payloads when a store is opened; what is left of a larger one is checked when it is read."""
+
 CHECK_BYTES_MAX = 4 * 10**9
 """Size from which on only the tables without payloads are checked page by page, which cannot be interrupted."""
+
 WAL_BYTES_MAX = 128 * 1024 * 1024
 """Size of the ``-wal`` beyond which a reader must keep it from being emptied: 16 times the size at which it is."""
+
 _CHECK_STEPS = 10_000
 """Instructions of SQLite's machine between two looks at the clock."""
+
 _VACUUM_PAGES = 4096
 """Free pages that one transaction gives back to the file system at most."""
+
 LOST, ROLLED_BELOW, DIGEST = "transactions_lost", "rolled_below", "digest"
 """Keys of ``meta``: see :class:`pipeline.store.snapshot.Snapshot`; the last one is the digest of the others, of the
 counters and of what was rolled up."""
+
 _COUNTED_REPLAYS = "AND chosen = 1"
+
 _ROLLED = (
     ("orders", "state", ""),
     ("groups", "state", ""),
@@ -71,32 +77,41 @@ _ROLLED = (
     ),
 )
 """Tables, what their rows are counted by, and which are rolled up: trajectories stay while something refers to them."""
+
 _TOTALS = ("counters", "rolled_up")
 """Tables of names and values; ``meta`` has the digest of their rows."""
+
 _GROUP_COLUMNS = (
     "group_number, task, n_rollout, n_fresh, k, admitted_update, task_index, state, update_number, late, dropped, "
     "reason, planned_at, ended_at"
 )
+
 _GROUP = f"""
 INSERT INTO groups VALUES ({",".join("?" * 16)}) ON CONFLICT (group_number) DO UPDATE SET
 {", ".join(f"{c} = excluded.{c}" for c in _GROUP_COLUMNS.split(", ")[1:])},
 crc = excluded.crc - excluded.kept + kept"""
+
 _FORGOTTEN_GROUP = "UPDATE groups SET kept = 0, crc = crc - kept WHERE group_number = ?"
+
 _TRAJECTORY = f"""
 INSERT INTO trajectories VALUES ({",".join("?" * 26)}) ON CONFLICT (row_id) DO UPDATE SET state = excluded.state,
 reason = excluded.reason, reward = excluded.reward, rewards = excluded.rewards, samples = excluded.samples,
 saved = excluded.saved, crc = excluded.crc"""
+
 _SAMPLED = "UPDATE trajectories SET samples = samples + 1, crc = crc + 1 WHERE row_id = ?"
+
 _REPLACED = {
     table: f"INSERT OR REPLACE INTO {table} VALUES ({','.join('?' * width)})"
     for table, width in (("group_replays", 12), ("orders", 12), ("pool", 10), ("stored_groups", 7), ("tasks", 9))
 }
+
 _LOST = (
     ("groups", "", {"state": "cancelled", "reason": CancelReason.LOST.value, "update_number": None, "dropped": 0}),
     ("trajectories", "AND state = 'trained'", {"state": "dropped", "reason": Drop.CANCELLED.value}),
     ("group_replays", "AND chosen = 1", {"chosen": 0}),
 )
 """Tables, which of their rows change for a group that no weights have any more, and to what."""
+
 _META = "INSERT OR REPLACE INTO meta VALUES (?,?)"
 
 
@@ -406,3 +421,29 @@ class ReplayStore:
             if code == sqlite3.SQLITE_BUSY:
                 error = OSError(errno.EBUSY, f"{error}: {users_of(self.path)} has it open")
             raise StoreError(f"the replay store {self.path} could not be {done}: {error}. {STORE.remedy}") from error
+
+
+class PayloadCache:
+    """The newest payloads, up to ``bytes_max``; the oldest go first."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._frames: OrderedDict[int, tuple[int, Frames]] = OrderedDict()
+        self._bytes_max = bytes_max
+        self.bytes = 0
+
+    def put(self, row_id: int, frames: Frames) -> None:
+        size = sum(map(frame_size, frames))
+        self._frames[row_id] = (size, frames)
+        self.bytes += size
+        while self.bytes > self._bytes_max:
+            self.bytes -= self._frames.popitem(last=False)[1][0]
+
+    def get(self, row_id: int) -> Frames | None:
+        found = self._frames.get(row_id)
+        return found[1] if found else None
+
+    def forget(self, row_ids: Sequence[int]) -> None:
+        for row_id in row_ids:
+            found = self._frames.pop(row_id, None)
+            if found:
+                self.bytes -= found[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import DamagedFiles
-from pipeline.runtime.rundir import FileLock
+from pipeline.runtime.run_directory import FileLock
 from pipeline.store.sqlite import Database
 
 TABLES = """

@@ -1,9 +1,9 @@
 """Traces: rollouts with the learner's values at their sampled tokens. Files are append-only, bounded in bytes, and
 readable while they are written.
 
-``NAME-00000003.traces`` is a file of records (:mod:`pipeline.transport.frames`): the header is what a list shows, with
-the ``update`` that trained the trajectory (-1: none); the parts, compressed, are the frames of
-:mod:`pipeline.transport.codec`, and the arrays of :class:`SeenTokens` where a learner saw it. The oldest file goes when
+``NAME-00000003.traces`` is a file of records (:mod:`pipeline.schema.record_file`): the header is what a list shows,
+with the ``update`` that trained the trajectory (-1: none); the parts, compressed, are the frames of
+:mod:`pipeline.schema.codec`, and the arrays of :class:`SeenTokens` where a learner saw it. The oldest file goes when
 there are more bytes than allowed. A record that a dying process wrote only in part ends a file; the next writer cuts it
 off.
 
@@ -24,10 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import StoreError, WireError
-from pipeline.runtime.disk_wait import whole_or_nothing
-from pipeline.transport import frames
-from pipeline.transport.frames import Buffer
-from pipeline.transport.messages import Frames
+from pipeline.runtime.disk import whole_or_nothing
+from pipeline.schema import record_file as frames
+from pipeline.schema.record_file import Buffer, Frames
 
 FLOAT = np.dtype("<f2")
 FloatArray = npt.NDArray[np.floating]
@@ -109,7 +108,7 @@ class Trace:
     """One stored rollout."""
 
     frames: Frames
-    """Payload frames of :mod:`pipeline.transport.codec`."""
+    """Payload frames of :mod:`pipeline.schema.codec`."""
     seen: SeenTokens | None
     """None: no learner trained it."""
 

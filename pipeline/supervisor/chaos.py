@@ -28,14 +28,12 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.cli.viewer.plots import draw_resources
-from pipeline.cli.viewer.progress import Line, MetricsTail, read_lines
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, StoreError
 from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit
-from pipeline.runtime.disk_wait import size
+from pipeline.runtime.disk import size
 from pipeline.runtime.process import ExitCode
-from pipeline.runtime.rundir import RunDirectory, read_json
+from pipeline.runtime.run_directory import RunDirectory, read_json
 from pipeline.runtime.witness import WITNESS
 from pipeline.store import tables
 from pipeline.store.ledger import Ledger, read_ledger
@@ -43,6 +41,8 @@ from pipeline.store.store import store_path
 from pipeline.store.witness import StoredOutcomes, Witness, audit, read_witness, unread_groups
 from pipeline.supervisor.history import disk_usage
 from pipeline.supervisor.run import RunIsAlive, empty_directory, run_lock
+from pipeline.views.plots import draw_resources
+from pipeline.views.progress import Line, MetricsTail, read_lines
 
 LOOK_SECONDS = 0.5
 """Interval at which the run is looked at: there is no event to wait for across processes."""

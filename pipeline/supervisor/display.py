@@ -14,11 +14,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cli.viewer.progress import Line, Pace, describe, facts, step_of
-from pipeline.schema.state import RoleState
+from pipeline.runtime.progress import RoleState
 from pipeline.supervisor.plan import PREFLIGHT, PREPARE
 from pipeline.supervisor.processes import HealthAnswer
 from pipeline.supervisor.restarts import Phase, Process
+from pipeline.views.progress import Line, Pace, describe, facts, step_of
 
 _STYLE = {
     Phase.WAITING: "dim",

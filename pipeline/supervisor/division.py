@@ -185,7 +185,7 @@ def _ranks(config: RunConfig, on_gpu: bool) -> int | None:
 
 
 def _for_one_rank(config: RunConfig) -> bool:
-    """True for what a learner of several ranks refuses (``learner/build.py``)."""
+    """True for what a learner of several ranks refuses (``learner/process/build.py``)."""
     learner = config.learner
     return learner.optimizer == "adamw_8bit" or bool(learner.lora.rank and learner.reference.refresh_every)
 

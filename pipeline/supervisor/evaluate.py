@@ -18,9 +18,9 @@ from pipeline.config.explain import resolve
 from pipeline.config.load import dump, load
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import OrphanReaper
-from pipeline.runtime.contents import find_damage
+from pipeline.runtime.folders import find_damage
 from pipeline.runtime.process import ExitCode
-from pipeline.runtime.rundir import RunDirectory, read_json, write_bytes_atomically, write_json_atomically
+from pipeline.runtime.run_directory import RunDirectory, read_json, write_bytes_atomically, write_json_atomically
 from pipeline.store.evaluation_results import read_results
 from pipeline.supervisor.history import complete_checkpoints
 from pipeline.supervisor.inventory import local_inventory

@@ -23,8 +23,8 @@ import orjson
 from pipeline.config import RunConfig
 from pipeline.config.load import dump, load, plain
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.disk_wait import size, wait_for_room
-from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
+from pipeline.runtime.disk import size, wait_for_room
+from pipeline.runtime.run_directory import RunDirectory, write_bytes_atomically
 
 FIXED = {
     "model.source": "its weights belong to one model",

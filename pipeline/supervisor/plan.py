@@ -21,7 +21,7 @@ from pipeline.config.rollouts import ANSWERS_BYTES_MAX, OUTBOX_BYTES_MAX
 from pipeline.config.stage import CACHE_BYTES
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.process import metrics_port, role_name
-from pipeline.runtime.rundir import PREPARE_SECONDS_MAX
+from pipeline.runtime.run_directory import PREPARE_SECONDS_MAX
 from pipeline.supervisor.division import Division, Share, divide
 from pipeline.supervisor.inventory import VISIBLE, Inventory, Node
 from pipeline.supervisor.restarts import Rule

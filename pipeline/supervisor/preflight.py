@@ -17,11 +17,11 @@ from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.tasks import TRAIN
 from pipeline.errors import ConfigurationError, SchemaError
-from pipeline.runtime.disk_wait import free_bytes, size
+from pipeline.runtime.disk import free_bytes, size
 from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.findings import Findings
 from pipeline.runtime.plugins import load_main
-from pipeline.runtime.rundir import PREPARE_SECONDS_MAX, RunDirectory, await_model
+from pipeline.runtime.run_directory import PREPARE_SECONDS_MAX, RunDirectory, await_model
 from pipeline.schema import Task
 from pipeline.scorer.graders import BUILT_IN, check_answer
 from pipeline.supervisor.inventory import local_inventory
@@ -46,7 +46,7 @@ def check_all(config: RunConfig) -> Findings:
     """All checks of ``afterplay config check``. Plug-ins are imported, and run in this process."""
     found = Findings()
     try:
-        config = load_main("learner.preflight:with_options")(config)
+        config = load_main("learner.process.preflight:with_options")(config)
     except ConfigurationError as error:
         found.problems += str(error).splitlines()
     with found.collecting():
@@ -66,13 +66,13 @@ def check_all(config: RunConfig) -> Findings:
     _check_functions(config, found)
     tasks = _tasks(config, found, whole=True)
     _call_functions(config, tasks, found)
-    openings = load_main("actors.preflight:check_environments")(config, tasks, found)
+    openings = load_main("actors.process.preflight:check_environments")(config, tasks, found)
     if has_model and openings:
         with load_main("learner.models.prepare:tokenizer_folder")(config) as folder:
             if folder is None:
                 found.notes.append("prompts are not measured: the tokenizer of model.source is not on this machine")
             else:
-                load_main("actors.preflight:check_prompts")(config, openings, folder, found)
+                load_main("actors.process.preflight:check_prompts")(config, openings, folder, found)
     return found
 
 
@@ -88,11 +88,11 @@ def check_beside_run(config: RunConfig) -> None:
         _check_functions(config, found)
         tasks = _tasks(config, found, whole=False)
         _call_functions(config, tasks, found)
-        openings = load_main("actors.preflight:check_environments")(config, tasks, found)
+        openings = load_main("actors.process.preflight:check_environments")(config, tasks, found)
         found.require_none()
         os.nice(LOW_PRIORITY)
         await_model(directory.model, PREPARE_SECONDS_MAX)
-        load_main("actors.preflight:check_prompts")(config, openings, directory.model, found)
+        load_main("actors.process.preflight:check_prompts")(config, openings, directory.model, found)
         found.require_none()
     except ConfigurationError:
         raise
@@ -145,7 +145,7 @@ def _check_keys(config: RunConfig, found: Findings) -> None:
 
 def _check_engines(config: RunConfig, found: Findings) -> None:
     if config.engine.kind == "external" and config.engine.urls:
-        load_main("actors.engine.preflight:check_engines")(config, found)
+        load_main("actors.process.preflight:check_engines")(config, found)
 
 
 def _check_functions(config: RunConfig, found: Findings) -> None:
@@ -173,7 +173,7 @@ def _call_functions(config: RunConfig, tasks: Mapping[str, Sequence[Task]], foun
     """The user's own functions of advantages and losses take and give what the learner does. Unless one of them was not
     found."""
     if any(_own_functions(config)) and not found.problems:
-        load_main("learner.preflight:check_own_functions")(config, tasks, found)
+        load_main("learner.process.preflight:check_own_functions")(config, tasks, found)
 
 
 def _check_answers(config: RunConfig, name: str, source: TaskSource, found: Findings) -> None:

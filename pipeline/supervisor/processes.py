@@ -19,10 +19,10 @@ from pipeline.config import RunConfig
 from pipeline.config.load import ENVIRONMENT_PREFIX
 from pipeline.errors import AfterplayError
 from pipeline.runtime.children import SUPERVISOR, ChildGroup, OrphanReaper
-from pipeline.runtime.disk_wait import FULL, left_out, when_room
+from pipeline.runtime.disk import FULL, left_out, when_room
 from pipeline.runtime.engine_keys import key_environments, make_actor_key, write_learner_digest
 from pipeline.runtime.process import EVERYWHERE
-from pipeline.runtime.rundir import RunDirectory, read_json, write_bytes_atomically
+from pipeline.runtime.run_directory import RunDirectory, read_json, write_bytes_atomically
 from pipeline.supervisor.cluster import Cluster
 from pipeline.supervisor.plan import REPORTER, Place
 from pipeline.supervisor.restarts import Rule

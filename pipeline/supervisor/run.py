@@ -16,24 +16,15 @@ import anyio
 import orjson
 from rich.console import Console
 
-from pipeline.cli.viewer.plots import draw
-from pipeline.cli.viewer.progress import (
-    MetricsTail,
-    describe_evaluation,
-    print_stage_times,
-    reached,
-    read_lines,
-    step_of,
-)
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.load import dump
 from pipeline.errors import AfterplayError, ConfigurationError, StoreError
 from pipeline.runtime.children import OrphanReaper
-from pipeline.runtime.disk_wait import left_out, wait_for_room
+from pipeline.runtime.disk import left_out, wait_for_room
 from pipeline.runtime.engine_keys import LEARNER_DIGEST_FILE
 from pipeline.runtime.process import ExitCode
-from pipeline.runtime.rundir import FileLock, RunDirectory, read_json, write_bytes_atomically
+from pipeline.runtime.run_directory import FileLock, RunDirectory, read_json, write_bytes_atomically
 from pipeline.store.evaluation_results import read_results
 from pipeline.store.ledger import read_ledger
 from pipeline.store.store import store_path
@@ -50,6 +41,8 @@ from pipeline.trackers.reporter import describe_delivery
 from pipeline.trackers.tracker import require_package
 from pipeline.transport.curve import make_keys
 from pipeline.transport.socket_folder import remove_socket_folder
+from pipeline.views.plots import draw
+from pipeline.views.progress import MetricsTail, describe_evaluation, print_stage_times, reached, read_lines, step_of
 
 BEFORE_A_RUN = re.compile(r"source|logs|evaluations|model|\.model\..*|outcome\.json|slurm\..*")
 """Names of what other commands, and runs that were refused, leave in a directory without a run."""

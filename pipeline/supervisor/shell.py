@@ -16,14 +16,14 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
-from pipeline.cli.viewer.progress import MetricsTail, describe_evaluation
 from pipeline.runtime.children import OrphanReaper, describe_exit
-from pipeline.runtime.disk_wait import left_out
+from pipeline.runtime.disk import left_out
 from pipeline.runtime.process import ExitCode
-from pipeline.runtime.rundir import PathWatch, RunDirectory, write_json_atomically
+from pipeline.runtime.run_directory import PathWatch, RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
 from pipeline.supervisor.processes import Child, HealthAnswer, LocalHost, ProcessHost, ProcessLost, ProcessSpec
 from pipeline.supervisor.restarts import Action, Machine, Phase, Process, RestartLimits, Start
+from pipeline.views.progress import MetricsTail, describe_evaluation
 
 PROBE_EVERY_SECONDS = 1.0
 LOG_BYTES_MAX = 64 * 1024 * 1024

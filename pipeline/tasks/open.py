@@ -10,8 +10,7 @@ from pipeline.config import RunConfig
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.config.tasks import TRAIN, TasksFromConfig
 from pipeline.errors import ConfigurationError
-from pipeline.tasks.jsonl import JsonlRows
-from pipeline.tasks.reader import Rows, find_files
+from pipeline.tasks.readers import JsonlRows, Rows, find_files
 from pipeline.tasks.rows import Reading
 from pipeline.tasks.source import Indexing, TaskSource, TaskSplit
 
@@ -97,13 +96,13 @@ def _rows(name: str, data: TasksFromConfig, path: Path | None, split: str, readi
     where = f"environments.{name}.tasks_from"
     try:
         if data.kind == "huggingface":
-            from pipeline.tasks.huggingface import HuggingFaceRows
+            from pipeline.tasks.readers import HuggingFaceRows
 
             return HuggingFaceRows(data, split, reading.columns)
         assert path is not None
         files = find_files(path, f".{data.kind}", "path")
         if data.kind == "parquet":
-            from pipeline.tasks.parquet import ParquetRows
+            from pipeline.tasks.readers import ParquetRows
 
             return ParquetRows(files, reading.columns)
         return JsonlRows(files)

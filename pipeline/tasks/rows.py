@@ -12,7 +12,7 @@ import orjson
 
 from pipeline.config.tasks import FilterConfig, TasksFromConfig
 from pipeline.schema import ROLES
-from pipeline.tasks.reader import BadRow, Row
+from pipeline.tasks.readers import BadRow, Row
 
 MISSING: Any = object()
 _PLACE = re.compile(r"-?[0-9]{1,9}")

@@ -16,12 +16,14 @@ from itertools import accumulate
 
 from pipeline.config.tasks import TRAIN, TasksFromConfig
 from pipeline.errors import ConfigurationError
-from pipeline.metrics.replay import TASK_ROWS
 from pipeline.schema import Task
-from pipeline.tasks.reader import BadRow, Rows
+from pipeline.tasks.readers import BadRow, Rows
 from pipeline.tasks.rows import Reading, question_hash, row_hash
 
+TASK_ROWS = ("used", "filtered", "bad", "held_out", "unused")
+
 ROUNDS = 6
+
 _MASK = (1 << 64) - 1
 
 
@@ -75,6 +77,7 @@ def _scramble(x: int) -> int:
 KINDS = TASK_ROWS
 """Outcomes of a row: a task, not wanted by the filter, not usable, left out because another split asks the same,
 in no split (shares of less than 1) or beyond the limit."""
+
 REASONS_MAX = 5
 """Bad rows that are reported with their reason."""
 

@@ -26,8 +26,8 @@ from typing import Any
 
 import orjson
 
-from pipeline.runtime.disk_wait import whole_or_nothing
-from pipeline.transport import frames
+from pipeline.runtime.disk import whole_or_nothing
+from pipeline.schema import record_file as frames
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,14 @@ from typing import Any
 
 import orjson
 
-from pipeline.cli.viewer.plots import draw
-from pipeline.cli.viewer.progress import MetricsTail
-from pipeline.cli.viewer.reader import RunReader, Transcript
 from pipeline.config import RunConfig
 from pipeline.errors import StoreError
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.store.queries import Filters, Listed, Span
 from pipeline.trackers.delivery import Table, TrackerRecord
+from pipeline.views.plots import draw
+from pipeline.views.progress import MetricsTail
+from pipeline.views.reader import RunReader, Transcript
 
 BATCH = 100
 """Most records that are announced and sent at once."""

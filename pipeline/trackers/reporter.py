@@ -17,13 +17,13 @@ from typing import Any
 
 import orjson
 
-from pipeline.cli.viewer.progress import read_lines
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError, TrackerError
-from pipeline.runtime.rundir import FileLock, RunDirectory
+from pipeline.runtime.run_directory import FileLock, RunDirectory
 from pipeline.trackers.delivery import Delivery, DeliveryFile, SendStatus, TrackerRecord
 from pipeline.trackers.records import RunRecords
 from pipeline.trackers.tracker import ADAPTERS, TrackedRun, Tracker, open_tracker
+from pipeline.views.progress import read_lines
 
 log = logging.getLogger("afterplay.report")
 

@@ -23,7 +23,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from pipeline.runtime.rundir import write_bytes_atomically
+from pipeline.runtime.run_directory import write_bytes_atomically
 from pipeline.trackers.delivery import SentEntry, Table, TrackerRecord
 from pipeline.trackers.tracker import TrackedRun, Tracker
 

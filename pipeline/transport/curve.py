@@ -18,7 +18,7 @@ import zmq
 import zmq.auth
 
 from pipeline.errors import ConfigurationError
-from pipeline.schema.tokens import require_id
+from pipeline.schema.trajectory import require_id
 
 _SERVER, _LEARNER = "server", "learner"
 _PUBLIC, _SECRET = ".key", ".key_secret"

@@ -23,9 +23,9 @@ from pipeline.errors import (
     WireError,
 )
 from pipeline.schema import SCHEMA_VERSION
-from pipeline.schema.tokens import require_id
-from pipeline.transport.codec import decode_message, encode_message
-from pipeline.transport.frames import Buffer
+from pipeline.schema.codec import Limits
+from pipeline.schema.record_file import Buffer
+from pipeline.schema.trajectory import require_id
 from pipeline.transport.messages import (
     CLOSE_SECONDS_MAX,
     HEARTBEAT_SECONDS,
@@ -34,10 +34,11 @@ from pipeline.transport.messages import (
     EventKind,
     HubWire,
     Kind,
-    Limits,
     MessageFault,
     TransportStatistics,
     WireMessage,
+    decode_message,
+    encode_message,
 )
 
 _DROPPED_MAX = 4096

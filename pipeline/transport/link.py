@@ -16,9 +16,9 @@ import anyio.lowlevel
 
 from pipeline.errors import LimitExceeded, TransportClosed, WireError
 from pipeline.schema import SCHEMA_VERSION
-from pipeline.schema.tokens import require_id
-from pipeline.transport.codec import decode_message, encode_message
-from pipeline.transport.frames import Buffer
+from pipeline.schema.codec import Limits
+from pipeline.schema.record_file import Buffer
+from pipeline.schema.trajectory import require_id
 from pipeline.transport.messages import (
     CLOSE_SECONDS_MAX,
     HEARTBEAT_SECONDS,
@@ -26,10 +26,11 @@ from pipeline.transport.messages import (
     Event,
     EventKind,
     Kind,
-    Limits,
     LinkWire,
     TransportStatistics,
     WireMessage,
+    decode_message,
+    encode_message,
 )
 
 HUB = "hub"

@@ -22,24 +22,28 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 import anyio.lowlevel
+import orjson
 from anyio.abc import TaskGroup
 
 from pipeline.errors import TransportClosed, WireError
+from pipeline.schema.codec import DEFAULT_LIMITS, Limits, check_limits
+from pipeline.schema.record_file import Buffer, Frames, json_object
 
 if TYPE_CHECKING:
-    from pipeline.config import RunConfig
-    from pipeline.transport.frames import Buffer
+    from pipeline.schema.record_file import Buffer
+
 
 CREDIT_BYTES = 256 * 1024 * 1024
 """Bytes of unacknowledged trajectories that the replay stage grants each actor."""
+
 HEARTBEAT_SECONDS = 1.0
 """Between two heartbeats on an idle connection."""
+
 CLOSE_SECONDS_MAX = 0.7
 """Longest wait of a closing end for the BYE of the other, which proves that all that was queued has arrived."""
+
 LINGER_SECONDS_MAX = 0.2
 """Time in which a closed socket may still write what was queued, where no BYE came."""
-
-Frames = tuple[bytes | memoryview, ...]
 
 
 class Kind(StrEnum):
@@ -99,25 +103,6 @@ class WireMessage:
     def n_bytes(self) -> int:
         """Bytes of the frames (headers are bounded separately)."""
         return sum(len(f) if isinstance(f, bytes) else f.nbytes for f in self.frames)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Explicit bounds of the wire; anything larger is refused with :class:`LimitExceeded` that names the limit."""
-
-    header_bytes_max: int = 4 * 1024 * 1024
-    message_bytes_max: int = 256 * 1024 * 1024
-    """Bytes of the frames behind the header: a payload that may arrive may also be sent on under another header."""
-    frames_max: int = 64
-    tokens_max: int = 1_048_576
-    """Tokens of one trajectory."""
-    queue_messages_max: int = 4096
-    """Messages held per direction before senders wait."""
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Limits:
-        """The limits of a run."""
-        return cls(message_bytes_max=config.stage.message_bytes_max, tokens_max=config.stage.tokens_max)
 
 
 class MessageFault(StrEnum):
@@ -432,3 +417,29 @@ class Endpoint:
         finally:
             with anyio.CancelScope(shield=True):
                 await close()
+
+
+_KINDS = {kind.value.encode(): kind for kind in Kind}
+
+
+def encode_message(message: WireMessage, limits: Limits = DEFAULT_LIMITS) -> list[Buffer]:
+    """``[kind, header, frame …]`` for one multipart send. Raises :class:`LimitExceeded`."""
+    header = orjson.dumps(message.header, option=orjson.OPT_SERIALIZE_NUMPY)
+    frames: list[Buffer] = [message.kind.value.encode(), header, *message.frames]
+    check_limits(frames, limits)
+    for frame in message.frames:
+        if type(frame) is memoryview and not frame.c_contiguous:
+            raise WireError("expected frames of contiguous memory, got a strided view: make it contiguous first")
+    return frames
+
+
+def decode_message(frames: Sequence[Buffer], limits: Limits = DEFAULT_LIMITS) -> WireMessage:
+    """The inverse. Raises :class:`WireError` that says which part is not understood, :class:`LimitExceeded` for
+    size."""
+    if len(frames) < 2:
+        raise WireError(f"expected a message of at least 2 frames (kind, header), got {len(frames)}")
+    check_limits(frames, limits)
+    kind = _KINDS.get(bytes(frames[0][:32]))
+    if kind is None:
+        raise WireError(f"expected one of the message kinds {[k.value for k in Kind]}, got {bytes(frames[0][:32])!r}")
+    return WireMessage(kind, json_object(frames[1], "message header"), tuple(frames[2:]))

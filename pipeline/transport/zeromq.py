@@ -26,11 +26,12 @@ from zmq.utils.monitor import parse_monitor_message
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, HandshakeFailed, PeerGone, WireError
+from pipeline.schema.codec import Limits
+from pipeline.schema.record_file import Buffer
 from pipeline.transport.curve import PeerKeys, ServerKeys, peer_keys, serve_zap, server_keys
-from pipeline.transport.frames import Buffer
 from pipeline.transport.hub import Hub
 from pipeline.transport.link import Link
-from pipeline.transport.messages import LINGER_SECONDS_MAX, Broadcast, Limits
+from pipeline.transport.messages import LINGER_SECONDS_MAX, Broadcast
 from pipeline.transport.socket_folder import SCHEME, address_to_bind, address_to_connect, remove_socket_folder, restore
 
 _NOW = int(zmq.NOBLOCK)

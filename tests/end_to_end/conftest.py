@@ -15,7 +15,7 @@ from learner.models.prepare import prepare_model
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.engine_keys import ACTOR_KEY_FILE, LEARNER_KEY_FILE, make_key_files
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from tests.end_to_end.recorded_runs import float32_run, quickstart_run, require_vllm, two_engines_run
 from tests.support.running_engine import RunningEngine, running_engine
 

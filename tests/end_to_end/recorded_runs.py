@@ -18,14 +18,14 @@ import psutil
 import pytest
 
 from actors.engine.base import EngineReport
-from actors.engine.responses import read_report
+from actors.engine.client import read_report
 from actors.servers.vllm import vllm_available
 from pipeline.config.load import load
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema import Trajectory
+from pipeline.schema.codec import decode_trajectory
 from pipeline.store import tables
 from pipeline.store.store import marks_path
-from pipeline.transport.codec import decode_trajectory
 from tests.support.run_handle import RunHandle, start_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -13,14 +13,14 @@ from actors.engine.base import Sampling
 from actors.engine.client import EngineClient
 from actors.engine.pool import EnginePool
 from actors.environments.host import EnvironmentHost
+from actors.metrics import ActorMetrics
 from actors.rendering.renderer import Renderer
 from actors.rendering.tokenizer import load_tokenizer
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
 from pipeline.errors import EngineRefused
-from pipeline.metrics.actor import ActorMetrics
-from pipeline.metrics.base import CollectorRegistry
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.metrics import CollectorRegistry
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema import Order, Task, Trajectory, TrajectoryStatus
 from tests.end_to_end.conftest import VLLM
 from tests.support.running_engine import RunningEngine

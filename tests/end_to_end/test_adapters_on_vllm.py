@@ -19,13 +19,13 @@ from actors.engine.base import Sampling
 from actors.engine.client import EngineClient
 from actors.servers.vllm import vllm_available
 from learner.data.rows import Row
+from learner.metrics import LearnerMetrics
 from learner.observability.timing import Stopwatch
 from learner.policy.policy import Policy
 from learner.policy.reference import ServerReference
 from learner.weights.publisher import Publisher, make_publisher, weights_to_publish
 from pipeline.config.learner import ReferenceConfig
-from pipeline.metrics.learner import LearnerMetrics
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from tests.end_to_end.conftest import prepared, tiny_config
 from tests.support.running_engine import RunningEngine, running_engine
 

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from actors.engine.base import Sampling
 from actors.engine.client import EngineClient
-from actors.servers.lock import CONTROL, GENERATION
+from actors.servers.authorization import CONTROL, GENERATION
+from learner.metrics import LearnerMetrics
 from learner.policy.reference import prompt_logprobs
 from learner.weights.delta_loader import bits_of
 from learner.weights.engine_control import EngineControl
@@ -29,11 +30,10 @@ from learner.weights.publisher import Publisher
 from pipeline.config import RunConfig
 from pipeline.config.learner import PublishConfig
 from pipeline.errors import EngineRefused
-from pipeline.metrics.base import CollectorRegistry
-from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime.engine_keys import authorization
-from pipeline.runtime.rundir import RunDirectory
-from pipeline.runtime.weight_delta import write_delta
+from pipeline.runtime.metrics import CollectorRegistry
+from pipeline.runtime.run_directory import RunDirectory
+from pipeline.runtime.weights import write_delta
 from tests.end_to_end.conftest import VLLM
 from tests.support.running_engine import RunningEngine, running_engine
 

@@ -14,13 +14,13 @@ import urllib.request
 
 import pytest
 
-from pipeline.cli.experience import open_run
-from pipeline.cli.viewer import page
-from pipeline.cli.viewer.page import write_page
-from pipeline.cli.viewer.reader import RunReader
-from pipeline.cli.viewer.vocabulary import Vocabulary
+from pipeline.cli.replay import open_run
 from pipeline.schema import Failure
 from pipeline.store.queries import Filters
+from pipeline.views import page
+from pipeline.views.page import write_page
+from pipeline.views.reader import RunReader
+from pipeline.views.vocabulary import Vocabulary
 from tests.unit.show.making import Rollout, make_run
 
 BROWSER = next((b for b in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if b), None)

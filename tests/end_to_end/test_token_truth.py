@@ -15,20 +15,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from learner.batches import choose_replays
 from learner.data.rows import Batch, Group, Row, build_batch
 from learner.policy.policy import Policy
-from learner.session import LearnerProgress, LearnerSession
+from learner.process.batches import choose_replays
+from learner.process.session import LearnerProgress, LearnerSession
 from learner.training.report import StepReport
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.config.load import load
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.processor import fast_dtype
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema import FlatTokens, Trajectory
+from pipeline.schema.codec import Limits
 from pipeline.stage.role import serve
-from pipeline.transport.messages import Limits
 from tests.end_to_end.recorded_runs import COMPARED_MAX, FLOAT32_UPDATES, TWO_ENGINES_STEPS, StoppedRun, stored
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
 

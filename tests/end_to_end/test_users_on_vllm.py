@@ -14,7 +14,7 @@ import pytest
 
 import afterplay
 from pipeline.config.load import dump
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.supervisor.run import run_lock
 from tests.end_to_end.test_engine_contract import Api, next_version, other_weights
 from tests.support.running_engine import RunningEngine

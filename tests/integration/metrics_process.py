@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from prometheus_client import Counter, Gauge
 
-from pipeline.metrics.actor import ActorMetrics
-from pipeline.metrics.base import CollectorRegistry, Histogram, MetricSet, ProcessMetrics, counter, gauge, histogram
-from pipeline.metrics.learner import LearnerMetrics
-from pipeline.metrics.replay import ReplayMetrics
-from pipeline.metrics.server import MetricsServer
-from pipeline.schema.state import RoleState
+from actors.metrics import ActorMetrics
+from learner.metrics import LearnerMetrics
+from pipeline.runtime.metrics import CollectorRegistry, Histogram, MetricSet, ProcessMetrics, counter, gauge, histogram
+from pipeline.runtime.metrics_server import MetricsServer
+from pipeline.runtime.progress import RoleState
+from pipeline.stage.metrics import ReplayMetrics
 
 ENV = "arithmetic"
 

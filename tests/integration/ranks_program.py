@@ -14,12 +14,12 @@ import orjson
 import torch
 from safetensors.torch import save_file
 
-from learner.build import make_trainer
 from learner.checkpoints.checkpoint import CheckpointState, restore_training, save_checkpoint
 from learner.data.rows import Batch
 from learner.distributed.collectives import RankGroup, join, leave, process_rank
 from learner.distributed.ranks import Interrupt
-from learner.rank_processes import ShardWriter, execute_commands
+from learner.process.build import make_trainer
+from learner.process.rank_processes import ShardWriter, execute_commands
 from learner.training.trainer import Trainer
 from learner.weights import nccl_transfer, vllm_transfer
 from pipeline.errors import EngineUnavailable

@@ -10,16 +10,17 @@ import aiohttp
 import anyio
 import pytest
 
-from actors.role import main
+from actors.process.role import main
 from learner.models.prepare import prepare_model
 from pipeline.config import RunConfig
 from pipeline.errors import CallsHang
 from pipeline.runtime import plugin_guard
 from pipeline.runtime.process import RoleContext, Status
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.progress import RoleState
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema import Order, Task, Trajectory, TrajectoryStatus
-from pipeline.schema.state import RoleState
-from pipeline.transport.codec import decode_trajectory, encode_order
+from pipeline.schema.codec import decode_trajectory
+from pipeline.schema.orders import encode_order
 from pipeline.transport.hub import Hub
 from pipeline.transport.messages import EventKind, Kind, WireMessage
 from pipeline.transport.zeromq import open_hub
@@ -124,7 +125,7 @@ async def test_an_actor_whose_environment_hangs_goes_on_is_started_again_and_ans
 ) -> None:
     """Half of the orders meet a call that never returns: four of them would take all slots for ever."""
     monkeypatch.setattr(plugin_guard, "GRACE_SECONDS", 0.2)
-    monkeypatch.setattr("actors.role.DRAIN_SECONDS_MAX", 1.0)
+    monkeypatch.setattr("actors.process.role.DRAIN_SECONDS_MAX", 1.0)
     (tmp_path / "hangs.py").write_text(HANGS)
     settings: dict[str, Any] = {
         "run": {"name": "run", "directory": str(tmp_path)},

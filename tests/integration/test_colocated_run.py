@@ -8,7 +8,7 @@ import signal
 from functools import partial
 from pathlib import Path
 
-from pipeline.runtime.rundir import read_json
+from pipeline.runtime.run_directory import read_json
 from tests.support.run_handle import RunHandle
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"

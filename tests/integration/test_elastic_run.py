@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.runtime.engine_addresses import EngineRegistry
+from pipeline.schema.codec import decode_trajectory
 from pipeline.store.traces import scan_traces, trace_files
-from pipeline.transport.codec import decode_trajectory
 from tests.support.fork_server import Forked, ForkServer
 from tests.support.run_handle import RunHandle, start_run
 

@@ -14,7 +14,7 @@ import pytest
 
 from learner.models.prepare import prepare_model
 from pipeline.config import RunConfig
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from tests.support.fork_server import ForkServer
 from tests.support.running_engine import running_engine
 

@@ -16,11 +16,10 @@ import zmq
 
 from pipeline.config import RunConfig
 from pipeline.schema import SCHEMA_VERSION
-from pipeline.transport.codec import encode_message
 from pipeline.transport.curve import make_keys, peer_keys
 from pipeline.transport.hub import Hub
 from pipeline.transport.link import Link
-from pipeline.transport.messages import Event, EventKind, Kind, MessageFault, WireMessage
+from pipeline.transport.messages import Event, EventKind, Kind, MessageFault, WireMessage, encode_message
 from pipeline.transport.zeromq import open_hub, open_link
 
 pytestmark = pytest.mark.timeout(60)

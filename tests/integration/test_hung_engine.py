@@ -18,13 +18,13 @@ import pytest
 from actors.engine.base import Sampling
 from actors.engine.client import EngineClient
 from actors.engine.pool import EnginePool
+from actors.metrics import ActorMetrics
 from actors.rollout.policy import Policy
 from learner.models.prepare import prepare_model
 from pipeline.config import RunConfig
-from pipeline.metrics.actor import ActorMetrics
-from pipeline.metrics.base import CollectorRegistry
+from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.runtime.progress import SILENCE_SECONDS_MAX
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema import Order, Task
 from tests.support.running_engine import RunningEngine, start_engine
 

@@ -21,7 +21,7 @@ if __name__ in {PACKAGES}:
 PLUG_INS = {
     "actors": """
 from actors.adapters.games import NumberGuess
-from actors.rollout.multi_turn import MultiTurn
+from actors.rollout.agent_loop import MultiTurn
 
 class Guess(NumberGuess):
     pass

@@ -15,14 +15,14 @@ from pathlib import Path
 import orjson
 import pytest
 
-from actors.rollout import memory_prompt
+from actors.rollout import lessons as memory_prompt
 from grafana.dashboard_lint import EVALUATED_ONLY, TOOLS_ONLY, VLLM_ONLY
 from grafana.prometheus_process import Api, PrometheusProcess
 from grafana.prove import EVERY_DASHBOARD, load, prove_within
 from grafana.targets import targets_of_run
-from pipeline.config.replay import LessonsConfig
+from pipeline.config.lessons import LessonsConfig
 from pipeline.schema import Trajectory
-from pipeline.transport.codec import decode_trajectory
+from pipeline.schema.codec import decode_trajectory
 from tests.support.run_handle import RunHandle
 
 ROOT = Path(__file__).parents[2]
@@ -156,7 +156,7 @@ def lesson_service() -> Iterator[tuple[str, list[dict]]]:
 
 def test_an_external_service_is_told_of_groups_and_asked_for_lessons(tmp_path: Path, forked_run: partial) -> None:
     with lesson_service() as (url, told):
-        source = ["lessons.source=actors.rollout.reme:RemeSource", f"lessons.source_options.url={url}"]
+        source = ["lessons.source=actors.adapters.reme:RemeSource", f"lessons.source_options.url={url}"]
         overrides = [*LESSONS, *source, "run.total_steps=1000"]
         with forked_run(TINY, tmp_path, "reme", overrides) as run:
             run.until(

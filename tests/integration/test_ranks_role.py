@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from learner.checkpoints import checkpoint
 from learner.checkpoints.checkpoint import find_checkpoints, read_state
-from learner.rank_processes import RankZero
-from learner.recorder import MetricsLog
-from pipeline.runtime.contents import find_damage
+from learner.process.rank_processes import RankZero
+from learner.process.recorder import MetricsLog
+from pipeline.runtime.folders import find_damage
 from pipeline.runtime.process import ExitCode
 from pipeline.store.evaluation_results import read_results
 from tests.support.damage import flip
@@ -180,6 +180,6 @@ async def test_two_ranks_write_a_whole_checkpoint_of_every_evaluated_weights_and
 def test_a_rank_ends_when_its_stdin_closes_although_rank_0_never_answers():
     run_file = run_config({"ranks": 2, "ranks_timeout_seconds": 600}).model_dump_json()
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        command = [sys.executable, "-m", "learner.rank_processes", "1", "2", str(silent.getsockname()[1])]
+        command = [sys.executable, "-m", "learner.process.rank_processes", "1", "2", str(silent.getsockname()[1])]
         ended = subprocess.run(command, input=run_file + "\n", text=True, stderr=subprocess.PIPE, timeout=200)
     assert (ended.returncode, ended.stderr) == (ExitCode.FAILED, "")

@@ -28,12 +28,12 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from learner.checkpoints.checkpoint import checkpoint_path, find_checkpoints, read_state
-from pipeline.cli.viewer.progress import read_lines
 from pipeline.config.load import load
 from pipeline.runtime.process import RoleContext
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.stage.role import main as stage_main
 from pipeline.store.ledger import read_ledger
+from pipeline.views.progress import read_lines
 from tests.support.fork_server import Forked, ForkServer
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ import pytest
 from benchmarks import stale_pool
 from benchmarks.stale_pool import GUARDS, done, record, share_factors, with_pool, write
 from pipeline.config.replay import EssGuardConfig
-from pipeline.store.experience_report import examine_run
+from pipeline.replay.report import examine_run
 from tests.support.run_handle import RunHandle
 
 STEPS, MIXING = 36, 14

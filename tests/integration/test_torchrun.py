@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from learner.checkpoints.checkpoint import find_checkpoints, read_state
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from tests.support.fork_server import Forked, ForkServer
 from tests.support.run_handle import RunHandle
 

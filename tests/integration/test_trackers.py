@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.load import dump, loads
-from pipeline.runtime.rundir import RunDirectory, write_bytes_atomically
+from pipeline.runtime.run_directory import RunDirectory, write_bytes_atomically
 from pipeline.trackers.delivery import DeliveryFile
 from pipeline.trackers.records import SECTIONS, numbers_of, step_numbers
 from pipeline.trackers.reporter import delivery_path

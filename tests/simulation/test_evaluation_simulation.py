@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import RunConfig
-from pipeline.store.journal import Evaluated
+from pipeline.store.effects import Evaluated
 from pipeline.store.ledger import read_ledger
 from tests.simulation.schedules import PER_TEST, blocks
 from tests.support.simulated_roles import Faults

@@ -14,10 +14,10 @@ import pytest
 from actors.engine.base import Generation, Sampling
 from actors.engine.pool import DOUBT_SECONDS, PROBE_SECONDS, PROBE_SECONDS_MAX, PROBES_FAILED_MAX, EnginePool
 from actors.engine.router import MoveReason
+from actors.metrics import ActorMetrics
 from actors.rollout.policy import Policy
 from pipeline.errors import EngineGone, EngineUnavailable
-from pipeline.metrics.actor import ActorMetrics
-from pipeline.metrics.base import CollectorRegistry
+from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.runtime.progress import SILENCE_SECONDS, SILENCE_SECONDS_MAX, TICK_SECONDS
 from pipeline.schema import Order, Task
 from tests.simulation.schedules import blocks

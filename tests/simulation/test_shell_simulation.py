@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from actors.engine.pool import EnginePool
-from actors.servers.lock import LearnerFence
+from actors.servers.authorization import LearnerFence
 from learner.weights.engine_control import EngineControl
 from learner.weights.engine_keeper import EngineKeeper
 from pipeline.errors import EngineError
 from pipeline.runtime.progress import EngineSilence
+from pipeline.schema.orders import whole
 from pipeline.stage import learner_control
 from pipeline.stage.dispatch import Dispatch
 from pipeline.stage.ingest import Ingest
 from pipeline.stage.learner_control import LearnerControl
 from pipeline.store.records import Drop
 from pipeline.store.store import ReplayStore
-from pipeline.transport.codec import whole
 from pipeline.transport.hub import Peers
 from pipeline.transport.outbox import ControlLog
 from tests.simulation.schedules import blocks

@@ -7,12 +7,14 @@ from collections.abc import Callable
 import anyio
 
 from learner.data.rows import Trained, TrainedGroup
-from learner.session import LearnerProgress, LearnerSession
-from pipeline.config.learner import GroupsConfig
+from learner.process.session import LearnerProgress, LearnerSession
+from pipeline.config.stage import GroupsConfig
 from pipeline.schema import SCHEMA_VERSION, Order, TrajectoryStatus
-from pipeline.transport.codec import decode_order, encode_trajectory
+from pipeline.schema.codec import Limits, encode_trajectory
+from pipeline.schema.orders import decode_order
+from pipeline.schema.record_file import Frames
 from pipeline.transport.link import Link
-from pipeline.transport.messages import EventKind, Frames, Kind, Limits, WireMessage
+from pipeline.transport.messages import EventKind, Kind, WireMessage
 from tests.support.simulated_roles import rollout
 
 

@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 import anyio
 
 from pipeline.errors import ConfigurationError, PeerGone
-from pipeline.transport.frames import Buffer
+from pipeline.schema.codec import Limits
+from pipeline.schema.record_file import Buffer
 from pipeline.transport.hub import Hub
 from pipeline.transport.link import Link
-from pipeline.transport.messages import Broadcast, Kind, Limits
+from pipeline.transport.messages import Broadcast, Kind
 
 _GREETINGS = frozenset(kind.value.encode() for kind in (Kind.HELLO, Kind.WELCOME, Kind.BYE, Kind.REFUSED))
 _HEARTBEAT = Kind.HEARTBEAT.value.encode()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import AfterplayError
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from tests.support.run_handle import STOP_SECONDS_MAX, RunHandle
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.errors import AfterplayError
-from pipeline.runtime.rundir import RunDirectory, read_json
+from pipeline.runtime.run_directory import RunDirectory, read_json
 from pipeline.store.ledger import Ledger, read_ledger
 from tests.support.fork_server import Forked, ForkServer
 

@@ -21,7 +21,7 @@ from actors.servers.process_group import GRACE_SECONDS
 from pipeline.config import RunConfig
 from pipeline.errors import EngineUnavailable
 from pipeline.runtime.engine_keys import authorization, find_key
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 
 PROBE_SECONDS_MAX = 2.0
 PROBE_PAUSE_SECONDS = 0.1

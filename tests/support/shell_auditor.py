@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from actors.engine.breaker import FAILURES
+from actors.engine.engine_state import FAILURES
 from learner.data.rows import Group
-from pipeline.runtime.disk_wait import shortage
+from pipeline.runtime.disk import shortage
+from pipeline.runtime.weights import write_stamp
 from pipeline.schema import Trajectory
-from pipeline.schema.weight_stamp import write_stamp
 from pipeline.store.ledger import read_ledger
 from pipeline.store.records import OrderKey
 from pipeline.store.witness import (

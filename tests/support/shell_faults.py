@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from pipeline.schema import SCHEMA_VERSION
-from pipeline.transport.codec import encode_message
-from pipeline.transport.messages import Kind, WireMessage
+from pipeline.transport.messages import Kind, WireMessage, encode_message
 from tests.support.memory_transport import MemoryLinkWire
 from tests.support.simulated_engine import BUSY, CONTROL, HALF_LOADED, RELOAD, SimulatedEngine
 

@@ -1,7 +1,7 @@
 """The real shells of stage, hub, links, actors, engine pools, learner session and publisher on virtual time, over an
 in-memory wire, with faults.
 
-What runs is :func:`pipeline.stage.role.serve` over a store and the hub, :func:`actors.role.main` with its
+What runs is :func:`pipeline.stage.role.serve` over a store and the hub, :func:`actors.process.role.main` with its
 pool, router and client, and :mod:`tests.support.simulated_learner` around the learner's session, publisher, keepers and
 checkpoints. Simulated are the wire, HTTP and the engines behind it, training, the time that the disk takes, and what it
 refuses or loses; what threads do happens in the event loop. A history draws faults for its first seconds
@@ -33,15 +33,15 @@ import aiohttp
 import anyio
 import anyio.to_thread
 
-from actors import role as actor_role
+from actors.process import role as actor_role
 from learner.weights.publisher import Publisher
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError
 from pipeline.runtime.process import RoleContext
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.stage import loop, role
 from pipeline.stage.core import StageCore
-from pipeline.stage.failed_rollouts import UntrainedTraces
+from pipeline.stage.role import UntrainedTraces
 from tests.support.memory_transport import Faults, MemoryHub, MemoryLink, MemoryNetwork
 from tests.support.shell_auditor import Auditor, Violation
 from tests.support.shell_faults import FAULTS

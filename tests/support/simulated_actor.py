@@ -8,11 +8,11 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
-from actors import role
-from actors.actor import Actor
 from actors.engine.pool import EnginePool
 from actors.engine.router import Lease, MoveReason, Router
 from actors.environments.base import Environment, Episode, Reply, Step
+from actors.process import role
+from actors.process.actor import Actor
 from actors.rendering.renderer import Renderer
 from pipeline.runtime.witness import WitnessFile
 from pipeline.schema import Message, Task
@@ -70,7 +70,7 @@ class SimulatedActors:
 
     @contextmanager
     def over(self, link: Callable[[str], Link]) -> Iterator[None]:
-        """Inside, :func:`actors.role.main` connects by ``link`` and is seen here."""
+        """Inside, :func:`actors.process.role.main` connects by ``link`` and is seen here."""
         acquire = Router.acquire
 
         def actor(*arguments: Any, **more: Any) -> Actor:

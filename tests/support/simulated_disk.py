@@ -17,9 +17,9 @@ from typing import Any
 from unittest import mock
 
 from learner.checkpoints.checkpoint import find_checkpoints
-from pipeline.runtime import contents
-from pipeline.runtime.rundir import RunDirectory
-from pipeline.store.high_water import _RECORD, _SLOT_BYTES, Mark
+from pipeline.runtime import folders as contents
+from pipeline.runtime.run_directory import RunDirectory
+from pipeline.store.sqlite import _RECORD, _SLOT_BYTES, Mark
 from pipeline.store.store import marks_path
 from pipeline.store.tables import STORE
 from tests.support.damage import DAMAGES, files_in

@@ -27,9 +27,9 @@ import aiohttp
 import anyio
 import orjson
 
-from actors.servers.lock import LearnerFence
+from actors.servers.authorization import LearnerFence
 from pipeline.runtime.engine_keys import LEARNER_HEADER
-from pipeline.schema.weight_stamp import UNSTAMPED, WITHDRAWN
+from pipeline.runtime.weights import UNSTAMPED, WITHDRAWN
 
 PROCESS: ContextVar[str] = ContextVar("simulated_process", default="")
 INITIAL, HALF_LOADED = 0, 1

@@ -1,8 +1,8 @@
 """A learner process: the real session, publisher, keepers, checkpoint writer and choice of the checkpoint to resume
 from, around times instead of tensors.
 
-Its loop follows :mod:`learner.loop`: one publication under way at most, checkpoints written beside training. The
-weights are one number (see :mod:`tests.support.simulated_engine`), unlike those of any other update.
+Its loop follows :mod:`learner.process.loop`: one publication under way at most, checkpoints written beside training.
+The weights are one number (see :mod:`tests.support.simulated_engine`), unlike those of any other update.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import torch
 from learner.checkpoints.checkpoint import CheckpointImage, CheckpointState, find_resumption, read_state
 from learner.checkpoints.writer import CheckpointWriter
 from learner.data.rows import Group, Trained
-from learner.role import choose_version
-from learner.session import LearnerProgress, LearnerSession
+from learner.metrics import LearnerMetrics
+from learner.process.role import choose_version
+from learner.process.session import LearnerProgress, LearnerSession
 from learner.weights.engine_keeper import WeightProbe
 from learner.weights.publisher import Publisher, published_versions
 from pipeline.config import RunConfig
-from pipeline.metrics.base import CollectorRegistry
-from pipeline.metrics.learner import LearnerMetrics
-from pipeline.runtime.atomic_folder import atomic_folder, remove_leftovers
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.folders import atomic_folder, remove_leftovers
+from pipeline.runtime.metrics import CollectorRegistry
+from pipeline.runtime.run_directory import RunDirectory
+from pipeline.schema.codec import Limits
 from pipeline.transport.link import Link
-from pipeline.transport.messages import Limits
 from tests.support.simulated_engine import INITIAL, WEIGHTS_FILE, EngineFleet, probe_logprob
 
 CHECKPOINT_EVERY = 2

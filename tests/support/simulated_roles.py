@@ -24,8 +24,10 @@ from pipeline.schema import (
     Turn,
     VersionSpan,
 )
-from pipeline.transport.codec import decode_order, decode_plan, decode_trajectory, encode_trajectory
-from pipeline.transport.messages import Frames, Kind, WireMessage
+from pipeline.schema.codec import decode_trajectory, encode_trajectory
+from pipeline.schema.orders import decode_order, decode_plan
+from pipeline.schema.record_file import Frames
+from pipeline.transport.messages import Kind, WireMessage
 from pipeline.transport.outbox import ControlLog
 
 if TYPE_CHECKING:

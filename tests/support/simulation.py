@@ -14,12 +14,12 @@ from typing import Any
 
 from pipeline.config import RunConfig
 from pipeline.schema import Trajectory
+from pipeline.schema.codec import decode_trajectory
 from pipeline.scorer.verdict import Verdict, combine
 from pipeline.stage.core import StageCore
-from pipeline.store.journal import Score, Send
+from pipeline.store.effects import Score, Send
 from pipeline.store.records import GroupState
 from pipeline.store.store import ReplayStore
-from pipeline.transport.codec import decode_trajectory
 from pipeline.transport.messages import WireMessage
 from tests.support.simulated_roles import Faults, Peer, SimulatedActor, SimulatedLearner
 

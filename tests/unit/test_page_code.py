@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import typer
 
-from learner.preflight import check_own_functions, with_options
+from learner.process.preflight import check_own_functions, with_options
 from pipeline.cli.app import app
-from pipeline.cli.experience import START
+from pipeline.cli.replay import START
 from pipeline.config import RunConfig
 from pipeline.config.load import dump_yaml, load, loads, model_at, parse_yaml
 from pipeline.runtime.findings import Findings

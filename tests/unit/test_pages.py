@@ -12,7 +12,7 @@ import pytest
 import typer
 from pydantic import BaseModel
 
-from learner.preflight import FUNCTIONS
+from learner.process.preflight import FUNCTIONS
 from pipeline.cli.app import app
 from pipeline.config import RunConfig
 from pipeline.config.load import parse_yaml

@@ -16,7 +16,7 @@ import referencing
 from jsonschema import validators
 
 from actors.tools.parsing.base import Unreadable, json_of
-from actors.tools.parsing.pythonic import CHARACTERS_MAX, plain_value
+from actors.tools.parsing.formats import CHARACTERS_MAX, plain_value
 
 _NO_TEXT = ("integer", "number", "boolean", "null", "array", "object")
 _WORDS = {"True": True, "False": False, "None": None}

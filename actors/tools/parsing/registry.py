@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from actors.tools.parsing.base import Parsed, Thinking, ToolFormat, ToolSchema
-from actors.tools.parsing.json_formats import JSON_FORMATS
+from actors.tools.parsing.formats import GEMMA, JSON_FORMATS, PYTHONIC
 from actors.tools.parsing.libraries import transformers_parser, vllm_parser
 from actors.tools.parsing.probe import TemplateProbe
-from actors.tools.parsing.pythonic import GEMMA, PYTHONIC
 from actors.tools.parsing.tag_formats import QWEN, TAG_FORMATS
 from pipeline.errors import ConfigurationError
 

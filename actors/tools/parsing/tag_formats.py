@@ -23,7 +23,7 @@ from typing import Any
 
 from actors.tools.parsing.argument_types import typed, untyped
 from actors.tools.parsing.base import CallError, ToolCall, ToolFormat, ToolSchema, Unreadable, call, shown
-from actors.tools.parsing.json_formats import HERMES
+from actors.tools.parsing.formats import HERMES
 
 _BLANKS = {"NAME": r"(?P<name>[^<>{}\"\n]+)", "KEY": r"(?P<key>[^<>\"\n]+)", "TYPE": "(?P<type>true|false)"}
 _CDATA = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.S)

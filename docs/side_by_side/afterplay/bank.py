@@ -1,6 +1,7 @@
 from accounts import TASKS, balance, question, right
 
-from afterplay import Environment, Episode, Message, Reply, Step, Task, tool
+from actors.environments.base import Environment, Episode, Reply, Step, tool
+from pipeline.schema.trajectory import Message, Task
 
 
 class Bank(Environment):

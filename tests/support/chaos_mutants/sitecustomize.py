@@ -83,9 +83,9 @@ def loop(module):
 
 HOOKS = {
     "pipeline.stage.ingest": ingest,
-    "learner.session": session,
+    "learner.process.session": session,
     "learner.training.trainer": trainer,
-    "learner.loop": loop,
+    "learner.process.loop": loop,
 }
 
 

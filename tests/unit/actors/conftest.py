@@ -13,14 +13,14 @@ import pytest
 from actors.engine.pool import EnginePool
 from actors.environments.base import Environment
 from actors.environments.host import EnvironmentHost
+from actors.metrics import ActorMetrics
 from actors.rendering.renderer import Renderer
-from actors.rollout.memory_prompt import MemorySource
+from actors.rollout.lessons import MemorySource
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
 from pipeline.config import RunConfig
 from pipeline.config.rollouts import EnvironmentConfig
-from pipeline.metrics.actor import ActorMetrics
-from pipeline.metrics.base import CollectorRegistry
+from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.schema import Order, Task, Trajectory
 from tests.support.stub_engine import StubEngine
 from tests.support.word_tokenizer import word_tokenizer

@@ -9,7 +9,8 @@ from typing import Any
 import anyio
 
 from pipeline.schema import Order, Trajectory
-from pipeline.transport.codec import decode_trajectory, encode_order
+from pipeline.schema.codec import decode_trajectory
+from pipeline.schema.orders import encode_order
 from pipeline.transport.messages import EventKind, Kind, WireMessage
 from tests.support.memory_transport import MemoryHub, MemoryNetwork
 from tests.unit.actors.conftest import SECONDS_MAX

@@ -10,13 +10,14 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from actors.actor import OVERDUE_SECONDS, Actor
 from actors.engine.base import EngineReport
+from actors.process.actor import OVERDUE_SECONDS, Actor
 from actors.rollout.services import Services
+from pipeline.runtime.progress import RoleState
 from pipeline.schema import Order, TrajectoryStatus
-from pipeline.schema.state import RoleState
-from pipeline.transport.codec import encode_order
-from pipeline.transport.messages import Kind, Limits, WireMessage
+from pipeline.schema.codec import Limits
+from pipeline.schema.orders import encode_order
+from pipeline.transport.messages import Kind, WireMessage
 from tests.support.memory_transport import MemoryLink, MemoryNetwork
 from tests.support.stub_engine import StubEngine
 from tests.support.virtual_time import run_virtually

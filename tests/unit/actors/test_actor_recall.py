@@ -10,15 +10,16 @@ from typing import Any
 import anyio
 import pytest
 
-from actors.actor import Actor
-from actors.rollout import memory_prompt
-from actors.rollout.memory_prompt import MemoryClient, MemoryPrompter
+from actors.process.actor import Actor
+from actors.rollout import lessons as memory_prompt
+from actors.rollout.lessons import MemoryClient, MemoryPrompter
 from actors.rollout.services import Services
-from pipeline.config.replay import LessonsConfig
+from pipeline.config.lessons import LessonsConfig
 from pipeline.errors import PeerGone, WireError
 from pipeline.schema import Order, TrajectoryStatus
-from pipeline.transport.codec import encode_order
-from pipeline.transport.messages import Kind, Limits, WireMessage
+from pipeline.schema.codec import Limits
+from pipeline.schema.orders import encode_order
+from pipeline.transport.messages import Kind, WireMessage
 from tests.support.memory_transport import MemoryLink, MemoryNetwork
 from tests.support.stub_engine import StubEngine
 from tests.unit.actors.stage import Stage

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from actors.adapters.big_sums import BigSums
 from actors.environments import Reply, Step, ToolUse
 from actors.environments.host import EnvironmentHost
+from actors.metrics import ActorMetrics
 from actors.rendering.renderer import Renderer
 from actors.rollout.services import build_loop
 from actors.tools.base import schema_of_tool
@@ -20,7 +21,6 @@ from actors.tools.calculator import calculate
 from actors.tools.parsing.base import ToolCall
 from actors.tools.parsing.registry import FORMATS
 from pipeline.config.load import load
-from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import Task
 
 RUN_FILE = Path(__file__).resolve().parents[3] / "configs" / "tools.yaml"

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from actors.engine.breaker import (
+from actors.engine.engine_state import (
     FAILURES,
     TRIAL_SECONDS,
     WAIT_SECONDS,

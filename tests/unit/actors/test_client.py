@@ -14,7 +14,7 @@ from aiohttp import web
 
 from actors.engine.base import EngineReport, Sampling
 from actors.engine.client import HEAD_BYTES_MAX, TOKEN_BYTES_MAX, EngineClient
-from actors.role import connector
+from actors.process.role import connector
 from pipeline.config import RunConfig
 from pipeline.errors import EngineBusy, EngineError, EngineGone, EngineProtocolError, EngineRefused, EngineUnavailable
 from pipeline.runtime.engine_keys import make_key_files

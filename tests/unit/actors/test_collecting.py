@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 
 from actors.environments import Environment, Episode, Reply, Step
-from actors.role import YOUNG_OBJECTS_MAX, gc_policy
+from actors.process.role import YOUNG_OBJECTS_MAX, gc_policy
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
 from pipeline.schema import Message, Order, Task, TrajectoryStatus

@@ -12,7 +12,7 @@ from actors.environments import Environment, Episode, Reply, Step
 from actors.rendering.renderer import Renderer
 from actors.rollout.services import Services
 from pipeline.schema import Message, Order, Task, TrajectoryStatus
-from pipeline.transport.codec import decode_trajectory, encode_trajectory
+from pipeline.schema.codec import decode_trajectory, encode_trajectory
 from tests.support.stub_engine import StubEngine
 from tests.unit.actors.conftest import rows, run_order, script
 

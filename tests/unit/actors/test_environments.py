@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.adapters.games import Arithmetic, NumberGuess, Passcode
-from actors.environments import Environment, Episode, Reply, discovery, plugins
+from actors.environments import Environment, Episode, Reply, plugins
+from actors.environments import plugins as discovery
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Task

@@ -15,12 +15,12 @@ from aiohttp import web
 from actors.engine.base import Engine, Generation, Sampling
 from actors.engine.client import EngineClient
 from actors.engine.pool import EnginePool
+from actors.metrics import ActorMetrics
 from actors.rollout.policy import Policy
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
 from pipeline.config.rollouts import EngineConfig
 from pipeline.errors import EngineBusy, EngineUnavailable
-from pipeline.metrics.actor import ActorMetrics
 from pipeline.schema import FinishReason, Order, Trajectory, TrajectoryStatus, VersionSpan
 from tests.support.stub_engine import StubEngine, StubServer, good_answer
 

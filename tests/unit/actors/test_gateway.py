@@ -31,15 +31,15 @@ from transformers import PreTrainedTokenizerFast
 from actors.environments.host import EnvironmentHost
 from actors.gateway import server
 from actors.gateway.program_loop import ProgramLoop
-from actors.gateway.reports import Report, last_line
+from actors.gateway.requests import Report, last_line
 from actors.rendering.renderer import Renderer
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services, build_loop
-from pipeline.cli.viewer.vocabulary import bytes_of_tokens
 from pipeline.config.load import load, loads
 from pipeline.config.rollouts import LoopConfig
 from pipeline.errors import ConfigurationError, EngineUnavailable, PlugInError
 from pipeline.schema import Order, Trajectory, TrajectoryStatus
+from pipeline.views.vocabulary import bytes_of_tokens
 from tests.support.stub_engine import StubEngine
 
 MakeServices = Callable[..., Services]

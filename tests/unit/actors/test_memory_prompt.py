@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from actors.environments import Environment, Episode, Reply, Step
 from actors.rendering.renderer import Renderer
-from actors.rollout import memory_prompt
-from actors.rollout.memory_prompt import MemoryPrompter, fill, gets_lessons, trains_with_lessons
+from actors.rollout import lessons as memory_prompt
+from actors.rollout.lessons import MemoryPrompter, fill, gets_lessons, trains_with_lessons
 from actors.rollout.services import Services
-from pipeline.config.replay import LessonsConfig
+from pipeline.config.lessons import LessonsConfig
 from pipeline.errors import TransportError
-from pipeline.experience.memory import Lesson, plain_conversation, task_text
+from pipeline.lessons.store import Lesson, plain_conversation, task_text
 from pipeline.schema import Message, Order, Trajectory, TrajectoryStatus
-from pipeline.transport.codec import decode_trajectory, encode_trajectory
+from pipeline.schema.codec import decode_trajectory, encode_trajectory
 from tests.support.stub_engine import StubEngine
 from tests.unit.actors.conftest import THINKING, rows, run_order, script
 

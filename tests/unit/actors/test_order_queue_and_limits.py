@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from actors.actor import OrderQueue
+from actors.process.actor import OrderQueue
 from actors.rollout.agent_loop import Budget, Limit
 from pipeline.errors import PlugInError, boundary
 from pipeline.runtime import plugin_guard

@@ -23,8 +23,8 @@ from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
 from actors.rendering.renderer import Renderer
 from pipeline.config import RunConfig
-from pipeline.metrics.actor import ActorMetrics
-from pipeline.metrics.base import CollectorRegistry
+from actors.metrics import ActorMetrics
+from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.schema import Order, Task
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast

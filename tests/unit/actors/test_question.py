@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.environments.base import Reply
-from actors.environments.discovery import build
+from actors.environments.plugins import build
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import PlugInError
 from pipeline.schema import Message, Task

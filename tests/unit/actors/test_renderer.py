@@ -199,7 +199,7 @@ def test_actor_loads_a_plain_tokenizer_without_torch(tmp_path: Path, words: Any)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
     code = (
         "import sys; from pathlib import Path; from actors.rendering.renderer import Renderer\n"
-        "import actors.role; from actors.rendering.tokenizer import load_tokenizer\n"
+        "import actors.process.role; from actors.rendering.tokenizer import load_tokenizer\n"
         f"tokenizer, ends = load_tokenizer(Path({str(tmp_path)!r})); renderer = Renderer(tokenizer, ends)\n"
         "assert renderer.end_ids == (2, 5), renderer.end_ids\n"
         "assert 'torch' not in sys.modules\n"

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from actors.engine.base import EngineReport
 from actors.engine.pool import EnginePool, NoEngineFit
 from actors.engine.router import Lease, MoveReason, Placement, Router
+from actors.metrics import ActorMetrics
 from pipeline.errors import ConfigurationError, EngineGone
-from pipeline.metrics.actor import ActorMetrics
 from tests.support.stub_engine import StubEngine
 
 ENGINES = ("a", "b", "c")

@@ -11,11 +11,11 @@ import anyio
 import pytest
 
 from actors.engine.base import EngineReport
-from actors.engine.load import FREE_BATCH, PACE_SECONDS, PREFILL_COST, REST_SECONDS, EngineLoad
+from actors.engine.engine_state import FREE_BATCH, PACE_SECONDS, PREFILL_COST, REST_SECONDS, EngineLoad
 from actors.engine.pool import EnginePool
 from actors.engine.router import MARGIN, SPREAD_SECONDS, STALE_SECONDS, TURN_TOKENS, MoveReason, Placement, Router
-from pipeline.metrics.actor import ActorMetrics
-from pipeline.metrics.base import CollectorRegistry
+from actors.metrics import ActorMetrics
+from pipeline.runtime.metrics import CollectorRegistry
 from tests.support.stub_engine import StubEngine
 from tests.support.virtual_time import run_virtually
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from actors.preflight import check_prompts
+from actors.process.preflight import check_prompts
 from actors.rollout.agent_loop import Opening
 from actors.tools.parsing.base import ToolCall
 from actors.tools.parsing.probe import TemplateProbe

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from actors.tools.base import FunctionTool, check_of, schema_of_tool
 from actors.tools.parsing.argument_types import typed, untyped
 from actors.tools.parsing.base import CallError, Parsed, Thinking, ToolCall
-from actors.tools.parsing.json_formats import written
+from actors.tools.parsing.formats import written
 from actors.tools.parsing.registry import FORMATS, parser_of
 from actors.tools.parsing.tag_formats import TAG_FORMATS
 

@@ -13,7 +13,7 @@ from learner.advantages import base, estimators
 from learner.advantages import estimate as registry
 from learner.advantages.base import ScoredTrajectory
 from learner.advantages.estimate import estimate
-from pipeline.config.algorithm import AdvantageConfig
+from pipeline.config.advantages import AdvantageConfig
 from tests.unit.advantages import slow
 
 OPTIONS = {"normalize_std", "k", "gamma", "gae_lambda", "whiten", "failed_mean", "failed_weight", "solved_weight"}

@@ -7,7 +7,7 @@ import pytest
 
 from learner.advantages.base import Estimates
 from learner.advantages.estimate import COMPARING, estimate, needed_scores
-from pipeline.config.algorithm import AdvantageConfig
+from pipeline.config.advantages import AdvantageConfig
 from pipeline.errors import ConfigurationError, TrainingError
 from tests.unit.advantages.cases import advantages_of, config_of, make_scored, options_of
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from learner.advantages.estimate import ESTIMATORS, OPTIONS, estimate, needed_scores
-from pipeline.config.algorithm import AdvantageConfig
+from pipeline.config.advantages import AdvantageConfig
 from tests.unit.advantages.cases import config_of, epsilon, make_scored, updates
 from tests.unit.advantages.slow import SLOW, gae_raw
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from learner.advantages.base import overlong_count, overlong_loss, shaped
 from learner.advantages.estimate import scored_of, with_advantages
 from learner.data.rows import Group, StoredRollout, TokenScores, build_batch
-from pipeline.config.algorithm import AdvantageConfig
+from pipeline.config.advantages import AdvantageConfig
 from pipeline.errors import ConfigurationError, PlugInError, SchemaError, TrainingError
 from pipeline.schema import FinishReason, GroupPlan, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
-from pipeline.transport.codec import decode_trajectory, encode_trajectory
+from pipeline.schema.codec import decode_trajectory, encode_trajectory
 from tests.unit.advantages.cases import config_of, make_scored
 
 

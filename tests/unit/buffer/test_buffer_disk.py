@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.buffer import checkpoint as buffer_checkpoint
+from pipeline.buffer import segments
+from pipeline.buffer.payloads import UnitDraws, join_steps
+from pipeline.buffer.trajectory_buffer import TrajectoryBuffer, load
 from pipeline.errors import NotEnough, SchemaError, StoreError
-from pipeline.store import buffer_checkpoint, segments
-from pipeline.store.buffer_index import UnitDraws
-from pipeline.store.buffer_payloads import join_steps
-from pipeline.store.trajectory_buffer import TrajectoryBuffer, load
 
 
 def trajectory(number, units=4):
@@ -121,7 +121,7 @@ def test_a_copy_that_was_cut_off_is_not_taken_for_newer_trajectories(tmp_path):
 PROGRAM = """
     import sys, numpy as np
     from pathlib import Path
-    from pipeline.store.trajectory_buffer import TrajectoryBuffer
+    from pipeline.buffer.trajectory_buffer import TrajectoryBuffer
     buffer = TrajectoryBuffer(Path(sys.argv[1]), capacity=50, segment_bytes=20_000)
     i = buffer.statistics().added
     while True:

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pipeline.buffer.trajectory_buffer import TrajectoryBuffer, load
 from pipeline.errors import NotEnough, StoreError
-from pipeline.store.trajectory_buffer import TrajectoryBuffer, load
 
 WIDTH = 3
 

@@ -12,7 +12,7 @@ from actors.servers import launch, vllm
 from pipeline.config import RunConfig
 from pipeline.config.load import load_config
 from pipeline.config.rollouts import learner_share
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 
 EMBEDDED = {"kind": "embedded", "colocate": "sleep"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -10,11 +10,11 @@ from aiohttp import web
 from actors.embedded.generator import Generator
 from actors.embedded.options import EngineOptions
 from actors.embedded.routes import application
+from learner.metrics import LearnerMetrics
 from learner.policy.policy import Policy
 from learner.weights.publisher import make_publisher
-from pipeline.metrics.base import CollectorRegistry
-from pipeline.metrics.learner import LearnerMetrics
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.metrics import CollectorRegistry
+from pipeline.runtime.run_directory import RunDirectory
 
 VOCABULARY = 3000
 

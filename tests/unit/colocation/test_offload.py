@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from learner.data.rows import Batch
-from learner.device_turn import Offload
+from learner.process.device_turn import Offload
 from learner.training.trainer import Trainer
 from tests.unit.models_trained.conftest import LORA
 

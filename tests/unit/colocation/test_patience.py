@@ -8,9 +8,9 @@ import pytest
 from actors.engine.base import PausableTimeout, Sampling
 from actors.engine.client import EngineClient
 from actors.engine.pool import EnginePool
+from actors.metrics import ActorMetrics
 from pipeline.errors import EngineUnavailable
-from pipeline.metrics.actor import ActorMetrics
-from pipeline.metrics.base import CollectorRegistry
+from pipeline.runtime.metrics import CollectorRegistry
 from tests.support.stub_engine import StubEngine, StubServer
 
 SHORT = 0.15

@@ -10,14 +10,14 @@ import anyio
 import pytest
 from aiohttp import web
 
+from learner.metrics import LearnerMetrics
 from learner.weights.colocated import SharedDevice, await_engines
 from learner.weights.publisher import Publisher, write_weights
 from pipeline.config import RunConfig
 from pipeline.config.learner import PublishConfig
-from pipeline.metrics.base import CollectorRegistry
-from pipeline.metrics.learner import LearnerMetrics
+from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.runtime.process import RoleContext
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 
 
 class Engine:

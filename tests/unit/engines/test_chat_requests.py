@@ -9,10 +9,10 @@ from typing import Any
 import orjson
 import pytest
 
-from actors.embedded.chat import Chat
 from actors.embedded.generator import GeneratedTokens
 from actors.embedded.options import EngineOptions
 from actors.embedded.requests import Bounds, Refused
+from actors.embedded.routes import Chat
 from actors.rendering.renderer import Renderer
 from actors.rendering.tokenizer import load_tokenizer
 from learner.models.tiny import build_tokenizer

@@ -20,7 +20,7 @@ from pipeline.errors import ConfigurationError
 from pipeline.runtime import engine_addresses as module
 from pipeline.runtime.engine_addresses import LEASE_SECONDS, EngineAddresses, EngineRegistry, engine_addresses
 from pipeline.runtime.engine_keys import digest_of
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 
 pytestmark = pytest.mark.anyio
 

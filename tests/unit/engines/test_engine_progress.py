@@ -10,7 +10,7 @@ import pytest
 
 from actors.servers import progress
 from actors.servers.progress import EngineActivity, EngineProgress, EngineWatch
-from pipeline.schema.state import RoleState
+from pipeline.runtime.progress import RoleState
 
 LIMIT = 50.0
 

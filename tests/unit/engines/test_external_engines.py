@@ -9,8 +9,8 @@ import anyio
 import pytest
 from aiohttp import web
 
-import actors.engine.preflight
-from actors.engine.preflight import check_engines
+import actors.process.preflight
+from actors.process.preflight import check_engines
 from pipeline.config import RunConfig
 from pipeline.runtime.findings import Findings
 from tests.support.stub_engine import StubServer
@@ -80,7 +80,7 @@ async def test_an_engine_that_lists_no_model_may_be_used() -> None:
 
 
 async def test_each_engine_that_does_not_answer_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.engine.preflight, "SECONDS_MAX", 0.3)
+    monkeypatch.setattr(actors.process.preflight, "SECONDS_MAX", 0.3)
     async with StubServer() as unhealthy, await anyio.create_tcp_listener(local_host="127.0.0.1") as silent:
         unhealthy.healthy = False
         port = silent.extra(anyio.abc.SocketAttribute.local_port)

@@ -12,12 +12,13 @@ from typing import Any
 import anyio
 import pytest
 
-from actors.servers import join, launch
-from actors.servers.join import JoiningEngine, announced_url
+from actors.servers import launch
+from actors.servers import launch as join
+from actors.servers.launch import JoiningEngine, announced_url
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.engine_addresses import EngineRegistry
-from pipeline.runtime.rundir import RunDirectory, take_index
+from pipeline.runtime.run_directory import RunDirectory, take_index
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from actors.servers import launch, vllm
-from actors.servers.lock import DIGESTS, MIDDLEWARE
+from actors.servers.authorization import DIGESTS, MIDDLEWARE
 from actors.servers.process_group import ENDS_WITH
 from learner.policy.policy import compute_dtype
 from pipeline.config import RunConfig
@@ -25,7 +25,7 @@ from pipeline.errors import ConfigurationError
 from pipeline.runtime import processor
 from pipeline.runtime.children import signal_group
 from pipeline.runtime.engine_keys import ACTOR_KEY_FILE, LEARNER_KEY_FILE, make_key_files
-from pipeline.runtime.rundir import AWAIT_MODEL, RunDirectory, await_model, write_json_atomically
+from pipeline.runtime.run_directory import AWAIT_MODEL, RunDirectory, await_model, write_json_atomically
 
 
 def config(directory: Path, prepared: bool = True, **engine: Any) -> RunConfig:
@@ -171,7 +171,7 @@ def test_only_an_engine_that_takes_ipc_unpickles_and_only_with_keys_on_loopback(
 
 def test_engines_of_deltas_have_the_extension_that_loads_them(tmp_path: Path, cpu_vllm: None) -> None:
     argv, _ = launch.command(config(tmp_path, kind="vllm", weight_transfer="delta"), 0)
-    assert flag(argv, "--worker-extension-cls") == "actors.servers.vllm_plugins.DeltaReload"
+    assert flag(argv, "--worker-extension-cls") == "actors.servers.vllm_worker.DeltaReload"
     assert "--weight-transfer-config" not in argv
 
 

@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from pydantic import ValidationError
 
 from actors.embedded.routes import application
-from actors.servers.lock import (
+from actors.servers.authorization import (
     CONTROL,
     DIGESTS,
     END,
@@ -31,7 +31,7 @@ from pipeline.config.rollouts import LEARNER_KEY, EngineConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.engine_addresses import EngineRegistry, engine_addresses
 from pipeline.runtime.engine_keys import LEARNER_DIGEST_FILE, find_digests, find_key, make_key_files
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.supervisor.inventory import Inventory, Node
 from pipeline.supervisor.plan import plan
 from pipeline.supervisor.processes import ProcessSpec, specs_of

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from actors.adapters.catalogue import ADAPTERS
-from actors.environments import Environment, Episode, Reply, Step, discovery
+from actors.environments import Environment, Episode, Reply, Step
+from actors.environments import plugins as discovery
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.schema import Task
 

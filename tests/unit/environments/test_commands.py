@@ -18,18 +18,18 @@ from actors.engine.base import Sampling
 from actors.engine.client import EngineClient
 from actors.env_commands.describe import details, entries, seeds_in_words
 from actors.env_commands.play import episode, play, sampling
-from actors.environments.discovery import find, names
 from actors.environments.host import EnvironmentHost
+from actors.environments.plugins import find, names
 from actors.rendering.renderer import Renderer
 from actors.rendering.tokenizer import load_tokenizer
-from actors.rollout.multi_turn import MultiTurn
+from actors.rollout.agent_loop import MultiTurn
 from learner.models.tiny import TinyOptions, write_tiny_model
 from pipeline.cli.app import app
 from pipeline.config.load import load
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError
+from pipeline.replay.demonstrations import read_demonstrations
 from pipeline.schema import Task
-from pipeline.store.demonstrations import read_demonstrations
 from tests.support.stub_engine import StubServer
 
 ROOT = Path(__file__).resolve().parents[3]

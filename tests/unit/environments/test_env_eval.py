@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from actors.engine.chat_endpoint import ChatAnswer, ChatEndpoint, base_url
+from actors.env_commands.chat_dialogue import reply_text, request_messages
 from actors.env_commands.evaluate import EvalRequest, evaluate, read_rows
-from actors.rollout.chat_policy import reply_text, request_messages
 from actors.tools.parsing.base import CallError
 from actors.tools.parsing.registry import FORMATS
 from pipeline.cli.app import app

@@ -19,11 +19,11 @@ from actors.env_commands.demonstrate import demonstrate
 from actors.env_commands.describe import shown
 from actors.env_commands.play import Typed, episode, play, sampling
 from actors.environments.host import EnvironmentHost
+from actors.metrics import ActorMetrics
 from actors.rollout.services import build_loop
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError
-from pipeline.metrics.actor import ActorMetrics
-from pipeline.metrics.base import CollectorRegistry
+from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.schema import Message, Task
 
 ROOT = Path(__file__).resolve().parents[3]

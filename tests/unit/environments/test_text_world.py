@@ -9,7 +9,7 @@ import yaml
 
 from actors.adapters.text_world import ALONE, Game, TextWorldExpress, describe, fold_of
 from actors.environments import Reply
-from actors.environments.discovery import build
+from actors.environments.plugins import build
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError
 

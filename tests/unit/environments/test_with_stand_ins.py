@@ -11,7 +11,7 @@ import pytest
 
 from actors.adapters import catalogue
 from actors.environments import Reply
-from actors.environments.discovery import build
+from actors.environments.plugins import build
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError
 

@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry
 from learner.checkpoints.best import BestKeeper, is_evaluated, keep_best
 from learner.checkpoints.checkpoint import CheckpointState, checkpoint_path, find_checkpoints, is_complete
 from learner.checkpoints.writer import CheckpointWriter
+from learner.metrics import LearnerMetrics
 from pipeline.config.evaluation import EvaluationConfig
-from pipeline.metrics.learner import LearnerMetrics
-from pipeline.runtime.contents import write_contents
+from pipeline.runtime.folders import write_contents
 
 
 def write(root: Path, updates: int, version: int | None = None) -> Path:

@@ -10,13 +10,12 @@ import orjson
 import pytest
 from rich.console import Console
 
-from pipeline.cli.viewer.progress import describe_evaluation
 from pipeline.config import RunConfig
 from pipeline.config.load import dump, loads
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.contents import write_contents
+from pipeline.runtime.folders import write_contents
 from pipeline.runtime.process import ExitCode
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.supervisor.evaluate import (
     EvaluationRequest,
     Weights,
@@ -27,6 +26,7 @@ from pipeline.supervisor.evaluate import (
 )
 from pipeline.supervisor.inventory import Inventory, Node
 from pipeline.supervisor.plan import plan
+from pipeline.views.progress import describe_evaluation
 from tests.support.damage import DAMAGES
 
 

@@ -10,13 +10,14 @@ import pytest
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.schema import SCHEMA_VERSION, Order, TrajectoryStatus
+from pipeline.schema.codec import encode_trajectory
+from pipeline.schema.orders import decode_order
 from pipeline.scorer.verdict import combine
 from pipeline.stage.core import StageCore
+from pipeline.store.effects import Evaluated, Send, UntrainedRollout
 from pipeline.store.evaluation_results import write_results
-from pipeline.store.journal import Evaluated, Send, UntrainedRollout
 from pipeline.store.records import GroupState
 from pipeline.store.store import ReplayStore
-from pipeline.transport.codec import decode_order, encode_trajectory
 from pipeline.transport.messages import Kind, WireMessage
 from tests.support.simulated_roles import rollout
 
@@ -392,7 +393,7 @@ def test_a_reward_function_of_whole_groups_never_waits_for_a_rollout_that_was_gi
 @pytest.mark.slow
 def test_the_curves_hold_the_evaluations(tmp_path: Any) -> None:
     pytest.importorskip("matplotlib", reason="install matplotlib to draw curves")
-    from pipeline.cli.viewer.plots import draw
+    from pipeline.views.plots import draw
 
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 1, "reward_mean": 0.5}\n{"step": 2, "reward_mean": 0.6}\n')

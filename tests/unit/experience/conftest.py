@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.config import RunConfig
-from pipeline.experience.experience import Experience
+from pipeline.replay.replay import Experience
 from pipeline.schema import Task
-from pipeline.store.experience_records import Fresh, PoolEntry, TaskRecord
+from pipeline.store.replay_records import Fresh, PoolEntry, TaskRecord
 from pipeline.tasks.sampler import TaskSampler
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.experience.difficulty import bucket_of, selected_rate
-from pipeline.experience.experience import Experience
+from pipeline.replay.difficulty import bucket_of, selected_rate
+from pipeline.replay.replay import Experience
 from pipeline.tasks.sampler import TaskSampler
 
 

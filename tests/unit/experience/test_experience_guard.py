@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.replay import EssGuardConfig
-from pipeline.experience.experience import Experience
-from pipeline.experience.mixing import RECOVERY, next_factor
+from pipeline.replay.mixing import RECOVERY, next_factor
+from pipeline.replay.replay import Experience
 from pipeline.tasks.sampler import TaskSampler
 
 BATCH = 8

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.learner import CheckpointConfig
-from pipeline.store.experience_records import Leave
+from pipeline.store.replay_records import Leave
 
 SEEDS = st.integers(0, 2**32)
 """Of a configuration and a history: drawn number by number, hypothesis would make most of them empty."""

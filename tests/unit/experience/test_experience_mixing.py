@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.replay import EssGuardConfig, ReplayConfig
-from pipeline.experience import mixing
-from pipeline.experience.experience import Experience
-from pipeline.experience.mixing import Mixing, next_factor
-from pipeline.experience.selection import Draws
+from pipeline.replay import mixing
+from pipeline.replay.mixing import Mixing, next_factor
+from pipeline.replay.replay import Experience
+from pipeline.replay.selection import Draws
 from pipeline.tasks.sampler import DrawOutcome, TaskSampler
 
 

@@ -7,9 +7,9 @@ import math
 import pytest
 
 from pipeline.errors import ConfigurationError
-from pipeline.experience import difficulty
-from pipeline.experience.experience import Experience
-from pipeline.store.experience_records import Leave
+from pipeline.replay import difficulty
+from pipeline.replay.replay import Experience
+from pipeline.store.replay_records import Leave
 from pipeline.tasks.sampler import TaskSampler
 
 

@@ -10,16 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.experience.experience import Experience
-from pipeline.experience.selection import (
-    TaskIndex,
-    choose,
-    draw_normal,
-    draw_uniform,
-    log_priority,
-    sampling_correction,
-)
-from pipeline.experience.sum_tree import Priorities
+from pipeline.replay.priorities import Priorities
+from pipeline.replay.replay import Experience
+from pipeline.replay.selection import TaskIndex, choose, draw_normal, draw_uniform, log_priority, sampling_correction
 from pipeline.tasks.sampler import TaskSampler
 
 CHI2_999 = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32, 8: 26.12, 9: 27.88, 10: 29.59}

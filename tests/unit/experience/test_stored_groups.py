@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pipeline.config.replay import ReplayConfig
-from pipeline.experience.experience import Experience
-from pipeline.experience.selection import Draws
-from pipeline.experience.stored_groups import StoredGroups
-from pipeline.store.experience_records import Leave, StoredGroup
+from pipeline.replay.replay import Experience
+from pipeline.replay.selection import Draws
+from pipeline.replay.stored_groups import StoredGroups
+from pipeline.store.replay_records import Leave, StoredGroup
 from pipeline.tasks.sampler import TaskSampler
 
 

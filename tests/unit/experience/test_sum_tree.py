@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.experience.sum_tree import Priorities, SumTree
+from pipeline.replay.priorities import Priorities, SumTree
 
 CHANGES = st.lists(st.tuples(st.integers(0, 60), st.one_of(st.none(), st.integers(1, 2**36))), min_size=1, max_size=120)
 LOGS = st.floats(-3000, 3000)

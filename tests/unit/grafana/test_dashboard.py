@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from actors.metrics import ActorMetrics
 from grafana.dashboard_lint import (
     ENGINE,
     NOT_SHOWN,
@@ -25,10 +26,9 @@ from grafana.dashboard_lint import (
 from grafana.declarations import ALERTS, BOARDS, RECORDS, Band, Board, Limit
 from grafana.generate import outputs, threshold_steps
 from grafana.prove import FOLDER
-from pipeline.metrics.actor import ActorMetrics
-from pipeline.metrics.base import CollectorRegistry, ProcessMetrics
-from pipeline.metrics.learner import LearnerMetrics
-from pipeline.metrics.replay import ReplayMetrics
+from learner.metrics import LearnerMetrics
+from pipeline.runtime.metrics import CollectorRegistry, ProcessMetrics
+from pipeline.stage.metrics import ReplayMetrics
 
 EVERY_BOARD = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from grafana.targets import file_sd, main, targets_of_run
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from pipeline.errors import ConfigurationError
 from pipeline.launchers.launcher import LAUNCHERS, Launch, launch, require_program
 from pipeline.runtime.plugins import load_main
 from pipeline.runtime.process import ADDRESS
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.supervisor.cluster import Cluster
 from pipeline.supervisor.inventory import Inventory, Node
 from pipeline.supervisor.plan import plan

@@ -18,7 +18,7 @@ from pipeline.config.explain import resolve
 from pipeline.config.load import load
 from pipeline.launchers.ray import RayCluster, engine_urls, inventory_of
 from pipeline.launchers.ray_placement import Keeper, claim_disk, has_disk
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.supervisor.inventory import VISIBLE
 from pipeline.supervisor.plan import plan
 

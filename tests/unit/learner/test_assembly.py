@@ -2,7 +2,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from learner.session import GroupAssembler
+from learner.process.session import GroupAssembler
 from pipeline.errors import TrainingError
 from pipeline.schema import GroupPlan, Task
 

@@ -17,12 +17,12 @@ from learner.checkpoints.checkpoint import (
 from learner.checkpoints.shards import set_random_state
 from learner.data.rows import Batch
 from learner.policy.policy import Policy
-from learner.recorder import MetricsLog
-from learner.role import choose_version
-from learner.session import LearnerProgress
+from learner.process.recorder import MetricsLog
+from learner.process.role import choose_version
+from learner.process.session import LearnerProgress
 from learner.training.trainer import Trainer
 from pipeline.errors import StoreError, TrainingError
-from pipeline.runtime.contents import CONTENTS, find_damage, write_contents
+from pipeline.runtime.folders import CONTENTS, find_damage, write_contents
 
 
 def trainer_of(kit, folder=None, **learner):
@@ -131,9 +131,9 @@ def test_a_kill_at_any_moment_leaves_the_older_checkpoint_readable(kit, tmp_path
         elif moment == "training":
             patch.setattr(torch, "save", die)
         elif moment == "sync":
-            patch.setattr("pipeline.runtime.atomic_folder.sync_tree", die)
+            patch.setattr("pipeline.runtime.folders.sync_tree", die)
         else:
-            patch.setattr("pipeline.runtime.atomic_folder.os.rename", die)
+            patch.setattr("pipeline.runtime.folders.os.rename", die)
         with pytest.raises(Killed):
             save_checkpoint(root, trainer, state_of(trainer), initial, keep=2)
     assert find_checkpoints(root) == [older]

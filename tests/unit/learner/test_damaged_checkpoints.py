@@ -16,7 +16,7 @@ from learner.checkpoints.checkpoint import (
 from learner.data.rows import Batch
 from learner.training.trainer import Trainer
 from pipeline.errors import DamagedFiles, FormatMismatch
-from pipeline.runtime.contents import damaged_folders, find_damage, write_contents
+from pipeline.runtime.folders import damaged_folders, find_damage, write_contents
 from tests.support.damage import DAMAGES, files_in, flip
 from tests.unit.learner.conftest import make_rows, run_config, tiny_policy
 

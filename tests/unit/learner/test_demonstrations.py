@@ -19,10 +19,10 @@ from learner.models.prepare import prepare_model
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.errors import ConfigurationError, StoreError
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema import Task
+from pipeline.schema.codec import encode_trajectory
 from pipeline.store.archive import ArchivedTrajectory, Header, write_archive
-from pipeline.transport.codec import encode_trajectory
 
 SEEDS = range(24)
 TURNS = [{"context_ids": [1, 2], "completion_ids": [3, 4], "logprobs": [-0.1, -0.2]},

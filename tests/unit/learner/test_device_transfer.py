@@ -20,7 +20,7 @@ from learner.weights.publisher import Publisher, published_versions, write_weigh
 from learner.weights.vllm_transfer import VllmTransferLoader
 from pipeline.config.learner import PublishConfig
 from pipeline.errors import EngineRefused, EngineUnavailable
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from tests.support.fake_engine import FakeEngine, running
 from tests.support.nccl_endpoint import BroadcastEndpoint, NcclPeer, work_of
 

@@ -12,7 +12,7 @@ from learner.advantages.estimate import with_advantages
 from learner.data.rows import Batch, Group, TokenScores, build_batch
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
-from pipeline.config.algorithm import AdvantageConfig
+from pipeline.config.advantages import AdvantageConfig
 from pipeline.schema import TokenSpan, Trajectory
 
 

@@ -22,26 +22,27 @@ from learner.checkpoints.best import BestKeeper
 from learner.checkpoints.checkpoint import find_checkpoints, read_state
 from learner.models.info import ModelInfo
 from learner.policy.policy import Policy
-from learner.recorder import MetricsLog
-from learner.role import serve as serve_learner
+from learner.process.recorder import MetricsLog
+from learner.process.role import serve as serve_learner
 from learner.training.trainer import Trainer
 from learner.weights import nccl_transfer, vllm_transfer
 from learner.weights import publisher as publisher_module
 from learner.weights.device_weights import DeviceWeights
 from pipeline.config import RunConfig
 from pipeline.errors import DamagedFiles
-from pipeline.metrics.learner import STAGES
+from pipeline.runtime.metrics import STAGES
 from pipeline.runtime.process import ExitCode, RoleContext, _explain
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.progress import RoleState
+from pipeline.runtime.run_directory import RunDirectory
+from pipeline.runtime.weights import WITHDRAWN
 from pipeline.schema import SCHEMA_VERSION, FinishReason, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.schema import Message as ChatMessage
-from pipeline.schema.state import RoleState
-from pipeline.schema.weight_stamp import WITHDRAWN
+from pipeline.schema.codec import encode_trajectory
+from pipeline.schema.orders import decode_order
 from pipeline.stage.role import serve as serve_stage
 from pipeline.store.evaluation_results import read_results
 from pipeline.store.ledger import read_ledger
 from pipeline.supervisor.history import describe_disk, disk_usage, remove_published
-from pipeline.transport.codec import decode_order, encode_trajectory
 from pipeline.transport.messages import EventKind, Kind, WireMessage
 from tests.support.damage import flip
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork

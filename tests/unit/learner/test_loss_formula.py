@@ -11,7 +11,7 @@ from learner.losses.base import ClipRange, LossRules
 from learner.losses.loss import LossTokens, policy_loss
 from learner.losses.policy_losses import loss_rules
 from learner.observability.statistics import LOG_RATIO_MAX
-from pipeline.config.algorithm import ImportanceConfig, LossConfig
+from pipeline.config.losses import ImportanceConfig, LossConfig
 
 
 def rules(dual_clip=3.0, off_policy="clip", **given) -> LossRules:

@@ -14,7 +14,7 @@ from learner.data.microbatch import collate, plan_microbatches, token_offsets, t
 from learner.data.rows import TokenScores, build_batch, trajectory_rows
 from learner.observability.statistics import Mean, TokenValues, Weights, batch_statistics, source_statistics
 from learner.training.optimizer import learning_rate
-from pipeline.config.algorithm import AdvantageConfig
+from pipeline.config.advantages import AdvantageConfig
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import TrainingError
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from learner.metrics import LearnerMetrics
 from learner.weights import engine_keeper
 from learner.weights import publisher as publisher_module
 from learner.weights.engine_control import EngineControl
@@ -17,13 +18,12 @@ from learner.weights.publisher import Publisher, make_publisher, published_versi
 from pipeline.config import RunConfig
 from pipeline.config.learner import PublishConfig
 from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable
-from pipeline.metrics.base import CollectorRegistry
-from pipeline.metrics.learner import LearnerMetrics
 from pipeline.runtime import progress
-from pipeline.runtime.contents import find_damage, write_contents
 from pipeline.runtime.engine_keys import make_key_files
+from pipeline.runtime.folders import find_damage, write_contents
 from pipeline.runtime.http import HttpClient
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.metrics import CollectorRegistry
+from pipeline.runtime.run_directory import RunDirectory
 from tests.support.damage import DAMAGES
 from tests.support.fake_engine import FakeEngine, running
 

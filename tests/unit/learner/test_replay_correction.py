@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 import learner.training.optimizer_step
-from learner.batches import ReplayChoice
 from learner.data.microbatch import Form
 from learner.data.rows import Batch, StoredRollout, trajectory_rows
 from learner.distributed.ranks import Alone
-from learner.recorder import trained_facts
+from learner.process.batches import ReplayChoice
+from learner.process.recorder import trained_facts
 from learner.training.trainer import Trainer
 from pipeline.config.replay import EssGuardConfig
-from pipeline.experience.mixing import SHRINK, next_factor
+from pipeline.replay.mixing import SHRINK, next_factor
 from tests.unit.packing.conftest import PACKED, SHARED, grouped_rows
 from tests.unit.ranks.test_divided_gradients import OneOf
 

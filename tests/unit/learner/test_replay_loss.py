@@ -15,9 +15,9 @@ from learner.losses.loss import LossTokens, policy_loss, second_moment_mask, ste
 from learner.losses.options import Shaped
 from learner.losses.policy_losses import loss_rules
 from learner.observability.statistics import Weights
-from pipeline.config.algorithm import ImportanceConfig, LossConfig
+from pipeline.config.losses import ImportanceConfig, LossConfig
 from pipeline.config.replay import ReplayConfig
-from pipeline.experience.difficulty import selected_rate
+from pipeline.replay.difficulty import selected_rate
 
 FORMS = ("clip", "shaped", "second_moment")
 F = torch.float64

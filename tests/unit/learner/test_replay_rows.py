@@ -14,12 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from learner.advantages.estimate import with_advantages
-from learner.batches import TRAINING_PASSES, CandidateScorer, CandidateScores, choose_replays, ranked
 from learner.checkpoints.checkpoint import CheckpointState
 from learner.data.rows import Group, StoredRollout, TokenScores, Trained, TrainedGroup, build_batch, trajectory_rows
-from learner.recorder import trained_facts
-from learner.session import GroupAssembler
-from pipeline.config.algorithm import AdvantageConfig
+from learner.process.batches import TRAINING_PASSES, CandidateScorer, CandidateScores, choose_replays, ranked
+from learner.process.recorder import trained_facts
+from learner.process.session import GroupAssembler
+from pipeline.config.advantages import AdvantageConfig
 from pipeline.config.replay import ReplayConfig
 from pipeline.errors import Interrupted, TrainingError
 from pipeline.schema import GroupPlan, Guidance, Task

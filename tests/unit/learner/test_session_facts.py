@@ -8,14 +8,15 @@ import pytest
 
 from learner.checkpoints.checkpoint import FORMAT, CheckpointState, read_state, save_checkpoint
 from learner.data.rows import Trained, TrainedGroup
-from learner.role import load
-from learner.session import LearnerProgress, LearnerSession
-from pipeline.config.learner import GroupsConfig
+from learner.process.role import load
+from learner.process.session import LearnerProgress, LearnerSession
+from pipeline.config.stage import GroupsConfig
 from pipeline.errors import TrainingError, WireError
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema import GroupPlan, Task
-from pipeline.transport.codec import encode_plan, encode_trajectory
-from pipeline.transport.messages import Event, EventKind, Kind, Limits, WireMessage
+from pipeline.schema.codec import Limits, encode_trajectory
+from pipeline.schema.orders import encode_plan
+from pipeline.transport.messages import Event, EventKind, Kind, WireMessage
 from tests.unit.learner.test_learner_role import config_of
 
 FACTS = Trained(

@@ -11,11 +11,11 @@ import torch
 
 from learner.data.rows import Group, StoredRollout, build_batch
 from learner.policy.policy import Policy
-from learner.traces import Tracer, UpdateTokens, drawn, tracing
+from learner.process.traces import Tracer, UpdateTokens, drawn, tracing
 from learner.training.trainer import Trainer
 from pipeline.config.evaluation import TracesConfig
+from pipeline.schema.codec import decode_trajectory
 from pipeline.store.traces import Flag, TraceWriter, scan_traces, trace_files
-from pipeline.transport.codec import decode_trajectory
 
 
 def trainer_of(kit, **learner) -> Trainer:

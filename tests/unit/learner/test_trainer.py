@@ -9,7 +9,7 @@ from learner.advantages.estimate import with_advantages
 from learner.data.rows import Batch, TokenScores, build_batch, trajectory_rows
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
-from pipeline.config.algorithm import AdvantageConfig
+from pipeline.config.advantages import AdvantageConfig
 from pipeline.errors import Interrupted, TrainingError
 from pipeline.schema import FinishReason, Message, TokenSpan, Turn
 

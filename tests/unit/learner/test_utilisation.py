@@ -8,12 +8,12 @@ from prometheus_client import CollectorRegistry
 
 from learner.data.microbatch import Form
 from learner.data.rows import Batch
+from learner.metrics import LearnerMetrics
 from learner.observability.timing import StepTimes, Stopwatch, utilisation
 from learner.policy.policy import Policy, peak_flops
-from learner.recorder import Update, record_step, step_line
+from learner.process.recorder import Update, record_step, step_line
 from learner.training.trainer import Trainer
 from pipeline.config.learner import LoraConfig
-from pipeline.metrics.learner import LearnerMetrics
 
 
 def trainer_with(kit, advantages=(1.0, -1.0, 0.5), **options):

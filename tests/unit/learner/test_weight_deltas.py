@@ -20,10 +20,9 @@ from learner.weights.engine_keeper import Target
 from learner.weights.publisher import CheckedLoader, FolderLoader, published_versions
 from pipeline.config import RunConfig
 from pipeline.errors import DeltaMismatch, EngineRefused
-from pipeline.runtime.contents import find_damage
-from pipeline.runtime.rundir import RunDirectory
-from pipeline.runtime.weight_delta import Weight, apply_deltas, read_delta, write_delta
-from pipeline.schema.weight_stamp import UNSTAMPED, WITHDRAWN, write_stamp
+from pipeline.runtime.folders import find_damage
+from pipeline.runtime.run_directory import RunDirectory
+from pipeline.runtime.weights import UNSTAMPED, WITHDRAWN, Weight, apply_deltas, read_delta, write_delta, write_stamp
 from pipeline.supervisor.history import remove_published
 from tests.support.damage import DAMAGES
 

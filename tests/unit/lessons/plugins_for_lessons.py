@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from pipeline.experience.memory import Lesson
+from pipeline.lessons.store import Lesson
 
 hanging = threading.Event()
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import StoreError
-from pipeline.experience.memory import Memory, tidy
+from pipeline.lessons.store import Memory, tidy
 
 TEXT = st.text(max_size=80)
 WORDS = st.lists(
@@ -93,7 +93,7 @@ def test_only_the_newest_are_held_and_each_of_them_is_found(tmp_path_factory, hi
 
 def test_what_was_added_survives_a_kill_and_two_processes_share_the_file(path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from pipeline.experience.memory import Memory\n"
+        "import sys; from pathlib import Path; from pipeline.lessons.store import Memory\n"
         "m = Memory(Path(sys.argv[1]), capacity=10**6, characters_max=100)\n"
         "for i in range(10**6):\n"
         "    m.add(f'guess {i}', [f'lesson {sys.argv[2]} {i}']); print(i, flush=True)\n"

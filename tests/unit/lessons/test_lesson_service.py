@@ -11,17 +11,18 @@ from typing import Any
 import anyio
 import pytest
 
-from pipeline.config.replay import LessonsConfig
+from pipeline.config.lessons import LessonsConfig
 from pipeline.errors import TransportError
-from pipeline.experience.memory import Memory
-from pipeline.experience.memory_service import GROUPS_MAX, RECALLS_MAX, MemoryService
-from pipeline.experience.memory_writer import MemoryWriter
-from pipeline.metrics.base import CollectorRegistry
-from pipeline.metrics.replay import ReplayMetrics
+from pipeline.lessons.service import GROUPS_MAX, RECALLS_MAX, MemoryService
+from pipeline.lessons.store import Memory
+from pipeline.lessons.writer import MemoryWriter
+from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.schema import Trajectory
-from pipeline.store.journal import Finished, Send
-from pipeline.transport.codec import encode_trajectory
-from pipeline.transport.messages import Frames, Kind, Limits
+from pipeline.schema.codec import Limits, encode_trajectory
+from pipeline.schema.record_file import Frames
+from pipeline.stage.metrics import ReplayMetrics
+from pipeline.store.effects import Finished, Send
+from pipeline.transport.messages import Kind
 
 MakePlayed = Callable[..., Trajectory]
 PLUGINS = str(Path(__file__).parent / "plugins_for_lessons.py")

@@ -8,10 +8,10 @@ from typing import Any
 import anyio
 import pytest
 
-from pipeline.config.replay import LessonsConfig
+from pipeline.config.lessons import LessonsConfig
 from pipeline.errors import ConfigurationError
-from pipeline.experience.memory import close_source
-from pipeline.experience.memory_service import MAKE_SOURCE
+from pipeline.lessons.service import MAKE_SOURCE
+from pipeline.lessons.store import close_source
 from pipeline.runtime.plugins import load_main
 
 PLUGINS = str(Path(__file__).parent / "plugins_for_lessons.py")
@@ -57,7 +57,7 @@ def test_run_files_that_name_no_source_are_refused(section: dict[str, Any], word
 async def test_closing_is_given_up_and_never_raises(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pipeline.experience.memory.CLOSE_SECONDS_MAX", 0.01)
+    monkeypatch.setattr("pipeline.lessons.store.CLOSE_SECONDS_MAX", 0.01)
     source = make(f"{PLUGINS}:Remembers")
 
     async def fail() -> None:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.replay import LessonsConfig
+from pipeline.config.lessons import LessonsConfig
 from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout
-from pipeline.experience.memory import task_text
-from pipeline.experience.memory_writer import THREADS_MAX, MemoryWriter, contrast
+from pipeline.lessons.store import task_text
+from pipeline.lessons.writer import THREADS_MAX, MemoryWriter, contrast
 from pipeline.schema import Guidance, Trajectory
 
 MakePlayed = Callable[..., Trajectory]

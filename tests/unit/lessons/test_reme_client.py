@@ -11,11 +11,11 @@ import anyio
 import pytest
 from aiohttp import web
 
+from actors.adapters.reme import RemeSource
 from actors.environments.plugins import make_source
-from actors.rollout.reme import RemeSource
-from pipeline.config.replay import LessonsConfig
+from pipeline.config.lessons import LessonsConfig
 from pipeline.errors import ConfigurationError, EngineProtocolError, EngineUnavailable
-from pipeline.experience.memory import Lesson
+from pipeline.lessons.store import Lesson
 from pipeline.schema import Guidance, Trajectory
 
 MakePlayed = Callable[..., Trajectory]
@@ -131,7 +131,7 @@ async def test_a_service_that_is_late_is_given_up_and_asked_again() -> None:
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], words: str) -> None:
-    section = LessonsConfig(enabled=True, source="actors.rollout.reme:RemeSource", source_options=options)
+    section = LessonsConfig(enabled=True, source="actors.adapters.reme:RemeSource", source_options=options)
     with pytest.raises(ConfigurationError, match=words) as error:
         make_source(section)
     assert str(error.value).startswith("lessons.source")

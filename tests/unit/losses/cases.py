@@ -12,7 +12,7 @@ from learner.losses.base import ClipRange, LossRules
 from learner.losses.loss import LossTokens, OtherRows
 from learner.losses.options import POLICIES
 from learner.losses.policy_losses import loss_rules
-from pipeline.config.algorithm import ImportanceConfig, LossConfig
+from pipeline.config.losses import ImportanceConfig, LossConfig
 from tests.unit.losses.slow import Token
 
 POISON = (math.nan, math.inf, -math.inf)

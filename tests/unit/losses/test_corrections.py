@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from learner.losses.loss import REASONS, policy_loss
-from pipeline.config.algorithm import MaskConfig
+from pipeline.config.losses import MaskConfig
 from tests.unit.losses.cases import rules_of, tensors
 from tests.unit.losses.slow import Token
 

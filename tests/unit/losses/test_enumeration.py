@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.replay_bias import CHOICES, SPREADS, Chain, measure
 from learner.advantages.estimators import rloo
-from pipeline.config.algorithm import AdvantageConfig
+from pipeline.config.advantages import AdvantageConfig
 
 NAMED = {choice.name: choice for choice in CHOICES}
 UNBIASED = [choice for choice in CHOICES if "no bound" in choice.name and not choice.successes]

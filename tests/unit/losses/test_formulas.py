@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from learner.losses.loss import policy_loss
 from learner.losses.options import SoftCorrection, TokenCorrection, TruncatedCorrection
 from learner.losses.policy_losses import LOSSES, binary_kl, binary_tv
-from pipeline.config.algorithm import MaskConfig
+from pipeline.config.losses import MaskConfig
 from tests.unit.losses.cases import POISON, hostile, poisoned, rules_of, tensors
 from tests.unit.losses.slow import Token, slow_loss
 

@@ -12,7 +12,7 @@ from learner.losses.loss import REASONS
 from learner.losses.policy_losses import LOSSES
 from learner.observability.timing import StepTimes
 from learner.policy.policy import Policy
-from learner.recorder import Update, step_line
+from learner.process.recorder import Update, step_line
 from learner.training.trainer import Trainer
 from pipeline.errors import TrainingError
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from learner.losses.loss import KLController, kl_penalty, kl_terms
-from pipeline.config.algorithm import LossConfig
+from pipeline.config.losses import LossConfig
 from pipeline.errors import TrainingError
 
 logits = st.lists(st.floats(-3, 3), min_size=2, max_size=6)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from learner.losses.base import ClipRange
 from learner.losses.loss import policy_loss
 from learner.losses.policy_losses import loss_rules, needed_scores, policy_loss_of
-from pipeline.config.algorithm import ImportanceConfig, LossConfig
+from pipeline.config.losses import ImportanceConfig, LossConfig
 from pipeline.errors import ConfigurationError, TrainingError
 from tests.unit.losses.cases import rules_of, tensors
 from tests.unit.losses.slow import Token

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from learner.recorder import NUMBERS
-from pipeline.metrics import base
-from pipeline.metrics.actor import ActorMetrics
-from pipeline.metrics.base import ProcessMetrics, ProgressMetrics
-from pipeline.metrics.learner import LearnerMetrics
-from pipeline.metrics.replay import ReplayMetrics
+from actors.metrics import ActorMetrics
+from learner.metrics import LearnerMetrics
+from learner.process.recorder import NUMBERS
+from pipeline.runtime import metrics as base
+from pipeline.runtime.metrics import ProcessMetrics, ProgressMetrics
 from pipeline.schema.counters import Count
-from pipeline.store.experience_records import Leave
+from pipeline.stage.metrics import ReplayMetrics
 from pipeline.store.records import CancelReason, Drop, OrderState
+from pipeline.store.replay_records import Leave
 
 EXPORTED = Path(__file__).with_name("exported.txt").read_text().splitlines()
 """Kind, name and labels of every metric, then every key of a line in ``metrics.jsonl``: what others read by name."""

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from pipeline.metrics.server import CONNECTIONS_MAX, SHARE_MAX, MetricsServer
+from pipeline.runtime.metrics_server import CONNECTIONS_MAX, SHARE_MAX, MetricsServer
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from learner.data.rows import Batch
+from learner.metrics import LearnerMetrics
 from learner.observability.statistics import Mean, TokenValues, batch_statistics
 from learner.observability.timing import StepTimes
-from learner.recorder import Update, record_step, step_line
+from learner.process.recorder import Update, record_step, step_line
 from learner.training.report import CriticReport, StepReport
-from pipeline.metrics.learner import LearnerMetrics
 
 CRITIC = CriticReport(loss=0.25, clip_ratio=0.1, grad_norm=3.0, explained_variance=0.75)
 NONE = dict.fromkeys(("loss", "gradient", "ratio", "value"), 0)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import learner.observability.timing
 from learner.observability.timing import LoopClock, StepTimes, Stopwatch
-from pipeline.metrics.learner import STAGES
+from pipeline.runtime.metrics import STAGES
 
 TRAINED = ("choose", "prepare", "forward", "backward", "optimize")
 

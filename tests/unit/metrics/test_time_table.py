@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from pipeline.cli.viewer.progress import spent, stage_times
-from pipeline.metrics.learner import STAGES
+from pipeline.runtime.metrics import STAGES
+from pipeline.views.progress import spent, stage_times
 
 
 def line(step, published=(), saved=(), **stages):

@@ -17,7 +17,7 @@ from learner.models.info import ModelInfo
 from learner.models.prepare import prepare_model
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, DamagedFiles, Interrupted
-from pipeline.runtime.contents import find_damage, write_contents
+from pipeline.runtime.folders import find_damage, write_contents
 from tests.support.damage import DAMAGES, flip
 
 MADE_FROM = {"size": 3}

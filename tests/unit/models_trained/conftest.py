@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import learner.checkpoints.checkpoint as checkpoints
-from learner.build import make_trainer
 from learner.checkpoints.checkpoint import find_checkpoints, restore_training
 from learner.data.rows import Batch, TokenScores
 from learner.policy.policy import Policy
+from learner.process.build import make_trainer
 from pipeline.config.learner import LoraConfig
 from tests.unit.learner.conftest import _one_thread, kit, learner_config, make_rows, run_config, tiny_model
 

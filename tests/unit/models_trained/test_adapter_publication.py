@@ -8,12 +8,12 @@ from peft import PeftModel
 from pydantic import ValidationError
 
 from actors.servers.vllm import vllm_command
+from learner.metrics import LearnerMetrics
 from learner.policy.policy import Policy
 from learner.weights.publisher import make_publisher, weights_to_publish
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
-from pipeline.metrics.learner import LearnerMetrics
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from tests.unit.learner.conftest import learner_config, tiny_model
 
 

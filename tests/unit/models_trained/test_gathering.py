@@ -26,7 +26,7 @@ def needs(monkeypatch):
 
     def ask(*names):
         monkeypatch.setattr("learner.training.trainer.needed_scores", lambda config: frozenset(names))
-        monkeypatch.setattr("learner.build.needed_scores", lambda config: frozenset(names))
+        monkeypatch.setattr("learner.process.build.needed_scores", lambda config: frozenset(names))
 
     return ask
 

@@ -40,7 +40,7 @@ def test_resumed_training_equals_uninterrupted_bit_for_bit(
 ):
     learner_section, names = KINDS[kind]
     monkeypatch.setattr("learner.training.trainer.needed_scores", lambda config: frozenset(names))
-    monkeypatch.setattr("learner.build.needed_scores", lambda config: frozenset(names))
+    monkeypatch.setattr("learner.process.build.needed_scores", lambda config: frozenset(names))
     adaptive = {"kl": "loss", "kl_controller": {"name": "adaptive", "horizon": 10}, "kl_coef": 0.1}
     loss = adaptive if kind == "adaptive KL" else {}
     config = config_of({"minibatches": 2, "schedule": "cosine", **learner_section}, loss=loss)

@@ -7,10 +7,10 @@ from prometheus_client import CollectorRegistry
 
 from learner.checkpoints.checkpoint import CheckpointState, find_checkpoints, read_state, restore_training, take_image
 from learner.checkpoints.writer import CheckpointWriter
+from learner.metrics import LearnerMetrics
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
 from pipeline.errors import TrainingError
-from pipeline.metrics.learner import LearnerMetrics
 from tests.unit.learner.conftest import run_config, tiny_policy
 from tests.unit.models_trained.conftest import Disk
 
@@ -127,7 +127,7 @@ async def test_a_stop_does_not_wait_for_a_hanging_disk(trainer, initial, tmp_pat
 
 
 def test_an_image_shares_no_memory_with_the_trainer(initial, resume, config_of, train, monkeypatch):
-    monkeypatch.setattr("learner.build.needed_scores", lambda config: frozenset({"reference", "values"}))
+    monkeypatch.setattr("learner.process.build.needed_scores", lambda config: frozenset({"reference", "values"}))
     monkeypatch.setattr("learner.training.trainer.needed_scores", lambda config: frozenset({"reference", "values"}))
     learner_section = {"lora": {"rank": 2}, "ema_decay": 0.9, "reference": {"refresh_every": 1}}
     trainer = resume(config_of(learner_section), initial)

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from learner.checkpoints.checkpoint import find_checkpoints, read_state
-from learner.session import LearnerSession
+from learner.process.session import LearnerSession
 from pipeline.store.ledger import read_ledger
 from tests.support.damage import flip
 from tests.unit.learner.test_learner_role import kill_after, world

@@ -4,8 +4,8 @@ import threading
 
 import anyio.to_thread
 
-from learner.batches import Prefetcher, needs_scores
-from learner.session import LearnerSession
+from learner.process.batches import Prefetcher, needs_scores
+from learner.process.session import LearnerSession
 from learner.training.trainer import Trainer
 from pipeline.store.queries import reading
 from pipeline.store.store import store_path

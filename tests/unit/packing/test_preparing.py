@@ -3,7 +3,7 @@
 import anyio
 import pytest
 
-from learner.batches import Prefetcher, make_batch, needs_scores
+from learner.process.batches import Prefetcher, make_batch, needs_scores
 from pipeline.config.replay import ReplayConfig
 
 CONFIG = ReplayConfig()

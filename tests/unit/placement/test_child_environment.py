@@ -22,7 +22,7 @@ from pipeline.config.explain import resolve
 from pipeline.config.load import load
 from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.process import ExitCode
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.supervisor.inventory import VISIBLE, Inventory, Node
 from pipeline.supervisor.plan import plan
 from pipeline.supervisor.processes import specs_of

@@ -10,13 +10,13 @@ import pytest
 from pipeline.config import RunConfig
 from pipeline.config.explain import show
 from pipeline.errors import StoreError
-from pipeline.experience.archive_transfer import Importer, export_run
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.replay.report import examine_run
+from pipeline.replay.transfer import Importer, export_run
+from pipeline.runtime.run_directory import RunDirectory
+from pipeline.schema.codec import decode_trajectory
 from pipeline.stage.core import StageCore
-from pipeline.store.experience_report import examine_run
 from pipeline.store.ledger import read_ledger
 from pipeline.store.store import ReplayStore, store_path
-from pipeline.transport.codec import decode_trajectory
 
 SECTIONS: dict[str, Any] = {
     "groups": {"n_rollout": 4, "groups_per_step": 2},

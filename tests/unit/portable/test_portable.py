@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigurationError
-from pipeline.experience.archive_transfer import export_run
+from pipeline.replay.transfer import export_run
 from pipeline.schema import VersionSpan
+from pipeline.schema.codec import encode_trajectory
 from pipeline.stage.core import StageCore
 from pipeline.store.archive import ArchivedTrajectory, Header, write_archive
 from pipeline.store.store import ReplayStore
-from pipeline.transport.codec import encode_trajectory
 from tests.unit.portable.conftest import build, demonstration, pooled, write_lines
 
 

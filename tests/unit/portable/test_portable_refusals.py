@@ -10,12 +10,12 @@ import orjson
 import pytest
 
 from pipeline.errors import ConfigurationError, StoreError
-from pipeline.experience.archive_transfer import export_run
+from pipeline.replay.transfer import export_run
+from pipeline.schema import record_file as frames
+from pipeline.schema.codec import Limits
 from pipeline.store import archive
 from pipeline.store.archive import ArchivedTrajectory, Header, read_archive, write_archive
 from pipeline.store.store import ReplayStore
-from pipeline.transport import frames
-from pipeline.transport.messages import Limits
 from tests.unit.portable.conftest import demonstration, exported, refuses_unharmed, write_lines
 
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from actors.adapters.games import NumberGuess
-from afterplay import Environment, Episode, Task
+from actors.environments.base import Environment, Episode
 from afterplay.run_file import assignments, read_run_file
 from pipeline.config.load import load, loads
 from pipeline.errors import ConfigurationError
+from pipeline.schema.trajectory import Task
 
 SECTIONS: dict[str, Any] = {
     "run": {"name": "bank", "total_steps": 3},

@@ -16,7 +16,7 @@ import afterplay
 from afterplay.commands import load
 from afterplay.run import Run, reason_in
 from pipeline.errors import AfterplayError, ConfigurationError, RunFailed
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.store.queries import Span
 from pipeline.supervisor.run import run_lock
 from tests.unit.show.making import make_run

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from learner.build import make_critic, make_policy, make_trainer
 from learner.checkpoints.checkpoint import CheckpointState, restore_training, save_checkpoint
 from learner.data.microbatch import collate
 from learner.data.rows import Batch
@@ -20,6 +19,7 @@ from learner.distributed.ranks import Interrupt
 from learner.models.model_folder import ModelFolder
 from learner.policy.fsdp import norms_of
 from learner.policy.policy import Policy
+from learner.process.build import make_critic, make_policy, make_trainer
 from pipeline.errors import ConfigurationError
 
 SHAPE = {"vocab_size": 23, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from learner.distributed.collectives import ProcessRank
-from learner.rank_processes import RankZero
+from learner.process.rank_processes import RankZero
 from pipeline.errors import TrainingError
 
 NAMED = "the learner has lost a rank: rank 1 ended (killed by SIGKILL)"
@@ -31,9 +31,9 @@ class DyingGroup:
 @pytest.fixture
 def rank_zero(kit, monkeypatch):
     group = DyingGroup()
-    monkeypatch.setattr("learner.rank_processes.join", lambda *_: None)
-    monkeypatch.setattr("learner.rank_processes.RankGroup", lambda *_: group)
-    monkeypatch.setattr("learner.rank_processes.HEARTBEAT_SECONDS", 0.0)
+    monkeypatch.setattr("learner.process.rank_processes.join", lambda *_: None)
+    monkeypatch.setattr("learner.process.rank_processes.RankGroup", lambda *_: group)
+    monkeypatch.setattr("learner.process.rank_processes.HEARTBEAT_SECONDS", 0.0)
     rank_zero = RankZero(kit.run_config(), ProcessRank(0, 2))
     rank_zero._children[1] = SimpleNamespace(end=group.end_of_child)
     yield rank_zero

@@ -2,8 +2,8 @@
 
 import pytest
 
-from learner.build import make_trainer
 from learner.distributed.collectives import ProcessRank, process_rank
+from learner.process.build import make_trainer
 from pipeline.errors import ConfigurationError
 
 

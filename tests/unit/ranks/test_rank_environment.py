@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from learner.distributed.collectives import ProcessRank, process_rank
-from learner.rank_processes import RankZero
+from learner.process.rank_processes import RankZero
 
 STAND_IN = """#!{python} -IS
 import json, os, sys
@@ -36,15 +36,15 @@ def test_ranks_see_the_gpus_of_the_learner_and_take_their_own(kit, tmp_path: Pat
         return "a device"
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-b,6")
-    monkeypatch.setattr("learner.rank_processes.module_command", lambda *words: [str(program), *words])
-    monkeypatch.setattr("learner.rank_processes.join", until_started)
-    monkeypatch.setattr("learner.rank_processes.RankGroup", lambda *_: SimpleNamespace())
+    monkeypatch.setattr("learner.process.rank_processes.module_command", lambda *words: [str(program), *words])
+    monkeypatch.setattr("learner.process.rank_processes.join", until_started)
+    monkeypatch.setattr("learner.process.rank_processes.RankGroup", lambda *_: SimpleNamespace())
     rank_zero = RankZero(kit.run_config({"ranks": 3}), ProcessRank())
     rank_zero._close(wait_seconds=0)
     os.close(ready)
     for rank in (1, 2):
         found = orjson.loads((tmp_path / str(rank)).read_bytes())
-        assert found["argv"][:3] == ["learner.rank_processes", str(rank), "3"]
+        assert found["argv"][:3] == ["learner.process.rank_processes", str(rank), "3"]
         assert found["environment"]["CUDA_VISIBLE_DEVICES"] == "4,GPU-b,6"
         assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & found["environment"].keys()
 

@@ -11,11 +11,11 @@ import torch
 import yaml
 
 from actors.environments.base import Reply, Step
-from actors.environments.discovery import build
+from actors.environments.plugins import build
 from learner.losses.loss import policy_loss
 from learner.losses.policy_losses import loss_rules
-from pipeline.config.algorithm import ImportanceConfig, LossConfig
 from pipeline.config.load import load
+from pipeline.config.losses import ImportanceConfig, LossConfig
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.schema import Task
 from tests.unit.losses.cases import tensors

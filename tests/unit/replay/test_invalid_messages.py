@@ -12,14 +12,14 @@ import orjson
 import pytest
 
 from pipeline.errors import AfterplayError, WireError
-from pipeline.metrics.replay import FAULTS
 from pipeline.schema import SCHEMA_VERSION
+from pipeline.schema.codec import Limits, encode_trajectory
 from pipeline.stage.groups import REASON_CHARACTERS_MAX
+from pipeline.stage.metrics import FAULTS
 from pipeline.store.store import ReplayStore
 from pipeline.tasks.splits import decode_splits
-from pipeline.transport.codec import decode_message, encode_message, encode_trajectory
 from pipeline.transport.hub import Peers, Reaction
-from pipeline.transport.messages import EventKind, Kind, Limits, MessageFault, WireMessage
+from pipeline.transport.messages import EventKind, Kind, MessageFault, WireMessage, decode_message, encode_message
 from tests.support.hostile_traffic import HELLO_OF_AN_ACTOR, as_json, messages, mutated_frames, values
 from tests.support.simulated_roles import rollout
 from tests.unit.replay.test_replay_core import Stage, started

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.stage.learner_control import VERSIONS_AHEAD_MAX
-from pipeline.store.journal import Send
+from pipeline.store.effects import Send
 from pipeline.transport.messages import Kind
 from tests.unit.replay.test_replay_core import Stage, started, train
 

@@ -9,12 +9,14 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.schema import SCHEMA_VERSION, Order, TrajectoryStatus
+from pipeline.schema.codec import encode_trajectory
+from pipeline.schema.orders import decode_order
 from pipeline.scorer.verdict import combine
 from pipeline.stage.core import StageCore
-from pipeline.store.journal import Changes, Score, Send
+from pipeline.store.effects import Score, Send
+from pipeline.store.journal import Changes
 from pipeline.store.ledger import Ledger, build_ledger
 from pipeline.store.records import GroupState
-from pipeline.transport.codec import decode_order, encode_trajectory
 from pipeline.transport.messages import Kind, WireMessage
 from tests.support.simulated_roles import rollout
 

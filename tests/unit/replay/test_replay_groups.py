@@ -10,18 +10,19 @@ import numpy as np
 import pytest
 
 from pipeline.config import RunConfig
-from pipeline.experience.archive_transfer import PoolWriter
+from pipeline.replay.report import examine_run
+from pipeline.replay.transfer import PoolWriter
 from pipeline.schema import SCHEMA_VERSION, Guidance, Order, Task
+from pipeline.schema.codec import decode_trajectory, encode_trajectory
+from pipeline.schema.orders import decode_plan
 from pipeline.schema.trajectory import Trajectory
 from pipeline.scorer.verdict import combine
 from pipeline.stage import core
 from pipeline.stage.core import StageCore
-from pipeline.store.experience_report import examine_run
-from pipeline.store.journal import Send
+from pipeline.store.effects import Send
 from pipeline.store.ledger import read_ledger
 from pipeline.store.records import facts_of
 from pipeline.store.store import ReplayStore
-from pipeline.transport.codec import decode_plan, decode_trajectory, encode_trajectory
 from pipeline.transport.messages import Kind, WireMessage
 from tests.support.simulated_roles import rollout
 

@@ -13,7 +13,7 @@ import pytest
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.process import RoleContext
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.stage.role import serve
 from pipeline.store.ledger import read_ledger
 from pipeline.transport.messages import MessageFault

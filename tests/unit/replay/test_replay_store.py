@@ -15,8 +15,8 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import StoreError
-from pipeline.runtime import disk_wait
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime import disk as disk_wait
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema.counters import Count
 from pipeline.stage.core import StageCore
 from pipeline.store import store as module
@@ -29,7 +29,8 @@ from pipeline.store.tables import STORE
 CHILD = """
 import sys
 from pathlib import Path
-from pipeline.transport.codec import decode_order, encode_trajectory
+from pipeline.schema.codec import encode_trajectory
+from pipeline.schema.orders import decode_order
 from pipeline.config import RunConfig
 from pipeline.stage.core import StageCore
 from tests.support.simulated_roles import rollout

@@ -9,8 +9,9 @@ import pytest
 
 from pipeline.errors import EnvironmentFailing
 from pipeline.schema import TrajectoryStatus
-from pipeline.stage.rollout_outcomes import FAILING_SECONDS, RolloutOutcomes
-from pipeline.store.ledger import CAUSES_MAX, FAILURES, read_ledger
+from pipeline.stage.group_records import FAILING_SECONDS, RolloutOutcomes
+from pipeline.store.journal import CAUSES_MAX
+from pipeline.store.ledger import FAILURES, read_ledger
 from tests.support.instant_peers import InstantActor, InstantLearner
 from tests.support.memory_transport import MemoryNetwork
 from tests.unit.replay.test_replay_core import Stage
@@ -21,7 +22,7 @@ VALUE_ERROR = "environment step: ValueError: no such move\nin the maze"
 
 @pytest.fixture(autouse=True)
 def failures_max(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.stage.rollout_outcomes.FAILURES_MAX", 3)
+    monkeypatch.setattr("pipeline.stage.group_records.FAILURES_MAX", 3)
 
 
 def a_stage() -> tuple[Stage, RolloutOutcomes]:
@@ -90,8 +91,8 @@ def test_causes_without_end_are_counted_together() -> None:
 async def test_the_stage_ends_with_the_reason_and_what_failed_is_durable_and_no_reward_of_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.stage.rollout_outcomes.FAILING_SECONDS", 0.0)
-    monkeypatch.setattr("pipeline.stage.rollout_outcomes.FAILURES_MAX", 6)
+    monkeypatch.setattr("pipeline.stage.group_records.FAILING_SECONDS", 0.0)
+    monkeypatch.setattr("pipeline.stage.group_records.FAILURES_MAX", 6)
     config = configuration(tmp_path, groups={"n_rollout": 3, "groups_per_step": 2})
     network, trainer = MemoryNetwork(), InstantLearner(4, 3, 2)
     player = InstantActor(status=TrajectoryStatus.ERROR)

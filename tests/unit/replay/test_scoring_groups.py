@@ -12,7 +12,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.stage.scoring import GroupGate
+from pipeline.stage.ingest import GroupGate
 from pipeline.store.ledger import read_ledger
 from tests.support.instant_peers import InstantActor, InstantLearner
 from tests.support.memory_transport import MemoryNetwork

@@ -13,8 +13,8 @@ from pipeline.errors import DamagedFiles, StoreError
 from pipeline.schema import Trajectory
 from pipeline.scorer.verdict import Verdict, combine
 from pipeline.store import store
-from pipeline.store.high_water import BLOCK, HighWaterFile, Mark
 from pipeline.store.ledger import read_ledger
+from pipeline.store.sqlite import BLOCK, HighWaterFile, Mark
 from pipeline.store.store import ReplayStore, marks_path
 from pipeline.transport.messages import Kind
 from tests.unit.replay.test_replay_core import Stage

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.schema.codec import Limits, encode_trajectory
 from pipeline.store.records import GroupState
-from pipeline.transport.codec import encode_message, encode_trajectory
-from pipeline.transport.messages import Kind, Limits, WireMessage
+from pipeline.transport.messages import Kind, WireMessage, encode_message
 from tests.support.simulated_roles import rollout
 from tests.unit.replay.test_replay_core import started
 from tests.unit.uninformative.conftest import Stage

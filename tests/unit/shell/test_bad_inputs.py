@@ -17,7 +17,7 @@ from learner.models.tiny import build_tokenizer
 from pipeline.cli.app import entry
 from pipeline.config.explain import resolve
 from pipeline.config.load import dump, dump_yaml, load
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.supervisor.run import run_lock
 
 SECONDS_MAX = 5.0

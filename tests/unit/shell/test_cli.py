@@ -15,22 +15,22 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from learner.preflight import with_options
+from learner.process.preflight import with_options
 from pipeline.cli.app import app
 from pipeline.cli.status import is_alive
-from pipeline.cli.viewer.plots import draw
-from pipeline.cli.viewer.progress import MetricsTail, Pace, describe, reached, read_lines
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.contents import set_aside
 from pipeline.runtime.engine_addresses import EngineRegistry
+from pipeline.runtime.folders import set_aside
 from pipeline.runtime.plugins import load_main
 from pipeline.runtime.process import ExitCode
-from pipeline.runtime.rundir import RunDirectory, write_json_atomically
+from pipeline.runtime.run_directory import RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
 from pipeline.supervisor.processes import HealthAnswer
 from pipeline.supervisor.restarts import Machine, Rule
 from pipeline.supervisor.run import run_lock
+from pipeline.views.plots import draw
+from pipeline.views.progress import MetricsTail, Pace, describe, reached, read_lines
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = str(ROOT / "configs" / "tiny.yaml")

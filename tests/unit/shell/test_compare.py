@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from pipeline.cli.app import app
 from pipeline.cli.compare import Study, compare, plan_jobs, read_arm, read_arm_sets, read_arms, run_jobs, seeds_of
-from pipeline.cli.viewer.comparison import Point, read_curve
-from pipeline.cli.viewer.progress import Metric
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.rundir import RunDirectory, write_json_atomically
+from pipeline.runtime.run_directory import RunDirectory, write_json_atomically
 from pipeline.store import tables
+from pipeline.views.comparison import Point, read_curve
+from pipeline.views.progress import Metric
 
 TINY = str(Path(__file__).parents[3] / "configs" / "tiny.yaml")
 

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pipeline.cli.viewer.comparison import (
+from pipeline.views.comparison import (
     Cost,
     Point,
     band,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from learner.advantages.estimators import Grpo
 from learner.losses.options import Gspo, Ppo
-from learner.preflight import with_options
+from learner.process.preflight import with_options
 from pipeline.config import RunConfig
 from pipeline.config.explain import free_ports, is_free, resolve, show, split_address
 from pipeline.config.load import USUAL_NAMES, dump, dump_yaml, load, model_at, parse_yaml

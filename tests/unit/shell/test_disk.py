@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import RunConfig
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.supervisor.history import describe_disk, disk_usage, remove_published
 
 

@@ -18,16 +18,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from learner.recorder import MetricsLog
+from learner.process.recorder import MetricsLog
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, StoreError
-from pipeline.runtime import disk_wait
-from pipeline.runtime.atomic_folder import atomic_folder
+from pipeline.runtime import disk as disk_wait
 from pipeline.runtime.children import OrphanReaper
-from pipeline.runtime.disk_budget import DiskBudget
-from pipeline.runtime.disk_wait import FULL, STATES, disk_fault, left_out, shortage, when_room
+from pipeline.runtime.disk import FULL, STATES, DiskBudget, disk_fault, left_out, shortage, when_room
+from pipeline.runtime.folders import atomic_folder
 from pipeline.runtime.process import RoleContext
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.store.evaluation_results import read_results, write_results
 from pipeline.supervisor import shell
 from pipeline.supervisor.restarts import RestartLimits

@@ -11,12 +11,12 @@ from typing import Any
 import anyio
 import pytest
 
-from actors.preflight import check_environments
+from actors.process.preflight import check_environments
 from pipeline.config import RunConfig
-from pipeline.config.replay import LessonsConfig
+from pipeline.config.lessons import LessonsConfig
 from pipeline.config.rewards import ScorerConfig
 from pipeline.errors import PlugInError, boundary, explained, is_failure
-from pipeline.experience.memory_writer import MemoryWriter
+from pipeline.lessons.writer import MemoryWriter
 from pipeline.runtime.findings import Findings
 from pipeline.runtime.plugin_guard import TaskOwner, watch_tasks
 from pipeline.scorer.scorer import Scorer

@@ -14,7 +14,7 @@ from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.load import dump, load
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.rundir import RunDirectory, write_json_atomically
+from pipeline.runtime.run_directory import RunDirectory, write_json_atomically
 from pipeline.supervisor.history import FIXED, compare, newest_checkpoint, record
 from pipeline.supervisor.run import run
 

@@ -154,5 +154,5 @@ def test_a_module_that_hides_a_package_of_ours_is_named(folder: Path, monkeypatc
     for name in [name for name in sys.modules if name.partition(".")[0] == "learner"]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ConfigurationError, match=r"learner.py hides a package of Afterplay: rename it, or take its"):
-        load_main("learner.role:main")
+        load_main("learner.process.role:main")
     del sys.modules["learner"]

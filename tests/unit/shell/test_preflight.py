@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import actors.preflight
-from actors.preflight import check_environments
+import actors.process.preflight
+from actors.process.preflight import check_environments
 from actors.rollout.rollout import classified
 from learner.models.tiny import build_tokenizer
 from pipeline.config import RunConfig
@@ -17,7 +17,7 @@ from pipeline.config.load import loads
 from pipeline.config.rewards import ScorerConfig
 from pipeline.errors import ConfigurationError, PlugInError, boundary
 from pipeline.runtime.findings import Findings
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema import Task
 from pipeline.supervisor import preflight
 from tests.support.chat_server import chat_server
@@ -110,7 +110,7 @@ def test_a_program_that_asks_for_completions_is_not_played() -> None:
     assert found.problems == []
 
 
-WAIT = "actors.preflight.log.told.wait, 20"
+WAIT = "actors.process.preflight.log.told.wait, 20"
 
 
 @pytest.mark.parametrize("where", ["start", "step"])
@@ -120,20 +120,20 @@ def test_a_call_that_takes_long_is_named_while_it_does(
 ) -> None:
     told = threading.Event()
     line = f"environments.game: environment {where} has not returned for 0.05 s; the check waits up to 60 s"
-    monkeypatch.setattr(actors.preflight, "TELL_SECONDS", 0.05)
-    monkeypatch.setattr(actors.preflight.log, "told", told, raising=False)
-    monkeypatch.setattr(actors.preflight.log, "warning", lambda said: told.set() if said == line else None)
+    monkeypatch.setattr(actors.process.preflight, "TELL_SECONDS", 0.05)
+    monkeypatch.setattr(actors.process.preflight.log, "told", told, raising=False)
+    monkeypatch.setattr(actors.process.preflight.log, "warning", lambda said: told.set() if said == line else None)
     head = {"start": "def start(self, task):\n", "step": "def step(self, reply):\n"}[where]
     waits = f"await asyncio.to_thread({WAIT})" if is_async else f"functools.partial({WAIT})()"
     slow = f"{'async ' * is_async}{head}        assert {waits}\n"
-    game.write_text("import asyncio, functools\nimport actors.preflight\n" + GAME.replace(head, slow))
+    game.write_text("import asyncio, functools\nimport actors.process.preflight\n" + GAME.replace(head, slow))
     found = Findings()
     check_environments(configured(game), {}, found)
     assert found.problems == []
 
 
 def test_a_call_that_never_returns_is_a_problem(game: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.preflight, "BLOCKED_SECONDS_MAX", 0.2)
+    monkeypatch.setattr(actors.process.preflight, "BLOCKED_SECONDS_MAX", 0.2)
     game.write_text(GAME.replace("return Step(done=True)", "\n        while True: pass"))
     found = Findings()
     check_environments(configured(game), {}, found)
@@ -208,7 +208,7 @@ def test_a_reward_function_of_another_library_is_a_problem(code: str, per: str, 
 def test_a_function_that_takes_too_long_is_not_checked_and_that_is_said(
     game: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actors.preflight, "SCORE_SECONDS_MAX", 0.05)
+    monkeypatch.setattr(actors.process.preflight, "SCORE_SECONDS_MAX", 0.05)
     (game.parent / "scores.py").write_text(SCORES.replace("asyncio.sleep(0)", "asyncio.sleep(60)"))
     function = {"path": f"{game.parent / 'scores.py'}:later"}
     config = configured(game).model_copy(update={"scorer": ScorerConfig.model_validate({"functions": [function]})})
@@ -503,7 +503,7 @@ def test_a_judge_is_asked_once_before_a_run(name: str, game: Path) -> None:
 
 
 def test_a_judge_that_is_slow_is_a_note(game: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.preflight, "ASK_SECONDS_MAX", 0.05)
+    monkeypatch.setattr(actors.process.preflight, "ASK_SECONDS_MAX", 0.05)
     late = threading.Event()
     with chat_server(lambda body: late.wait(20) and "Score: 7") as server:
         scorer = ScorerConfig.model_validate({"judges": [{"name": "clear", "url": server.url}]})

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.runtime.progress import FACTOR, AdaptiveLimit, Alarm, Progress, Watchdog
-from pipeline.schema.state import RoleState
+from pipeline.runtime.progress import FACTOR, AdaptiveLimit, Alarm, Progress, RoleState, Watchdog
 
 FLOOR = 120.0
 STUCK = 300.0

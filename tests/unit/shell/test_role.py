@@ -21,10 +21,10 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, StoreError
-from pipeline.metrics.server import MetricsServer
+from pipeline.runtime.metrics_server import MetricsServer
 from pipeline.runtime.process import ExitCode, RoleContext, metrics_port, parse_index, role_name
-from pipeline.runtime.rundir import RunDirectory, read_json, take_index, write_json_atomically
-from pipeline.schema.state import RoleState
+from pipeline.runtime.progress import RoleState
+from pipeline.runtime.run_directory import RunDirectory, read_json, take_index, write_json_atomically
 
 PROGRAM = """
 import sys, threading, time, anyio, anyio.to_thread
@@ -33,7 +33,7 @@ from pipeline.config.learner import CheckpointConfig
 from pipeline.config.run import RunSection, SupervisorConfig
 from pipeline.errors import CallsHang, ConfigurationError, FormatMismatch, StoreError
 from pipeline.runtime.process import run_role
-from pipeline.schema.state import RoleState
+from pipeline.runtime.progress import RoleState
 
 LIMITS = SupervisorConfig(stuck_seconds_max=1, progress_seconds_max=0.2)
 DRAIN = CheckpointConfig(drain_seconds_max=1)

@@ -12,14 +12,14 @@ from pathlib import Path
 import anyio
 from rich.console import Console
 
-from pipeline.cli.viewer.progress import MetricsTail
 from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.process import ExitCode
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.supervisor.display import Display
 from pipeline.supervisor.processes import HealthAnswer, ProcessLost, ProcessSpec, Waiting
 from pipeline.supervisor.restarts import RestartLimits, Rule
 from pipeline.supervisor.shell import Supervisor
+from pipeline.views.progress import MetricsTail
 
 
 @dataclass

@@ -16,17 +16,17 @@ import anyio
 import orjson
 import pytest
 
-from pipeline.cli.viewer.progress import MetricsTail
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.process import ExitCode
-from pipeline.runtime.rundir import RunDirectory, read_json
+from pipeline.runtime.run_directory import RunDirectory, read_json
 from pipeline.store.journal import Changes
 from pipeline.store.store import ReplayStore
 from pipeline.supervisor.processes import HealthAnswer, ProcessSpec, check_health
 from pipeline.supervisor.restarts import RestartLimits, Rule
 from pipeline.supervisor.run import RunIsAlive, empty_directory, run_lock
 from pipeline.supervisor.shell import Supervisor
+from pipeline.views.progress import MetricsTail
 
 PROGRAM = """
 import sys
@@ -34,7 +34,7 @@ from pathlib import Path
 from rich.console import Console
 from pipeline.config.load import loads
 from pipeline.runtime.process import ExitCode
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.supervisor import shell
 from pipeline.supervisor.run import run_lock
 from pipeline.supervisor.restarts import Rule

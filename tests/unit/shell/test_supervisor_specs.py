@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.config import RunConfig
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.supervisor.inventory import Inventory, Node
 from pipeline.supervisor.plan import plan
 from pipeline.supervisor.processes import ProcessSpec, specs_of

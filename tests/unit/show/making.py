@@ -11,13 +11,13 @@ import numpy as np
 import orjson
 import yaml
 
-from pipeline.runtime.rundir import RunDirectory
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema import Failure, FinishReason, Message, Task, Timings, TokenSpan, Trajectory, TrajectoryStatus, Turn
-from pipeline.schema.tokens import VersionSpan
+from pipeline.schema.codec import encode_trajectory
+from pipeline.schema.trajectory import VersionSpan
 from pipeline.store import tables
 from pipeline.store.store import checksum
 from pipeline.store.traces import Flag, SeenTokens, TraceWriter
-from pipeline.transport.codec import encode_trajectory
 
 BASE = 100
 """First id of the byte tokens of :func:`write_tokenizer`."""
@@ -106,7 +106,7 @@ def seen_of(trajectory: Trajectory) -> SeenTokens:
 
 def write_tokenizer(folder: Path) -> None:
     """Byte-level: ids from :data:`BASE` on are the 256 bytes."""
-    from pipeline.cli.viewer.vocabulary import _byte_level
+    from pipeline.views.vocabulary import _byte_level
 
     table = _byte_level()
     special = ["<|pad|>", "<|unknown|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]

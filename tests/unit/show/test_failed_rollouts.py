@@ -4,10 +4,10 @@ import logging
 
 from pipeline.config.evaluation import TracesConfig
 from pipeline.schema import TrajectoryStatus
-from pipeline.stage.failed_rollouts import UntrainedTraces, untrained_traces
-from pipeline.store.journal import UntrainedRollout
+from pipeline.schema.codec import decode_trajectory, encode_trajectory
+from pipeline.stage.role import UntrainedTraces, untrained_traces
+from pipeline.store.effects import UntrainedRollout
 from pipeline.store.traces import TraceWriter, scan_traces, trace_files
-from pipeline.transport.codec import decode_trajectory, encode_trajectory
 from pipeline.transport.messages import Kind, WireMessage
 from tests.support.full_disk import full_writes
 from tests.support.simulated_roles import rollout

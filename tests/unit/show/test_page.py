@@ -10,15 +10,15 @@ import numpy as np
 import orjson
 import pytest
 
-from pipeline.cli.experience import open_run
-from pipeline.cli.viewer import page
-from pipeline.cli.viewer.page import PAGE_FULL, render, write_page
-from pipeline.cli.viewer.reader import RunReader
-from pipeline.cli.viewer.views import _turn
-from pipeline.cli.viewer.vocabulary import Vocabulary
+from pipeline.cli.replay import open_run
 from pipeline.errors import ConfigurationError
 from pipeline.schema import FinishReason, Message, TokenSpan, Turn, VersionSpan
 from pipeline.store.queries import Filters
+from pipeline.views import page
+from pipeline.views.page import PAGE_FULL, render, write_page
+from pipeline.views.reader import RunReader
+from pipeline.views.transcript import _turn
+from pipeline.views.vocabulary import Vocabulary
 from tests.unit.show.making import Rollout, ids_of, make_run, write_tokenizer
 from tests.unit.show.test_reading import ROLLOUTS
 

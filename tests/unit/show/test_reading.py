@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cli.experience import open_run
-from pipeline.cli.viewer.reader import FREED, NOT_EVALUATED, NOT_STORED, TRACE_GONE, RunReader
+from pipeline.cli.replay import open_run
 from pipeline.errors import StoreError
 from pipeline.schema import Failure
 from pipeline.store import queries, tables
 from pipeline.store.queries import Filters, Span
 from pipeline.store.store import ReplayStore
+from pipeline.views.reader import FREED, NOT_EVALUATED, NOT_STORED, TRACE_GONE, RunReader
 from tests.unit.show.making import Rollout, make_run
 
 BROKEN = Failure("environment step", "TimeoutError", "no answer [in] 5 s", "Traceback: deep inside")

@@ -6,9 +6,9 @@ from typer.testing import CliRunner
 
 from pipeline.cli.app import app
 from pipeline.cli.show import SortBy, span
-from pipeline.cli.viewer.terminal import COLUMN, json_line, safe
 from pipeline.errors import ConfigurationError
 from pipeline.store.queries import _ORDER, Span
+from pipeline.views.terminal import COLUMN, json_line, safe
 from tests.unit.show.making import Rollout, make_run
 from tests.unit.show.test_reading import BROKEN, ROLLOUTS
 

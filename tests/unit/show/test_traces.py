@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import StoreError
+from pipeline.schema.codec import encode_trajectory
 from pipeline.store.traces import FILES, SeenTokens, TraceWriter, scan_traces, trace_files
-from pipeline.transport.codec import encode_trajectory
 from tests.unit.show.making import Rollout, seen_of, trajectory_of
 
 

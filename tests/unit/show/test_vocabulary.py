@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.cli.viewer.vocabulary import Vocabulary
+from pipeline.views.vocabulary import Vocabulary
 from tests.unit.show.making import BASE, ids_of, write_tokenizer
 
 

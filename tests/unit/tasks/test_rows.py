@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.tasks import FilterConfig, TasksFromConfig
 from pipeline.schema import ROLES
-from pipeline.tasks.reader import BadRow
+from pipeline.tasks.readers import BadRow
 from pipeline.tasks.rows import MISSING, Reading, lookup, question_hash
 
 

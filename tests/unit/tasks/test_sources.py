@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from actors.adapters.question import Question
 from pipeline.errors import ConfigurationError
-from pipeline.tasks.jsonl import JsonlRows
-from pipeline.tasks.reader import BadRow
+from pipeline.tasks.readers import BadRow, JsonlRows
 from tests.unit.tasks.conftest import Opened, questions, write_jsonl
 
 
@@ -193,7 +192,7 @@ def test_a_file_that_changes_under_a_run_is_noticed(tmp_path: Path, opened: Open
 def test_parquet_keeps_few_row_groups_in_memory(
     tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.tasks.parquet.CACHE_BYTES", 2048)
+    monkeypatch.setattr("pipeline.tasks.readers.CACHE_BYTES", 2048)
     source = opened(kind="parquet", path=parquet(tmp_path / "q.parquet", 400, group=10))
     split, rows = source.splits["train"], source.rows[0]
     assert sorted(split[split.order(i)].payload["answer"] for i in range(400)) == list(range(1, 401))

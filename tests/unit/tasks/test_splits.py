@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.config.tasks import TasksFromConfig
 from pipeline.errors import ConfigurationError
-from pipeline.tasks.reader import Row, Rows
+from pipeline.tasks.readers import Row, Rows
 from pipeline.tasks.rows import Reading
 from pipeline.tasks.sampler import TaskSampler
 from pipeline.tasks.source import Indexing

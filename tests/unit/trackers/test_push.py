@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.cli.experience import open_run
 from pipeline.cli.push import push, upload, write_folder
+from pipeline.cli.replay import open_run
 from pipeline.errors import AfterplayError, ConfigurationError
-from pipeline.runtime.rundir import write_json_atomically
+from pipeline.runtime.run_directory import write_json_atomically
 from tests.unit.show.making import Rollout, make_run
 
 
@@ -24,8 +24,8 @@ def make_checkpoint(run: Path) -> None:
 def test_the_folder_has_the_model_and_a_card_with_curves_scores_configuration_and_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.cli.viewer.plots.draw", lambda lines, picture: picture.write_bytes(b"png") and None)
-    monkeypatch.setattr("pipeline.runtime.contents.find_damage", lambda folder: None)
+    monkeypatch.setattr("pipeline.views.plots.draw", lambda lines, picture: picture.write_bytes(b"png") and None)
+    monkeypatch.setattr("pipeline.runtime.folders.find_damage", lambda folder: None)
     run = make_run(tmp_path / "some", [Rollout(0, 0, 1.0, "sums/1", step=1)])
     make_checkpoint(run)
     config, directory = open_run(run, ["learner.learning_rate=0.25", "model.source=org/base"])

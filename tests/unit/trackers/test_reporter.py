@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cli.experience import open_run
+from pipeline.cli.replay import open_run
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, StoreError
-from pipeline.runtime.rundir import FileLock, RunDirectory, write_bytes_atomically
+from pipeline.runtime.run_directory import FileLock, RunDirectory, write_bytes_atomically
 from pipeline.trackers import records as records_module
 from pipeline.trackers import reporter as reporter_module
 from pipeline.trackers.delivery import DeliveryFile

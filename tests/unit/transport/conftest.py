@@ -9,10 +9,11 @@ import pytest
 import uvloop
 import zmq
 
+from pipeline.schema.codec import Limits
 from pipeline.transport.curve import PeerKeys, ServerKeys, make_keys, peer_keys, server_keys
 from pipeline.transport.hub import Hub
 from pipeline.transport.link import Link
-from pipeline.transport.messages import EventKind, Kind, Limits, WireMessage
+from pipeline.transport.messages import EventKind, Kind, WireMessage
 from pipeline.transport.zeromq import HubSocketWire, LinkSocketWire
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryLinkWire, MemoryNetwork
 

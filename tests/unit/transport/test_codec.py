@@ -27,19 +27,11 @@ from pipeline.schema import (
     Turn,
     VersionSpan,
 )
-from pipeline.schema.tokens import LOGPROB_MIN
-from pipeline.transport.codec import (
-    decode_message,
-    decode_order,
-    decode_plan,
-    decode_trajectory,
-    encode_message,
-    encode_order,
-    encode_plan,
-    encode_trajectory,
-)
-from pipeline.transport.frames import array_bytes
-from pipeline.transport.messages import Kind, Limits, WireMessage
+from pipeline.schema.codec import Limits, decode_trajectory, encode_trajectory
+from pipeline.schema.orders import decode_order, decode_plan, encode_order, encode_plan
+from pipeline.schema.record_file import array_bytes
+from pipeline.schema.trajectory import LOGPROB_MIN
+from pipeline.transport.messages import Kind, WireMessage, decode_message, encode_message
 
 names = st.text("abcxyz0189.-_/é", min_size=1, max_size=12)
 texts = st.text(max_size=20)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import StoreError, WireError
-from pipeline.transport import frames
+from pipeline.schema import record_file as frames
 
 json = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.text(max_size=9),

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.schema.codec import Limits
 from pipeline.transport.curve import make_keys, peer_keys, server_keys
-from pipeline.transport.messages import Limits
 from pipeline.transport.zeromq import HubSocketWire, LinkSocketWire
 
 

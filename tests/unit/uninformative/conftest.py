@@ -11,12 +11,13 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.schema import SCHEMA_VERSION, GroupPlan, Order
+from pipeline.schema.codec import encode_trajectory
+from pipeline.schema.orders import decode_order, decode_plan
 from pipeline.scorer.verdict import combine
 from pipeline.stage.core import StageCore
-from pipeline.store.journal import Send
+from pipeline.store.effects import Send
 from pipeline.store.ledger import Ledger, read_ledger
 from pipeline.store.store import ReplayStore
-from pipeline.transport.codec import decode_order, decode_plan, encode_trajectory
 from pipeline.transport.messages import Kind, WireMessage
 from tests.support.simulated_roles import rollout
 

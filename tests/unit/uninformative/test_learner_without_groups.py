@@ -6,15 +6,15 @@ import torch
 from prometheus_client import CollectorRegistry
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learner.batches import choose_replays
 from learner.data.rows import build_batch
+from learner.metrics import LearnerMetrics
 from learner.observability.timing import StepTimes
 from learner.policy.policy import Policy
-from learner.recorder import Update, record_step, step_line, trained_facts
-from learner.session import GroupAssembler
+from learner.process.batches import choose_replays
+from learner.process.recorder import Update, record_step, step_line, trained_facts
+from learner.process.session import GroupAssembler
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
-from pipeline.metrics.learner import LearnerMetrics
 from pipeline.schema import FinishReason, GroupPlan, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
 
 

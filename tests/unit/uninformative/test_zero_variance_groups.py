@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from learner.preflight import with_options
+from learner.process.preflight import with_options
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
-from pipeline.store.experience_report import examine_run
+from pipeline.replay.report import examine_run
 from pipeline.store.records import GroupState
 from pipeline.transport.messages import Kind
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.store.experience_records import EQUAL_REWARDS
 from pipeline.store.records import GroupState
+from pipeline.store.replay_records import EQUAL_REWARDS
 from pipeline.transport.messages import Kind
 
 SECTIONS = st.fixed_dictionaries(

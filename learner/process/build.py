@@ -1,0 +1,153 @@
+"""Builds the trainer of a run file: policy, and reference policy and critic where they are needed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from learner.checkpoints.checkpoint import CheckpointState, adapter_folder, restore_training
+from learner.data.demonstrations import load_demonstrations
+from learner.distributed.collectives import RankGroup
+from learner.distributed.ranks import resolve_device
+from learner.models.model_folder import ModelFolder
+from learner.policy.fsdp import shard
+from learner.policy.policy import DTYPES, Backbone, Policy
+from learner.policy.reference import AdaptersOff, AskedElsewhere, FrozenCopy, Reference, ServerReference
+from learner.training.critic import Critic
+from learner.training.trainer import Trainer, needed_scores
+from pipeline.config import RunConfig
+from pipeline.config.learner import LoraConfig
+from pipeline.errors import ConfigurationError
+from pipeline.runtime.engine_keys import find_key
+from pipeline.runtime.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+B = TypeVar("B", bound=Backbone)
+
+
+def make_trainer(
+    config: RunConfig, initial_model: Path, checkpoint: Path | None, group: RankGroup | None = None
+) -> Trainer:
+    """Weights of the checkpoint, or of the initial model; optimizer, counters and the other parts' states are restored
+    by :func:`learner.checkpoints.checkpoint.restore_training`. Blocks for seconds. With a ``group`` its ranks divide
+    all models.
+
+    Raises :class:`ConfigurationError` or :class:`StoreError`.
+    """
+    if group is not None:
+        _check_ranks(config)
+    policy = make_policy(config, initial_model, checkpoint, group)
+    needed = needed_scores(config)
+    reference = make_reference(config, policy, initial_model, group) if "reference" in needed else None
+    critic = make_critic(config, policy, initial_model, group) if "values" in needed else None
+    supervised = config.loss.supervised
+    demonstrations = None
+    if supervised.weight and supervised.demonstrations is not None:
+        demonstrations = load_demonstrations(supervised.demonstrations, config, initial_model)
+    if policy.ranks.rank:
+        torch.manual_seed(config.run.seed + policy.ranks.rank)
+    return Trainer(policy, config, reference, critic, demonstrations)
+
+
+def make_policy(
+    config: RunConfig, initial_model: Path, checkpoint: Path | None, group: RankGroup | None = None
+) -> Policy:
+    """Weights of the checkpoint, or of the initial model; adapters always lie over the latter."""
+    learner, folder, adapters = config.learner, initial_model, None
+    if checkpoint is not None:
+        folder, adapters = (folder, adapter_folder(checkpoint)) if learner.lora.rank else (checkpoint / "model", None)
+    device = resolve_device(learner.device)
+    interrupt = None if group is None else group.interrupt
+
+    def make(model: Any) -> Policy:
+        return Policy(model, learner, device, interrupt, adapter_folder=adapters)
+
+    return _loaded(folder, config, device, group, make)
+
+
+def _loaded(
+    folder: Path, config: RunConfig, device: torch.device, group: RankGroup | None, make: Callable[[Any], B]
+) -> B:
+    """``make`` of the model in ``folder``; with a ``group`` divided among its ranks, each of which reads its shards."""
+    model_folder = ModelFolder(folder, trust_remote_code=config.model.trust_remote_code)
+    if group is None:
+        return make(model_folder.read(device))
+    backbone = make(model_folder.empty())
+    shard(backbone, group)
+    model_folder.fill(backbone.model, device)
+    return backbone
+
+
+def make_reference(config: RunConfig, policy: Policy, initial_model: Path, group: RankGroup | None = None) -> Reference:
+    """The reference policy of ``learner.reference``. Raises :class:`ConfigurationError`."""
+    learner = config.learner
+    options, tokens_max = learner.reference, learner.tokens_per_microbatch
+    follows = options.refresh_every is not None
+    source = options.source
+    if source == "auto":
+        source = "lora_off" if learner.lora.rank and not follows else "initial"
+    log.info("reference policy: %s", source)
+    if source == "lora_off":
+        return AdaptersOff(policy, tokens_max)
+    if source == "server":
+        if policy.ranks.rank:
+            return AskedElsewhere()
+        ours = (options.url or "").rstrip("/") in config.engine.addresses()
+        key = find_key(config.engine, "learner_key") if ours else None
+        return ServerReference(options, policy.interrupt, key)
+    folder = options.folder if options.folder is not None else initial_model
+    whole = learner.model_copy(update={"lora": LoraConfig(), "gradient_checkpointing": False})
+
+    def make(model: Any) -> Policy:
+        return Policy(model, whole, policy.device, policy.interrupt, DTYPES[options.dtype])
+
+    copy = _loaded(folder, config, policy.device, group, make)
+    return FrozenCopy(copy, policy, tokens_max, options.refresh_every)
+
+
+def make_critic(config: RunConfig, policy: Policy, initial_model: Path, group: RankGroup | None = None) -> Critic:
+    """The critic of ``learner.critic``."""
+    learner = config.learner
+    if learner.critic.backbone == "none":
+        return Critic(policy, learner, owns=False)
+
+    def make(model: Any) -> Backbone:
+        return Backbone(model.base_model, learner, policy.device, policy.interrupt)
+
+    backbone = _loaded(initial_model, config, policy.device, group, make)
+    return Critic(backbone, learner, owns=True)
+
+
+def _check_ranks(config: RunConfig) -> None:
+    """Raises :class:`ConfigurationError`."""
+    learner = config.learner
+    if learner.optimizer == "adamw_8bit":
+        raise ConfigurationError("learner.optimizer adamw_8bit is for one rank: set adamw, or learner.ranks: 1")
+    if learner.lora.rank and learner.reference.refresh_every is not None:
+        raise ConfigurationError(
+            "learner.reference.refresh_every with learner.lora is for one rank: omit one of them, or set "
+            "learner.ranks: 1"
+        )
+
+
+def load_trainer(
+    config: RunConfig, directory: RunDirectory, checkpoint: Path | None, group: RankGroup | None = None
+) -> tuple[Trainer, CheckpointState | None]:
+    """A trainer, and the state of the ``checkpoint`` that it resumes from. All ranks load the one of rank 0."""
+    transformers_logging.disable_progress_bar()
+    if config.learner.threads is not None:
+        torch.set_num_threads(config.learner.threads)
+    torch.manual_seed(config.run.seed)
+    if group is not None:
+        name = group.broadcast_text("" if checkpoint is None else checkpoint.name)
+        checkpoint = directory.checkpoints / name if name else None
+    trainer = make_trainer(config, directory.model, checkpoint, group)
+    if checkpoint is None:
+        return trainer, None
+    log.info("resuming from %s", checkpoint)
+    return trainer, restore_training(checkpoint, trainer)

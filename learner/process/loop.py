@@ -1,0 +1,398 @@
+"""The learner's main loop: wait, train, report, publish, save.
+
+*consumes* complete groups from the session; *produces* updates, versions and checkpoints; *waits for* the groups of
+the next update, and for the publication of the version before the last; *unblocked by* deliveries, engines that
+answer, or the end of the run.
+
+With ``engine.colocate: sleep`` engines and learner take turns on one device: the learner acquires it before each
+update, once the version before is published, and releases it before it publishes the next.
+
+Training runs in a worker thread, so messages continue; each layer of a pass is progress
+(:mod:`pipeline.runtime.progress`). Publication of a version overlaps with the training of the next update, but for
+weights that engines get straight from the device; at most one publication is under way. The next batch is prefetched
+during training too (:mod:`learner.process.batches`). A checkpoint is copied in memory and written by
+:class:`learner.checkpoints.writer.CheckpointWriter`: the loop waits for the disk only when the previous write is not
+done.
+
+When the process is asked to stop, :meth:`LearnerLoop.run` is cancelled, and :meth:`LearnerLoop.save` makes a checkpoint
+of the last update. An update that has not changed the weights yet is given up: it is made from the same groups later.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+import numpy as np
+from torch import Tensor
+
+from learner.checkpoints.best import is_evaluated
+from learner.checkpoints.checkpoint import CheckpointState, take_image
+from learner.checkpoints.skipped_steps import write_skipped
+from learner.checkpoints.writer import CheckpointWriter
+from learner.data.rows import Batch, Group, TokenArray
+from learner.metrics import LearnerMetrics
+from learner.observability.timing import LoopClock
+from learner.process.batches import CandidateScorer, PrefetchedBatch, Prefetcher, ReplayChoice, make_batch
+from learner.process.device_turn import DeviceTurn
+from learner.process.recorder import MetricsLog, Update, record_step, step_line, trained_facts
+from learner.process.session import LearnerSession
+from learner.process.traces import Tracer
+from learner.process.witness import trained_line
+from learner.training.report import StepReport
+from learner.training.trainer import Trainer
+from learner.weights.device_weights import DeviceWeights
+from learner.weights.publisher import Publisher, published_dtype, sent_from_device, weights_to_publish
+from pipeline.runtime.disk import when_room
+from pipeline.runtime.process import RoleContext
+from pipeline.runtime.progress import AdaptiveLimit, RoleState
+from pipeline.runtime.witness import open_witness
+
+log = logging.getLogger(__name__)
+EVALUATION_MARGIN_SECONDS = 60.0
+"""Added to twice ``evaluation.seconds_max`` to bound the wait for the last evaluation: another may run before it."""
+LOOK_SECONDS = 5.0
+"""Interval at which a wait for rollouts is reported again."""
+CHECKPOINT_SECONDS_MAX = 1800.0
+"""Shortest age of the newest checkpoint that is worth an alert; more where the run saves more rarely."""
+ACKNOWLEDGE_SECONDS_MAX = 5.0
+"""Bound on the wait for the replay stage to record the last update."""
+
+
+class LearnerLoop:
+    def __init__(
+        self,
+        ctx: RoleContext,
+        trainer: Trainer,
+        session: LearnerSession,
+        publisher: Publisher,
+        writer: CheckpointWriter,
+        metrics: LearnerMetrics,
+        lines: MetricsLog,
+        tracer: Tracer,
+        version: int,
+    ) -> None:
+        self.version = version
+        """Policy version of the trainer's weights."""
+        self._ctx = ctx
+        self._config = ctx.config
+        self._device: DeviceTurn | None = None
+        """Set where engines and learner take turns on one device."""
+        if publisher.device is not None:
+            self._device = DeviceTurn(publisher.device, trainer, offload=self._config.learner.offload)
+        self._trainer = trainer
+        self._session = session
+        self._publisher = publisher
+        self._writer = writer
+        self._metrics = metrics
+        self._lines = lines
+        self._tracer = tracer
+        self._witness = open_witness("learner")
+        self._first_update = self._saved_updates = trainer.updates
+        self._last_publication: dict[str, Any] = {}
+        self._prefetcher = Prefetcher(session, self._config.replay)
+        tokens = self._config.learner.tokens_per_microbatch * trainer.policy.ranks.size
+        self._scorer = CandidateScorer(session, self._config.replay, trainer.mean_entropies, tokens, self._may_score)
+        self._from_device = sent_from_device(self._config)
+        ranks_transfer = self._config.engine.weight_transfer == "ipc" and trainer.policy.ranks.size > 1
+        self._transfers = self._from_device or ranks_transfer
+        """An update begins only after the publication: it would change the weights that are sent, or needs the ranks
+        that send them."""
+        self._weights: DeviceWeights | None = None
+        """Weights of the current version, where engines get them from the device."""
+        self._clock = LoopClock()
+        self._publication_done = anyio.Event()
+        self._publication_done.set()
+        self._unserved: int | None = None
+        """Version that is written and that no engine serves yet."""
+        self._checkpointed_at = time.monotonic()
+        self._checkpoint_limit = AdaptiveLimit(CHECKPOINT_SECONDS_MAX, 0.0, factor=2.0)
+        metrics.checkpoint_limit_seconds.set(self._checkpoint_limit.seconds)
+
+    async def run(self, initial: bool) -> None:
+        """Until ``run.total_steps`` updates are made. ``initial``: the weights are those the engines were started
+        with."""
+        total = self._config.run.total_steps
+        if self._witness is not None:
+            self._witness.write("resumed", updates=self._trainer.updates, version=self.version)
+        async with anyio.create_task_group() as tasks:
+            served = initial and self._config.publish.lora == "merged"
+            self._clock.lap()
+            with self._clock.stage("publish"):
+                await self._acquire_device()
+                await self._start_publication(tasks, await self._snapshot(), served)
+            if self._keeps_best(0) and self._trainer.updates == 0:
+                with self._clock.stage("save"):
+                    await self._checkpoint()
+            while self._trainer.updates < total:
+                await self._step(tasks)
+            self._ctx.report(RoleState.PUBLISHING, "the engines to take the last version")
+            await self._until_published()
+        await self._finish()
+
+    async def _step(self, tasks: anyio.abc.TaskGroup) -> None:
+        update = self._trainer.updates
+        async with anyio.create_task_group() as scoring:
+            scoring.start_soon(self._scorer.run, update)
+            with self._clock.stage("wait"):
+                groups = await self._wait_for_groups(update)
+            scoring.cancel_scope.cancel()
+            complete = time.perf_counter()
+        scored = time.perf_counter()
+        with self._clock.stage("publish"):
+            await self._acquire_device()
+        self._ctx.report(RoleState.TRAINING, "", step=update + 1, groups=len(groups))
+        prefetched = self._prefetcher.take(update, groups)
+        try:
+            async with anyio.create_task_group() as prefetching:
+                if update + 1 < self._config.run.total_steps:
+                    prefetching.start_soon(self._prefetcher.prefetch, update + 1)
+                with anyio.CancelScope(shield=True):  # what is trained is reported, also while the process stops
+                    batch, report, choice = await anyio.to_thread.run_sync(self._train, update, groups, prefetched)
+                    report.seconds["choose"] += scored - complete
+                    facts = trained_facts(batch, report, choice, self._config.replay.ess_guard.level)
+                    await self._session.consumed(update, facts)
+                    self.version += 1
+                prefetching.cancel_scope.cancel()
+            with self._clock.stage("publish"):
+                await self._start_publication(tasks, await self._snapshot())
+        finally:
+            if self._trainer.updates > update:
+                times = self._clock.lap()
+                left_out = self._config.groups.groups_per_step - len(batch.groups)
+                done = Update(batch, report, times, self._last_publication, choice, self._writer.saved, left_out)
+                record_step(self._metrics, done)
+                write = partial(self._lines.write, step_line(done))
+                what = f"the line of step {update + 1} in metrics.jsonl"
+                await when_room(write, self._ctx.directory.metrics_file, what)
+        self._log_step(batch, report)
+        updates = self._trainer.updates
+        if updates % self._config.checkpoint.every == 0 or self._keeps_best(updates):
+            with self._clock.stage("save"):
+                await self._checkpoint()
+
+    async def save(self) -> None:
+        """Make a checkpoint of the last update, unless there is one, and wait until it is durable. Unbounded: the
+        caller sets the bound."""
+        updates = self._trainer.updates
+        if self._saved_updates < updates and not self._trainer.policy.interrupt.mid_update:
+            await self._checkpoint()
+        self._ctx.report(RoleState.SAVING, f"the disk to take the checkpoint of step {updates}", step=updates)
+        await self._writer.idle()
+
+    @property
+    def unsaved(self) -> int:
+        """Updates that no durable checkpoint has."""
+        return self._trainer.updates - int(self._writer.saved.get("updates", self._first_update))
+
+    def _train(
+        self, update: int, groups: tuple[Group, ...], prefetched: PrefetchedBatch | None
+    ) -> tuple[Batch, StepReport, ReplayChoice]:
+        replay, trainer = self._config.replay, self._trainer
+        made = prefetched or make_batch(update, groups, replay, trainer.mean_entropies, self._scorer.scores(update))
+        report = self._trainer.train(made.batch, self.version)
+        if self._witness is not None:
+            self._witness.write("trained", **trained_line(made.batch, report))
+        if report.skipped is not None:
+            write_skipped(self._ctx.directory.skipped, report.skipped)
+        report.seconds["choose"] += made.choose_seconds
+        report.seconds["prepare"] += made.build_seconds
+        self._tracer.record(made.batch, report)
+        return made.batch, report, made.choice
+
+    def _may_score(self) -> bool:
+        """False where a pass would need the device of the engines, or ranks that take part in a transfer."""
+        return self._device is None and (self._publication_done.is_set() or not self._transfers)
+
+    async def _wait_for_groups(self, update: int) -> tuple[Group, ...]:
+        """The groups of the update; reports what is missing meanwhile."""
+        session = self._session
+        found: tuple[Group, ...] = ()
+
+        async def take(scope: anyio.CancelScope) -> None:
+            nonlocal found
+            found = await session.ready(update)
+            scope.cancel()
+
+        async with anyio.create_task_group() as waiting:
+            waiting.start_soon(take, waiting.cancel_scope)
+            while True:
+                p = session.group_progress(update)
+                missing = f"{p.complete} of {p.needed} groups of step {update + 1}"
+                self._report_wait(
+                    missing, step=update + 1, groups=p.complete, trajectories=p.trajectories,
+                    engines=self._publisher.trouble(),
+                )  # fmt: skip
+                with anyio.move_on_after(LOOK_SECONDS):
+                    await session.changed()
+        return found
+
+    def _report_wait(self, missing: str, **details: Any) -> None:
+        """The state while there is nothing to train. Waiting is progress, unless it is for a publication that does not
+        end: then no rollout comes."""
+        ctx = self._ctx
+        if not self._session.connected:
+            ctx.report(RoleState.WAITING_FOR_REPLAY, missing, **details)
+        elif self._publication_done.is_set():
+            ctx.report(RoleState.WAITING_FOR_ROLLOUTS, missing, **details)
+        elif self._unserved is not None:
+            ctx.report(RoleState.WAITING_FOR_ENGINES, f"one that serves version {self._unserved}", **details)
+        else:
+            ctx.report(RoleState.PUBLISHING, f"the engines to take version {self.version}", **details)
+            return
+        ctx.beat()
+
+    async def _until_published(self) -> None:
+        """Wait for the publication under way."""
+        while not self._publication_done.is_set():
+            with anyio.move_on_after(5.0):
+                await self._publication_done.wait()
+            if self._unserved is not None:
+                self._ctx.report(RoleState.WAITING_FOR_ENGINES, f"one that serves version {self._unserved}")
+                self._ctx.beat()
+
+    async def _snapshot(self) -> dict[str, Tensor] | DeviceWeights:
+        if self._from_device:
+            policy = self._trainer.policy
+            self._weights = DeviceWeights(policy, published_dtype(policy, self._config.publish))
+            return self._weights
+        return await anyio.to_thread.run_sync(weights_to_publish, self._trainer.policy, self._config.publish)
+
+    async def _acquire_device(self) -> None:
+        """Acquire a shared device, once the engines serve the version before. So do ranks that take part in a
+        transfer: an engine that waits for them is paused. Weights that are sent from the device are retired then."""
+        if self._device is None and not self._transfers:
+            return
+        self._ctx.report(RoleState.PUBLISHING, "the engines to take the version before")
+        await self._until_published()
+        if self._weights is not None:
+            await self._weights.retire()
+        if self._device is None:
+            return
+        async with self._ctx.waiting(RoleState.WAITING_FOR_ENGINES, "the device"):
+            await self._device.acquire(lambda why: self._ctx.report(RoleState.WAITING_FOR_ENGINES, why))
+
+    async def _start_publication(
+        self, tasks: anyio.abc.TaskGroup, tensors: Mapping[str, Tensor] | DeviceWeights, initial: bool = False
+    ) -> None:
+        """Begin to publish the current version, once the publication before is done. ``initial``: the engines have its
+        weights."""
+        expected = await self._expected()
+        if not self._publication_done.is_set():
+            self._ctx.report(RoleState.PUBLISHING, "the engines to take the version before")
+            await self._until_published()
+        if self._device is not None:
+            await self._device.release()
+        self._publication_done = anyio.Event()
+        facts = (self.version, self._trainer.updates, tensors, expected, initial)
+        tasks.start_soon(self._publish, *facts, self._publication_done)
+
+    async def _expected(self) -> TokenArray | None:
+        """log π of the probe under the current weights, which the engines must give it too; None without a probe, or
+        where it is not finite."""
+        probe = self._publisher.probe
+        if probe is None:
+            return None
+        expected = await anyio.to_thread.run_sync(self._trainer.score, [probe.row])
+        return expected if bool(np.isfinite(expected).all()) else None
+
+    async def _publish(
+        self,
+        version: int,
+        updates: int,
+        tensors: Mapping[str, Tensor] | DeviceWeights,
+        expected: TokenArray | None,
+        initial: bool,
+        done: anyio.Event,
+    ) -> None:
+        try:
+            publication = await self._publisher.publish(version, tensors, expected, initial)
+            if not publication.live:
+                log.warning("no engine serves version %d yet: %s", version, dict(publication.lagging))
+                self._unserved = version
+                await self._publisher.until_live(version)
+            live = self._publisher.live(version)
+            await self._session.announce(version, updates)
+            if self._witness is not None:
+                self._witness.write("published", version=version, updates=updates)
+        finally:
+            self._unserved = None
+            done.set()
+        self._last_publication = {"policy_version": version, "seconds": publication.seconds, "live": len(live),
+                           "lagging": len(self._publisher.trouble()), "finished": time.time()}  # fmt: skip
+        self._metrics.policy_version.set(version)
+        self._metrics.weight_publish_duration_seconds.observe(publication.seconds)
+        self._metrics.weight_publish_bytes_total.inc(publication.n_bytes)
+        log.info("version %d is live in %d engines after %.1f s", version, len(live), publication.seconds)
+
+    async def _checkpoint(self) -> None:
+        """Copy everything and hand it to the writer, which tells the stage once it is durable."""
+        updates = self._trainer.updates
+        writing = self._writer.writing
+        self._ctx.report(RoleState.SAVING, "" if writing is None else f"the checkpoint of step {writing}", step=updates)
+        async with self._writer.slot(updates) as submit:
+            unacknowledged, trained = self._session.unacknowledged()
+            state = CheckpointState(updates, self.version, unacknowledged, trained=trained)
+            if self._witness is not None:
+                self._witness.write("saving", updates=updates, version=self.version)
+            submit(await anyio.to_thread.run_sync(take_image, self._trainer, state))
+        self._saved_updates = updates
+        now = time.monotonic()
+        self._checkpoint_limit.record(now - self._checkpointed_at)
+        self._checkpointed_at = now
+        self._metrics.checkpoint_limit_seconds.set(self._checkpoint_limit.seconds)
+
+    def _keeps_best(self, updates: int) -> bool:
+        """True where these weights are evaluated and may turn out to be the best."""
+        section = self._config.evaluation
+        return section.keep_best is not None and section.is_due(updates, self._config.run.total_steps)
+
+    async def _until_evaluated(self) -> None:
+        """Wait until the replay stage has evaluated the last weights, if it does."""
+        section, session = self._config.evaluation, self._session
+        if not (section.on and section.end):
+            return
+        with anyio.move_on_after(2 * section.seconds_max + EVALUATION_MARGIN_SECONDS) as waiting:
+            async with self._ctx.waiting(
+                RoleState.EVALUATING, "rollouts of held-out tasks", step=self._trainer.updates
+            ):
+                while not is_evaluated(session.evaluation, self._trainer.updates):
+                    with anyio.move_on_after(LOOK_SECONDS):
+                        await session.changed()
+        if waiting.cancelled_caught:
+            log.warning("the last weights were not evaluated in time: the run ends without their evaluation")
+
+    async def _finish(self) -> None:
+        updates = self._trainer.updates
+        if (self._config.checkpoint.at_end or self._keeps_best(updates)) and self._saved_updates < updates:
+            await self._checkpoint()
+        await self._until_evaluated()
+        self._ctx.report(RoleState.SAVING, "the disk to take the last checkpoint", step=self._trainer.updates)
+        await self._writer.idle()
+        self._ctx.report(RoleState.FINISHING, "the replay stage to record the last update")
+        with anyio.move_on_after(ACKNOWLEDGE_SECONDS_MAX):
+            await self._session.acknowledged()
+        self._ctx.finished()
+        await self._ctx.until_scraped()
+        await self._session.bye("finished")
+        self._ctx.report(RoleState.FINISHED, "", step=self._trainer.updates)
+
+    def _log_step(self, batch: Batch, report: StepReport) -> None:
+        s = report.statistics
+        log.info(
+            "step %d: reward %.3f, ratio %.3f, ESS %.2f, staleness %d, loss %.4f, grad norm %.3f, %.0f tokens/s",
+            report.update + 1,
+            sum(t.reward or 0.0 for t in batch.fresh) / max(1, len(batch.fresh)),
+            s.all.ratio.mean or float("nan"),
+            s.all.ratio.ess_ratio or float("nan"),
+            int(s.staleness.max()) if len(s.staleness) else 0,
+            report.loss,
+            report.grad_norm,
+            report.tokens_per_second,
+        )

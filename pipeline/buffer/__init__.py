@@ -1,0 +1,1 @@
+"""The trajectory buffer: stored trajectories in files, drawn by priority."""

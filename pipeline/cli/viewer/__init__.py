@@ -1,1 +1,0 @@
-"""``afterplay show`` and ``plot``: rollouts and curves for people."""

@@ -1,1 +1,0 @@
-"""Experience replay: pool, difficulty, selection, mixing; memory for prompts; import and export."""

@@ -1,0 +1,1 @@
+"""Short texts from finished groups, found again for prompts."""

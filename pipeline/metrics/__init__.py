@@ -1,1 +1,0 @@
-"""Every Prometheus metric. The only package that imports ``prometheus_client``."""

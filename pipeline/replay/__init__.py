@@ -1,0 +1,1 @@
+"""Experience replay: what is trained again."""

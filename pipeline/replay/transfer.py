@@ -1,0 +1,271 @@
+"""Import of experience from files into the pool of a run, and export of a pool into one file.
+
+An import needs a run that is not running. Everything in the file is read and checked first; only then is a store
+opened for writing. Trajectories are committed a few hundred at a time, each transaction leaving a whole store; an
+import that was killed is finished by repeating it, because trajectories that are there already are skipped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from pipeline.config import RunConfig
+from pipeline.errors import AfterplayError, ConfigurationError, StoreError
+from pipeline.replay.demonstrations import Render, import_id, read_demonstrations
+from pipeline.replay.replay import Experience
+from pipeline.runtime.run_directory import RunDirectory, read_json
+from pipeline.schema import TokenSpan, Trajectory, Turn, VersionSpan
+from pipeline.schema.codec import Limits, decode_trajectory, encode_trajectory
+from pipeline.schema.counters import Count
+from pipeline.schema.record_file import Frames
+from pipeline.store.archive import ArchivedTrajectory, Header, is_archive, read_archive, write_archive
+from pipeline.store.journal import Journal, PayloadRefCounts
+from pipeline.store.ledger import FAILURES
+from pipeline.store.queries import meta, origin, pooled, reading
+from pipeline.store.records import OrderKey, TrajectoryRecord, TrajectoryState, facts_of
+from pipeline.store.replay_records import PoolEntry
+from pipeline.store.store import ReplayStore, store_path
+
+CHUNK, CHUNK_TOKENS = 256, 1 << 20
+"""Trajectories of one transaction, and about how many tokens they have."""
+
+T = TypeVar("T")
+
+
+class Importer:
+    """Brings trajectories into the store of one run.
+
+    Raises :class:`ConfigurationError` for a run that cannot take any, :class:`StoreError` for a file or store that is
+    not whole. Until :meth:`run` has read the whole file nothing is changed.
+    """
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, render: Render) -> None:
+        if not config.replay.enabled:
+            raise ConfigurationError(
+                "expected a run with replay.enabled: true, got false: nothing would ever be replayed. Set it in the "
+                "run file (or with --set replay.enabled=true)"
+            )
+        if config.replay.mode == "groups":
+            raise ConfigurationError(
+                "expected a run with replay.mode: mix, which replays single trajectories, got groups: set "
+                "replay.mode: mix in the run file"
+            )
+        self._config, self._directory, self._render = config, directory, render
+        self._path = store_path(config, directory)
+        self._limits = Limits(tokens_max=config.stage.tokens_max)
+        self._vocabulary = (read_json(directory.model / "config.json") or {}).get("vocab_size")
+        self._origin, self._version = self._look()
+
+    def run(self, file: Path) -> Counter[str]:
+        """Counts of the trajectories of ``file``: ``imported``, ``duplicate``, ``failure`` (a reward below
+        ``replay.success_threshold``), ``retired`` (or too old), and ``left.<reason>`` of what had to make room."""
+        for trajectory, portable in self._trajectories(file):
+            self._check(file, trajectory, portable)
+        counts: Counter[str] = Counter()
+        with ReplayStore(self._path, self._config.stage.synchronous) as store:
+            pool = PoolWriter(self._config, store, self._version)
+            trajectories = self._trajectories(file)
+            while chunk := list(_chunk(trajectories)):
+                counts += pool.add(chunk)
+        return counts
+
+    def _look(self) -> tuple[str, int]:
+        """History of the store (empty: it has none), and the newest policy version. Changes nothing."""
+        if not self._path.exists():
+            return "", 0
+        with reading(self._path) as connection:
+            return origin(connection), max(0, meta(connection).get("policy_version", -1))
+
+    def _trajectories(self, file: Path) -> Iterator[tuple[Trajectory, ArchivedTrajectory | None]]:
+        if not is_archive(file):
+            with file.open("rb") as stream:
+                if stream.read(64).lstrip()[:1] != b"{":
+                    raise StoreError(
+                        f"expected {file} to be an export of Afterplay or demonstrations (a JSON object on each line), "
+                        "got something else"
+                    )
+            for trajectory in read_demonstrations(file, self._render, self._version):
+                yield trajectory, None
+            return
+        for portable in read_archive(file, self._limits):
+            try:
+                trajectory = decode_trajectory(portable.frames, self._limits)
+            except AfterplayError as error:
+                raise StoreError(f"{file} contains an invalid trajectory: {error}") from error
+            reward = portable.marks.get("reward")
+            if not isinstance(reward, int | float):
+                raise StoreError(f"{file}: expected {trajectory.trajectory_id} with its reward, got {reward!r}")
+            trajectory = trajectory.scored(float(reward), {})
+            if not self._origin or portable.marks.get("origin") != self._origin:
+                trajectory = _foreign(trajectory, portable.frames, self._version)
+            yield trajectory, portable
+
+    def _check(self, file: Path, trajectory: Trajectory, portable: ArchivedTrajectory | None) -> None:
+        """Refuse what this run could not train. Raises :class:`StoreError`."""
+        environment = trajectory.task.environment
+        if environment not in self._config.environments:
+            names = ", ".join(self._config.environments)
+            raise StoreError(f"{file}: expected environments of this run ({names}), got {environment!r}")
+        if trajectory.n_tokens > self._limits.tokens_max:
+            raise StoreError(
+                f"{file}: expected at most stage.tokens_max={self._limits.tokens_max} tokens, got "
+                f"{trajectory.n_tokens} in one for {trajectory.task.task_id}"
+            )
+        largest = max((int(ids.max()) for turn in trajectory.turns for ids in _id_arrays(turn) if len(ids)), default=0)
+        if isinstance(self._vocabulary, int) and largest >= self._vocabulary:
+            raise StoreError(
+                f"{file}: expected token ids below the model's vocabulary of {self._vocabulary}, got {largest}: the "
+                "file is of another tokenizer"
+            )
+        if portable is not None and not isinstance(portable.marks.get("success_rate"), int | float | None):
+            raise StoreError(f"{file}: expected success_rate as a number, got {portable.marks.get('success_rate')!r}")
+
+
+def _chunk(trajectories: Iterator[tuple[Trajectory, T]]) -> Iterator[tuple[Trajectory, T]]:
+    """The trajectories of the next transaction: what is imported at once is held in memory."""
+    n_tokens = 0
+    for found in islice(trajectories, CHUNK):
+        yield found
+        n_tokens += found[0].n_tokens
+        if n_tokens > CHUNK_TOKENS:
+            return
+
+
+class PoolWriter:
+    """The pool of one store, and the rows that adding to it makes."""
+
+    def __init__(self, config: RunConfig, store: ReplayStore, version: int) -> None:
+        self._store = store
+        self._version = version
+        self._threshold = config.replay.success_threshold
+        snapshot = store.load()
+        self._journal = Journal(snapshot.counters, snapshot.meta.get(FAILURES))
+        self._experience = Experience(
+            config, entries=snapshot.entries, tasks=snapshot.tasks, state=snapshot.meta.get("experience")
+        )
+        self._holds = PayloadRefCounts(self._journal)
+        self._holds.restore(snapshot.groups.values(), snapshot.entries, snapshot.stored_groups)
+        self._n_bytes = {entry.row_id: entry.n_bytes for entry in snapshot.entries}
+        self._stored_ids = {entry.trajectory_id for entry in snapshot.entries}
+        self._next_row_id = snapshot.next_row_id
+
+    def add(self, trajectories: Sequence[tuple[Trajectory, ArchivedTrajectory | None]]) -> Counter[str]:
+        """One transaction."""
+        counts: Counter[str] = Counter()
+        new: dict[int, tuple[TrajectoryRecord, Trajectory, Frames]] = {}
+        entries = []
+        for trajectory, portable in trajectories:
+            assert trajectory.reward is not None
+            if trajectory.trajectory_id in self._stored_ids:
+                counts["duplicate"] += 1
+            elif trajectory.reward < self._threshold or not trajectory.usable:
+                counts["failure"] += 1
+            else:
+                self._stored_ids.add(trajectory.trajectory_id)
+                frames = encode_trajectory(trajectory)
+                record = self._record(trajectory, frames)
+                new[record.row_id] = (record, trajectory, frames)
+                entries.append(_entry(record, trajectory, portable))
+        outcome = self._experience.import_entries(entries, version=self._version)
+        for entry in outcome.saved:
+            record, trajectory, frames = new[entry.row_id]
+            record.saved = entry.saved
+            self._journal.imported(record, trajectory.trajectory_id, frames)
+            self._holds.arrived(entry.row_id, entry.n_bytes)
+            self._n_bytes[entry.row_id] = entry.n_bytes
+            self._journal.count(Count.POOL_IMPORTED)
+        for entry, reason in outcome.left:
+            self._holds.release(entry.row_id, self._n_bytes.pop(entry.row_id))
+            self._stored_ids.discard(entry.trajectory_id)
+            self._journal.count(Count(f"pool.left.{reason}"))
+            counts[f"left.{reason.value}"] += 1
+        counts["imported"] = len(outcome.saved)
+        counts["retired"] = len(entries) - len(outcome.saved)
+        self._journal.experience(self._experience.take_changes())
+        changes, _ = self._journal.collect()
+        if outcome.saved or outcome.left:
+            self._store.commit(changes)
+        return counts
+
+    def _record(self, trajectory: Trajectory, frames: Frames) -> TrajectoryRecord:
+        row_id = self._next_row_id
+        self._next_row_id += 1
+        facts = facts_of(trajectory, frames)
+        return TrajectoryRecord(
+            row_id=row_id,
+            key=OrderKey(-1, row_id, 0),
+            facts=facts,
+            received_at=time.time(),
+            state=TrajectoryState.IMPORTED,
+            reward=trajectory.reward,
+            rewards=trajectory.rewards,
+            age_insert=max(0, self._version - facts.version_min) if trajectory.recorded else 0,
+        )
+
+
+def _entry(record: TrajectoryRecord, trajectory: Trajectory, portable: ArchivedTrajectory | None) -> PoolEntry:
+    facts, marks = record.facts, portable.marks if portable else {}
+    assert record.reward is not None
+    entropy = marks.get("entropy")
+    return PoolEntry(
+        row_id=record.row_id,
+        trajectory_id=trajectory.trajectory_id,
+        task=trajectory.task,
+        saved=-1,
+        reward=record.reward,
+        n_turns=facts.n_turns,
+        n_tokens=facts.n_tokens,
+        n_sampled=facts.n_sampled,
+        n_bytes=facts.n_bytes,
+        version_min=facts.version_min,
+        version_max=facts.version_max,
+        duration_seconds=facts.duration_seconds,
+        entropy=float(entropy) if isinstance(entropy, int | float) else facts.entropy,
+        success_rate=marks.get("success_rate"),
+        recorded=trajectory.recorded,
+    )
+
+
+def _foreign(trajectory: Trajectory, frames: Frames, version: int) -> Trajectory:
+    """A trajectory of another run: its id and its versions mean nothing here, and its age counts from now on."""
+    identity = trajectory.trajectory_id
+    if not identity.startswith("import-"):
+        identity = import_id(b"".join(bytes(frame) for frame in frames))
+    at = version if trajectory.recorded else 0
+    turns = tuple(replace(turn, completion=_at_version(turn.completion, at)) for turn in trajectory.turns)
+    return replace(trajectory, trajectory_id=identity, group_id="imported", turns=turns)
+
+
+def _at_version(span: TokenSpan, version: int) -> TokenSpan:
+    spans = (VersionSpan(0, len(span), version),) if len(span) else ()
+    return replace(span, version_spans=spans)
+
+
+def _id_arrays(turn: Turn) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.int32]], ...]:
+    return turn.context.token_ids, turn.completion.token_ids
+
+
+def export_run(
+    config: RunConfig, directory: RunDirectory, file: Path, *, compress: bool = True, replace: bool = False
+) -> int:
+    """Write every trajectory of the pool as of one moment; returns how many. The run may be active.
+
+    Raises :class:`ConfigurationError` if ``file`` already exists (unless ``replace``), :class:`StoreError` for a
+    store that is missing or not ours.
+    """
+    with reading(store_path(config, directory)) as store:
+        header = Header(
+            run=config.run.name,
+            model=config.model.source,
+            compression="zlib" if compress else None,
+            origins=tuple(filter(None, [origin(store)])),
+        )
+        return write_archive(file, header, pooled(store), replace=replace)

@@ -1,0 +1,364 @@
+"""Messages and trajectories as bytes: an orjson header and raw little-endian arrays. Never pickle.
+
+A message is one ZeroMQ multipart message ``[kind, header, frame …]``. A trajectory is sent and stored as four payload
+frames:
+
+=====  =====================================  ==================================================
+frame  content                                dtype, shape
+=====  =====================================  ==================================================
+0      orjson: everything but the arrays      turns carry only lengths
+1      ids of all spans in order              ``<i4`` ``[T]``
+2      log-probabilities of sampled tokens    ``<f4`` ``[S]``
+3      version spans of all completions       ``<i4`` ``[K, 3]`` start, stop, version
+=====  =====================================  ==================================================
+
+Decoding makes views on the received buffers. It checks the whole arrays once and builds the spans of turns without
+repeating the checks, which would cost a dozen small numpy calls a turn; where a check fails, the checking constructors
+are called after all, because they say which part of which turn is wrong.
+
+Schema evolution: a reader ignores unknown header keys and fills missing optional ones; ``schema_version`` changes only
+when a meaning changes, which raises :class:`VersionMismatch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from pipeline.errors import LimitExceeded, SchemaError, VersionMismatch, WireError
+from pipeline.schema.orders import Record, decode_task, task_header
+from pipeline.schema.record_file import Buffer, Frames, array_bytes, json_object, n_bytes
+from pipeline.schema.trajectory import (
+    SCHEMA_VERSION,
+    EngineRecord,
+    Failure,
+    FinishReason,
+    Guidance,
+    Message,
+    SpanSource,
+    Timings,
+    TokenSpan,
+    Trajectory,
+    TrajectoryStatus,
+    Turn,
+    VersionSpan,
+    are_sampled_logprobs,
+)
+
+if TYPE_CHECKING:
+    from pipeline.config import RunConfig
+    from pipeline.schema.record_file import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Explicit bounds of the wire; anything larger is refused with :class:`LimitExceeded` that names the limit."""
+
+    header_bytes_max: int = 4 * 1024 * 1024
+    message_bytes_max: int = 256 * 1024 * 1024
+    """Bytes of the frames behind the header: a payload that may arrive may also be sent on under another header."""
+    frames_max: int = 64
+    tokens_max: int = 1_048_576
+    """Tokens of one trajectory."""
+    queue_messages_max: int = 4096
+    """Messages held per direction before senders wait."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Limits:
+        """The limits of a run."""
+        return cls(message_bytes_max=config.stage.message_bytes_max, tokens_max=config.stage.tokens_max)
+
+
+_CONTEXT, _SAMPLED = SpanSource.CONTEXT, SpanSource.SAMPLED
+
+_FINISH = {reason.value: reason for reason in FinishReason}
+
+_new = object.__new__
+
+_set_source, _set_token_ids, _set_logprobs, _set_version_spans = (
+    TokenSpan.__dict__[name].__set__ for name in ("source", "token_ids", "behaviour_logprobs", "version_spans")
+)
+
+DEFAULT_LIMITS = Limits()
+
+
+def check_limits(frames: Sequence[Buffer], limits: Limits) -> None:
+    """Raise :class:`LimitExceeded` naming the limit that ``[kind, header, frame …]`` breaks."""
+    if len(frames) - 2 > limits.frames_max:
+        raise LimitExceeded(f"message has {len(frames) - 2} frames, more than frames_max={limits.frames_max}")
+    if len(frames) > 1 and n_bytes(frames[1]) > limits.header_bytes_max:
+        raise LimitExceeded(
+            f"header has {n_bytes(frames[1])} bytes, more than header_bytes_max={limits.header_bytes_max}"
+        )
+    total = 0
+    for frame in frames[2:]:
+        total += len(frame) if type(frame) is bytes else n_bytes(frame)
+    if total > limits.message_bytes_max:
+        raise LimitExceeded(
+            f"message has {total} bytes beside its header, more than stage.message_bytes_max={limits.message_bytes_max}"
+        )
+
+
+def encode_trajectory(trajectory: Trajectory) -> Frames:
+    """Payload frames of a trajectory (see the table above)."""
+    ids: list[np.ndarray[Any, Any]] = []
+    logprobs: list[np.ndarray[Any, Any]] = []
+    spans: list[tuple[int, int, int]] = []
+    turns = []
+    for turn in trajectory.turns:
+        completion = turn.completion
+        assert completion.behaviour_logprobs is not None
+        ids += [turn.context.token_ids, completion.token_ids]
+        logprobs.append(completion.behaviour_logprobs)
+        spans += [(s.start, s.stop, s.policy_version) for s in completion.version_spans]
+        turns.append(_turn_header(turn))
+    header = {
+        "schema_version": trajectory.schema_version,
+        "trajectory_id": trajectory.trajectory_id,
+        "group_id": trajectory.group_id,
+        "task": task_header(trajectory.task),
+        "status": trajectory.status.value,
+        "failure": trajectory.failure,
+        "rewards": dict(trajectory.rewards),
+        "reward": trajectory.reward,
+        "actor_id": trajectory.actor_id,
+        "engine": trajectory.engine,
+        "timings": trajectory.timings,
+        "turns": turns,
+    }
+    if not trajectory.recorded:
+        header["recorded"] = False
+    if trajectory.guidance is not None:
+        header["guidance"] = _guidance_header(trajectory.guidance)
+    if trajectory.hinted_contexts:
+        header["hinted"] = [[turn, list(ids)] for turn, ids in trajectory.hinted_contexts.items()]
+    try:
+        json = orjson.dumps(header)
+    except TypeError as error:
+        raise SchemaError(f"trajectory {trajectory.trajectory_id} holds something that is not JSON: {error}") from error
+    return (
+        json,
+        array_bytes(_joined(ids, np.int32)),
+        array_bytes(_joined(logprobs, np.float32)),
+        array_bytes(np.asarray(spans, dtype="<i4").reshape(-1, 3)),
+    )
+
+
+def decode_trajectory(frames: Sequence[Buffer], limits: Limits = DEFAULT_LIMITS) -> Trajectory:
+    """The inverse of :func:`encode_trajectory`; arrays are views on ``frames``.
+
+    Raises :class:`WireError` for bytes that are no trajectory, :class:`LimitExceeded` for too many tokens,
+    :class:`VersionMismatch` for another schema, :class:`SchemaError` for values that break the data model.
+    """
+    if len(frames) != 4:
+        raise WireError(f"expected 4 payload frames of a trajectory, got {len(frames)}")
+    header = json_object(frames[0], "trajectory header")
+    version = header.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise VersionMismatch(
+            f"trajectory has schema version {version!r}, this process reads {SCHEMA_VERSION}: run the same "
+            f"Afterplay everywhere"
+        )
+    ids = _array(frames[1], "<i4", "token ids")
+    logprobs = _array(frames[2], "<f4", "log-probabilities")
+    spans = _array(frames[3], "<i4", "version spans")
+    if len(ids) > limits.tokens_max:
+        raise LimitExceeded(f"trajectory has {len(ids)} tokens, more than stage.tokens_max={limits.tokens_max}")
+    if len(spans) % 3:
+        raise WireError(f"expected version spans as [K, 3], got {len(spans)} numbers")
+    try:
+        turns = _decode_turns(header["turns"], ids, logprobs, spans.reshape(-1, 3))
+        failure = header.get("failure")
+        return Trajectory(
+            trajectory_id=header["trajectory_id"],
+            group_id=header["group_id"],
+            task=decode_task(header["task"]),
+            turns=turns,
+            status=TrajectoryStatus(header["status"]),
+            failure=_decode_plain(Failure, failure, str) if failure else None,
+            rewards=header.get("rewards") or {},
+            reward=header.get("reward"),
+            actor_id=header.get("actor_id", "actor"),
+            engine=_decode_engine(header.get("engine") or {}),
+            timings=_decode_plain(Timings, header.get("timings") or {}, int, float),
+            recorded=bool(header.get("recorded", True)),
+            guidance=_decode_guidance(header["guidance"]) if header.get("guidance") else None,
+            hinted_contexts={int(turn): tuple(int(i) for i in ids) for turn, ids in header.get("hinted", ())},
+            schema_version=version,
+        )
+    except SchemaError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise WireError(f"invalid trajectory header: {type(error).__name__}: {error}") from error
+
+
+def _turn_header(turn: Turn) -> dict[str, Any]:
+    header = {
+        "n": [len(turn.context), len(turn.completion), len(turn.completion.version_spans)],
+        "messages": turn.context_messages,
+        "completion": turn.completion_message,
+        "finish": turn.finish_reason.value,
+        "temperature": turn.temperature,
+        "signals": dict(turn.signals),
+        "branch": turn.branch,
+    }
+    if turn.reward is not None:
+        header["reward"] = turn.reward
+    return header
+
+
+def _decode_engine(header: Mapping[str, Any]) -> EngineRecord:
+    record = EngineRecord(
+        header.get("backend", "unknown"), header.get("model", ""), tuple(header.get("engine_ids", ()))
+    )
+    if not all(type(v) is str for v in (record.backend, record.model, *record.engine_ids)):
+        raise WireError(f"expected the engine record as strings, got {record!r:.200}")
+    return record
+
+
+def _guidance_header(guidance: Guidance) -> dict[str, Any]:
+    plain = [[turn, list(ids)] for turn, ids in guidance.plain_contexts.items()]
+    return {"lessons": list(guidance.lessons), "keep": guidance.keep, "plain": plain, "query": guidance.query}
+
+
+def _decode_guidance(header: Mapping[str, Any]) -> Guidance:
+    return Guidance(
+        tuple(str(lesson) for lesson in header["lessons"]),
+        bool(header["keep"]),
+        {int(turn): tuple(int(i) for i in ids) for turn, ids in header.get("plain", ())},
+        str(header.get("query", "")),
+    )
+
+
+def _decode_plain(cls: type[Record], header: Mapping[str, Any], *types: type[Any]) -> Record:
+    """A dataclass whose fields all have one of ``types``; unknown keys are ignored."""
+    fields = {name: header[name] for name in cls.__dataclass_fields__ if name in header}  # type: ignore[attr-defined]
+    if not all(type(value) in types for value in fields.values()):
+        raise WireError(
+            f"expected fields of {cls.__name__} as {' or '.join(t.__name__ for t in types)}, got {fields!r:.200}"
+        )
+    return cls(**fields)
+
+
+def _joined(arrays: list[np.ndarray[Any, Any]], dtype: type[np.generic]) -> np.ndarray[Any, Any]:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=dtype)
+
+
+def _array(frame: Buffer, dtype: str, what: str) -> np.ndarray[Any, Any]:
+    try:
+        return np.frombuffer(frame, dtype=dtype)
+    except ValueError as error:
+        raise WireError(f"{what}: {n_bytes(frame)} bytes are no array of {dtype}") from error
+
+
+def _decode_turns(
+    headers: list[dict[str, Any]],
+    ids: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32],
+    spans: npt.NDArray[np.int32],
+) -> tuple[Turn, ...]:
+    """``ids`` int32 ``[T]``, ``logprobs`` float32 ``[S]`` and ``spans`` int32 ``[K, 3]`` of all turns in order.
+
+    Raises :class:`WireError` where lengths do not add up, :class:`SchemaError` for values that break the data model,
+    and ``KeyError``, ``TypeError``, ``ValueError`` or ``AttributeError`` for a header of another form.
+    """
+    ids, logprobs = _read_only(ids), _read_only(logprobs)
+    sound = (not len(ids) or ids.min() >= 0) and are_sampled_logprobs(logprobs)
+    rows = spans.tolist()
+    turns = []
+    at_id = at_logprob = at_span = 0
+    for header in headers:
+        n_context, n_completion, n_spans = _lengths(header["n"])
+        middle = at_id + n_context
+        end, end_logprob, end_span = middle + n_completion, at_logprob + n_completion, at_span + n_spans
+        if end > len(ids) or end_logprob > len(logprobs) or end_span > len(rows):
+            raise _lengths_disagree(end, end_logprob, end_span, ids, logprobs, rows)
+        versions = tuple([VersionSpan(*row) for row in rows[at_span:end_span]])
+        span = _span if sound and _tiles(versions, n_completion) else _checked_span
+        turns.append(
+            Turn(
+                span(_CONTEXT, ids[at_id:middle]),
+                span(_SAMPLED, ids[middle:end], logprobs[at_logprob:end_logprob], versions),
+                tuple([_decode_chat_message(m) for m in header["messages"]]),
+                _decode_chat_message(header["completion"]),
+                _FINISH[header["finish"]],
+                header["temperature"],
+                header.get("signals") or {},
+                header.get("branch", 0),
+                header.get("reward"),
+            )
+        )
+        at_id, at_logprob, at_span = end, end_logprob, end_span
+    if (at_id, at_logprob, at_span) != (len(ids), len(logprobs), len(rows)):
+        raise _lengths_disagree(at_id, at_logprob, at_span, ids, logprobs, rows)
+    return tuple(turns)
+
+
+def _decode_chat_message(header: Mapping[str, Any]) -> Message:
+    """Unknown keys are ignored; role and content are strings, ``extra`` is an object."""
+    role, content, extra = header["role"], header["content"], header.get("extra") or {}
+    if type(role) is str and type(content) is str and type(extra) is dict:
+        return Message(role, content, extra)
+    raise WireError(f"expected a message with role and content as strings and extra as an object, got {header!r:.200}")
+
+
+def _checked_span(
+    source: SpanSource,
+    token_ids: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32] | None = None,
+    version_spans: tuple[VersionSpan, ...] = (),
+) -> TokenSpan:
+    return TokenSpan(source, token_ids, logprobs, version_spans)
+
+
+def _span(
+    source: SpanSource,
+    token_ids: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32] | None = None,
+    version_spans: tuple[VersionSpan, ...] = (),
+) -> TokenSpan:
+    span = _new(TokenSpan)
+    _set_source(span, source)
+    _set_token_ids(span, token_ids)
+    _set_logprobs(span, logprobs)
+    _set_version_spans(span, version_spans)
+    return span
+
+
+def _lengths(n: Any) -> tuple[int, int, int]:
+    if type(n) is list and len(n) == 3:
+        a, b, c = n
+        if type(a) is type(b) is type(c) is int and a >= 0 and b >= 0 and c >= 0:
+            return a, b, c
+    raise WireError(
+        f"expected the lengths of a turn as three numbers >= 0 (context, completion, version spans), got {n!r:.100}"
+    )
+
+
+def _tiles(spans: tuple[VersionSpan, ...], n_tokens: int) -> bool:
+    """True if version spans cover ``[0, n_tokens)`` without gap and with versions that never decrease."""
+    at = version = 0
+    for span in spans:
+        if span.start != at or span.policy_version < version:
+            return False
+        at, version = span.stop, span.policy_version
+    return at == n_tokens
+
+
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    array.flags.writeable = False
+    return array
+
+
+def _lengths_disagree(
+    at_id: int, at_logprob: int, at_span: int, ids: npt.NDArray[Any], logprobs: npt.NDArray[Any], rows: list[Any]
+) -> WireError:
+    return WireError(
+        f"turn lengths add up to {at_id} ids, {at_logprob} log-probabilities and {at_span} version spans, "
+        f"the arrays hold {len(ids)}, {len(logprobs)} and {len(rows)}"
+    )

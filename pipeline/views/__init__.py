@@ -1,0 +1,1 @@
+"""Rollouts and curves for people: page, terminal, plots."""

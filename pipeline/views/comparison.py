@@ -1,0 +1,292 @@
+"""Learning curve of a run; cost of each arm of a comparison until a target is reached, and ratios of costs.
+
+An arm is a setting that several seeds were run with. A *cost* is what a run has used up to the first point of its curve
+at which the mean of the last ``window`` points is at least the target: generated tokens, updates, or seconds.
+
+Ratios are of geometric means, with Student's t interval of the logarithms: of their differences by seed where both arms
+have the same seeds, else Welch's, with its degrees of freedom rounded down. A t interval can be wider than the range of
+the values, as it must be with few seeds; a percentile bootstrap cannot. Welch's test is the one that Colas et al. 2019
+(arXiv:1904.06979) recommend for few seeds. The p-value of paired arms is that of the sign-flip permutation test, which
+is exact and assumes no normal distribution: with n seeds it cannot be below 2 / 2^n.
+
+A run that never reaches the target is censored: its cost is only known to be at least what it used in all. Where one of
+the two arms has such a run, all costs are restricted to a horizon, the smallest cost of a censored run: a cost above it
+counts as the horizon. It is the largest horizon at which every restricted cost is known without a model, and the ratio
+is one of restricted means (Royston & Parmar 2013, doi:10.1186/1471-2288-13-152; here geometric). No run is left out.
+Restriction usually moves the ratio towards 1.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
+from typing import Literal
+
+import numpy as np
+
+from pipeline.config import RunConfig
+from pipeline.runtime.run_directory import RunDirectory, read_json
+from pipeline.store.evaluation_results import read_results
+from pipeline.store.queries import rollouts
+from pipeline.store.store import store_path
+from pipeline.views.progress import Metric, read_lines
+
+Quantity = Literal["tokens", "updates", "seconds"]
+QUANTITIES: Mapping[Quantity, str] = {
+    "tokens": "generated tokens", "updates": "updates", "seconds": "wall time",
+}  # fmt: skip
+LEVEL = 0.95
+FLIPS_MAX = 2**14
+"""Sign patterns that are enumerated; with more there are as many random ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """State of a run after an update. Counters are from the start of the run."""
+
+    updates: int
+    tokens: int
+    seconds: float
+    value: float
+    """Value of this update alone, or of an evaluation of its weights."""
+    weight: float = 1.0
+    """Weight of the value in means over points: its number of rollouts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Cost of a run until it reached the target."""
+
+    tokens: float
+    updates: float
+    seconds: float
+    reached: bool
+    """False: censored, the numbers are of the whole run and lower bounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Ratio of the cost of an arm to that of another."""
+
+    quantity: Quantity
+    ratio: float
+    low: float
+    """0 where there are too few runs for an interval, and ``high`` infinite."""
+    high: float
+    p: float | None
+    """p-value of the sign-flip test; None for arms that are not paired."""
+    paired: bool
+    runs: tuple[int, int]
+    """Number of runs of the arm, and of the other."""
+    censored: tuple[int, int]
+    """Number of these that never reached the target."""
+    horizon: float | None
+    """Costs were restricted to it; None: no run was censored."""
+
+
+def smoothed(points: Sequence[Point], window: int) -> list[float]:
+    """Weighted mean of each ``window`` points in a row, the first at the point that completes a window."""
+    found = []
+    for end in range(window, len(points) + 1):
+        part = points[end - window : end]
+        total = math.fsum(p.weight for p in part)
+        found.append(math.fsum(p.weight * p.value for p in part) / total if total else math.nan)
+    return found
+
+
+def cost_to_reach(points: Sequence[Point], target: float, window: int) -> Cost:
+    """Cost up to the first point at which the smoothed value is at least ``target``."""
+    for point, value in zip(points[window - 1 :], smoothed(points, window), strict=False):
+        if value >= target:
+            return Cost(point.tokens, point.updates, point.seconds, reached=True)
+    last = points[-1] if points else Point(0, 0, 0.0, 0.0)
+    return Cost(last.tokens, last.updates, last.seconds, reached=False)
+
+
+def ratio_of(arm: Mapping[int, Cost], base: Mapping[int, Cost], quantity: Quantity) -> Ratio:
+    """Ratio of ``arm`` to ``base``, each with its costs by seed; paired where both have the same seeds. A cost of 0
+    (a target that the first weights reach) counts as one token, one update or a millisecond."""
+    censored = [getattr(cost, quantity) for cost in (*arm.values(), *base.values()) if not cost.reached]
+    horizon = min(censored, default=math.inf)
+    paired = arm.keys() == base.keys()
+
+    least = 1e-3 if quantity == "seconds" else 1.0
+
+    def logs(costs: Mapping[int, Cost]) -> list[float]:
+        return [math.log(max(min(getattr(costs[seed], quantity), horizon), least)) for seed in sorted(costs)]
+
+    left, right = logs(arm), logs(base)
+    if paired:
+        differences = [a - b for a, b in zip(left, right, strict=True)]
+        middle, half = t_interval(differences)
+    else:
+        middle, half = welch_interval(left, right)
+    return Ratio(
+        quantity, math.exp(middle), math.exp(middle - half), math.exp(middle + half) if half < 700 else math.inf,
+        sign_flip_p(differences) if paired else None, paired, (len(arm), len(base)),
+        (sum(not c.reached for c in arm.values()), sum(not c.reached for c in base.values())),
+        horizon if censored else None,
+    )  # fmt: skip
+
+
+def t_interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
+    """Mean and half the width of its interval; infinite with fewer than two values."""
+    middle = statistics.fmean(values)
+    if len(values) < 2:
+        return middle, math.inf
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return middle, t_quantile(0.5 + level / 2, len(values) - 1) * error
+
+
+def welch_interval(left: Sequence[float], right: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
+    """Difference of two means and half the width of its interval (Welch 1947)."""
+    middle = statistics.fmean(left) - statistics.fmean(right)
+    if min(len(left), len(right)) < 2:
+        return middle, math.inf
+    errors = [statistics.variance(values) / len(values) for values in (left, right)]
+    total = math.fsum(errors)
+    if total == 0:
+        return middle, 0.0
+    freedom = total**2 / math.fsum(e**2 / (len(v) - 1) for e, v in zip(errors, (left, right), strict=True))
+    return middle, t_quantile(0.5 + level / 2, max(1, math.floor(freedom + 1e-9))) * math.sqrt(total)
+
+
+def t_quantile(probability: float, freedom: int) -> float:
+    """Quantile of Student's t distribution for a probability of at least 0.5, by bisection of :func:`t_cdf`."""
+    low, high = 0.0, 1.0
+    while t_cdf(high, freedom) < probability:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_cdf(middle, freedom) < probability else (low, middle)
+    return (low + high) / 2
+
+
+def t_cdf(t: float, freedom: int) -> float:
+    """Distribution function of Student's t for whole degrees of freedom: the finite sums of Abramowitz & Stegun 1964,
+    26.7.3 and 26.7.4."""
+    angle = math.atan(t / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term, total = (cosine, cosine) if odd else (1.0, 1.0)
+    for i in range(2 + odd, freedom - 1, 2):
+        term *= cosine**2 * (i - 1) / i
+        total += term
+    if not odd:
+        return (1 + sine * total) / 2
+    return 0.5 + (angle + (sine * total if freedom > 1 else 0.0)) / math.pi
+
+
+def sign_flip_p(differences: Sequence[float]) -> float:
+    """Two-sided p-value of the permutation test that flips signs (Fisher 1935): the share of sign patterns whose sum is
+    at least as far from 0 as that of ``differences``."""
+    values = np.asarray(differences, dtype=np.float64)
+    if 2 ** len(values) <= FLIPS_MAX:
+        signs = np.array(list(product((1.0, -1.0), repeat=len(values))))
+    else:
+        signs = np.random.default_rng(0).choice((1.0, -1.0), size=(FLIPS_MAX, len(values)))
+        signs[0] = 1.0
+    observed = abs(values.sum())
+    return float(np.mean(np.abs(signs @ values) >= observed * (1 - 1e-12)))
+
+
+def median_of(costs: Sequence[Cost], quantity: Quantity) -> float:
+    """Median over runs; infinite where it is not known because half of them or more are censored."""
+    return statistics.median([getattr(c, quantity) if c.reached else math.inf for c in costs])
+
+
+def band(
+    curves: Sequence[tuple[Sequence[float], Sequence[float]]], grid: Sequence[float]
+) -> list[tuple[float, float, float]]:
+    """Mean of curves and its interval, (mean, low, high) at each place of ``grid``. A curve that has ended keeps its
+    last value; before its first point it has none. With one curve the interval is the curve."""
+    found = []
+    columns = np.array([np.interp(grid, xs, ys, left=math.nan) for xs, ys in curves if len(xs)]).reshape(-1, len(grid))
+    for column in columns.T:
+        values = [float(v) for v in column if not math.isnan(v)]
+        if not values:
+            found.append((math.nan, math.nan, math.nan))
+            continue
+        middle, half = t_interval(values) if len(values) > 1 else (values[0], 0.0)
+        found.append((middle, middle - half, middle + half))
+    return found
+
+
+def describe_ratio(arm: str, base: str, ratio: Ratio, target: str) -> str:
+    """A finding in words.
+
+    >>> found = Ratio("tokens", 0.61, 0.45, 0.83, 0.002, True, (12, 12), (0, 0), None)
+    >>> describe_ratio("B", "A", found, "a success rate of 0.8")
+    "B needs 0.61 (0.45 to 0.83) of A's generated tokens to reach a success rate of 0.8; 12 seeds, paired, p = 0.002."
+    """
+    n_arm, n_base = ratio.runs
+    what = QUANTITIES[ratio.quantity]
+    if sum(ratio.censored) == n_arm + n_base:
+        return f"No run of {arm} or {base} reached {target}: nothing can be said."
+    if math.isinf(ratio.high):
+        interval, doubt = "no interval from so few runs", ""
+    else:
+        interval = f"{ratio.low:.2f} to {ratio.high:.2f}"
+        doubt = " The interval holds 1: no difference is shown." if ratio.low <= 1 <= ratio.high else ""
+    seeds = (
+        f"{n_arm} seed{'s' if n_arm > 1 else ''}, paired" if ratio.paired else f"{n_arm} and {n_base} runs, not paired"
+    )
+    p = "" if ratio.p is None or n_arm < 2 else f", p = {ratio.p:.2g}"
+    text = f"{arm} needs {ratio.ratio:.2f} ({interval}) of {base}'s {what} to reach {target}; {seeds}{p}.{doubt}"
+    for name, n, censored in zip((arm, base), ratio.runs, ratio.censored, strict=True):
+        if censored:
+            text += f" {censored} of {n} runs of {name} never reached it."
+    if ratio.horizon is not None:
+        text += f" Costs are therefore restricted to {ratio.horizon:,.0f}, which usually moves the ratio towards 1."
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class LearningCurve:
+    """Curve of one run."""
+
+    seed: int
+    points: tuple[Point, ...]
+    finished: bool
+    """The run has made all its updates."""
+    redone: bool
+    """Updates were made again from an older checkpoint: their tokens count twice, their seconds once."""
+
+
+def read_curve(config: RunConfig, directory: RunDirectory, seed: int, metric: Metric) -> LearningCurve:
+    """The curve of a run, also of one that is alive.
+
+    Tokens are those sampled for training by every rollout that the replay stage received up to the end of the update,
+    also if it was not trained; rollouts of evaluations are not counted. Seconds are those of the learner's updates with
+    its waits; a pause between two starts is not in them.
+    """
+    lines = read_lines(directory.metrics_file)
+    if not lines:
+        return LearningCurve(seed, (), finished=False, redone=False)
+    found = rollouts(store_path(config, directory))
+    times, tokens = [r.received_at for r in found], [0, *accumulate(r.n_sampled for r in found)]
+    results = [r for r in read_results(directory.evaluations_file) if r.get("status") == "complete"]
+    scores = {r["updates"]: r["score"] for r in results if r.get("score") is not None}
+    points = [Point(0, 0, 0.0, float(scores[0]))] if metric is Metric.EVAL and 0 in scores else []
+    seconds, begin = 0.0, 0
+    for line in lines:
+        seconds += float(line["seconds"]["step"])
+        end = bisect_right(times, line["finished"])
+        value, weight = None, 1.0
+        if metric is Metric.EVAL:
+            value = scores.get(line["step"])
+        elif metric is Metric.REWARD:
+            value, weight = line["reward_mean"], float(line["n_trajectories"] - line["n_replayed"])
+        elif rewards := [r.reward for r in found[begin:end] if r.reward is not None]:
+            value = sum(reward >= config.replay.success_threshold for reward in rewards) / len(rewards)
+            weight = float(len(rewards))
+        if value is not None:
+            points.append(Point(line["step"], tokens[end], seconds, float(value), weight))
+        begin = end
+    done = read_json(directory.finished_file) or {}
+    redone = any(line["policy_version"] != line["update"] for line in lines)
+    return LearningCurve(seed, tuple(points), done.get("steps", 0) >= config.run.total_steps, redone)

@@ -1,0 +1,274 @@
+"""Reading ``metrics.jsonl``; its lines, evaluations and the learner's stage times in words; values that runs are
+compared by."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+Line = dict[str, Any]
+
+
+class MetricsTail:
+    """Reads whole lines that were added to ``metrics.jsonl`` since the last call. The file may not exist yet, or not be
+    readable for a while, and another one may take its place (the learner drops lines of steps that it makes again);
+    lines of that which have been read before are not given again."""
+
+    def __init__(self, path: Path, bytes_max: int | None = None) -> None:
+        """``bytes_max``: of one call; None reads to the end."""
+        self._path = path
+        self._bytes_max = bytes_max
+        self._inode = 0
+        self._offset = 0
+        self._rest = b""
+        self._finished: dict[Any, float] = {}
+        """Time at which a step was finished, of the lines that were read."""
+        self.last: Line | None = None
+        """The newest line, from before the first call too."""
+
+    def skip(self) -> None:
+        """Skip the lines that are there already (a resumed run)."""
+        self.read()
+
+    def read(self) -> list[Line]:
+        """New lines; anything but a JSON object (a line truncated by a kill) is skipped."""
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_size < self._offset or status.st_ino != self._inode:
+                    self._offset, self._rest, self._inode = 0, b"", status.st_ino
+                file.seek(self._offset)
+                data = file.read(self._bytes_max)
+        except OSError:
+            return []
+        self._offset += len(data)
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        lines = [line for line in map(_parse, whole) if line is not None]
+        if lines:
+            self.last = lines[-1]
+        return [line for line in lines if self._is_new(line)]
+
+    def _is_new(self, line: Line) -> bool:
+        step, finished = line.get("step"), line.get("finished")
+        if finished is None:
+            return True
+        known = self._finished.get(step)
+        self._finished[step] = finished
+        return bool(known != finished)
+
+
+def read_lines(path: Path) -> list[Line]:
+    """All lines of a ``metrics.jsonl``, the last of each step (a resumed learner repeats some steps), by step."""
+    by_step = {line["step"]: line for line in MetricsTail(path).read() if isinstance(line.get("step"), int)}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+class Pace:
+    """Estimate of the time left, from the times at which the last steps were finished. Pure."""
+
+    STEPS_MIN = 3
+    """Steps of this process before there is an estimate: the first ones wait for the engine."""
+    STEPS_MAX = 10
+    """Steps that the estimate looks back."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._finished: deque[tuple[int, float]] = deque(maxlen=self.STEPS_MAX + 1)
+
+    def finished(self, step: int, now: float) -> None:
+        """A step is done. A step that was made again after a restart begins a new estimate."""
+        if self._finished and step <= self._finished[-1][0]:
+            self._finished.clear()
+        self._finished.append((step, now))
+
+    def left(self, now: float) -> float | None:
+        """Seconds until the last step is done; None before there is an estimate."""
+        if len(self._finished) < self.STEPS_MIN:
+            return None
+        (first, begun), (last, ended) = self._finished[0], self._finished[-1]
+        each = (ended - begun) / (last - first)
+        return max(0.0, each * (self._total_steps - last) - (now - ended))
+
+
+def reached(line: Mapping[str, Any] | None, total_steps: int) -> bool:
+    """True when this line is of the last step of the run. Steps count from 1."""
+    return line is not None and step_of(line) >= total_steps
+
+
+def step_of(line: Mapping[str, Any] | None) -> int:
+    """Steps done when the line was written; 0 without a line."""
+    step = line.get("step") if line else None
+    return step if isinstance(step, int) else 0
+
+
+def describe(line: Mapping[str, Any], total_steps: int) -> str:
+    """One line of text: step, reward, signals, ratio, ESS, staleness, speed."""
+    parts = [f"step {step_of(line)}/{total_steps}"]
+    parts += [f"{label} {text}" for label, text in facts(line).items()]
+    return "  ".join(parts)
+
+
+def describe_evaluation(line: Mapping[str, Any]) -> str:
+    """One line of text for a line of ``evaluations.jsonl``."""
+    parts = [f"evaluation after step {line.get('updates')}"]
+    if line.get("status") != "complete":
+        parts.append(str(line.get("status")))
+    if isinstance(score := line.get("score"), int | float):
+        error = line.get("se")
+        parts.append(f"score {score:.3f}" + (f" ± {error:.3f}" if isinstance(error, int | float) else ""))
+    passed = line.get("pass_at")
+    for k, value in (passed if isinstance(passed, Mapping) else {}).items():
+        if isinstance(value, int | float):
+            parts.append(f"pass@{k} {value:.3f}")
+    environments = line.get("environments")
+    environments = environments if isinstance(environments, Mapping) else {}
+    entries = [e for e in environments.values() if isinstance(e, Mapping)]
+    if len(entries) > 1:
+        scores = ((name, e.get("score")) for name, e in environments.items() if isinstance(e, Mapping))
+        parts += [f"{name} {score:.3f}" for name, score in scores if isinstance(score, int | float)]
+    if missing := sum(int(e.get("missing") or 0) for e in entries):
+        parts.append(f"missing {missing}")
+    versions = line.get("versions")
+    if isinstance(versions, list) and len(versions) == 2:
+        parts.append(f"versions {versions[0]} to {versions[1]}")
+    return "  ".join(parts)
+
+
+def facts(line: Mapping[str, Any]) -> dict[str, str]:
+    """Label to formatted value, in reading order, for the values that the line has."""
+    found: dict[str, str] = {}
+
+    def put(label: str, key: str, form: str) -> None:
+        value = line.get(key)
+        if isinstance(value, int | float):
+            found[label] = format(value, form)
+
+    put("reward", "reward_mean", ".3f")
+    signals = line.get("signals")
+    for name, value in (signals if isinstance(signals, Mapping) else {}).items():
+        if isinstance(value, int | float):
+            found[name] = f"{value:.3f}"
+    put("ratio", "ratio_mean", ".3f")
+    put("ESS", "ess_ratio", ".3f")
+    put("staleness", "staleness_mean", ".2f")
+    put("KL", "kl_k3", ".4f")
+    put("tokens/s", "tokens_per_second", ",.0f")
+    return found
+
+
+def _parse(data: bytes) -> Line | None:
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+BAR_CELLS = 20
+SHARE_MIN = 0.0005
+"""Stages with a smaller share are not shown."""
+_REASONS = {
+    "wait": "rollouts are missing",
+    "choose": "replays, by the current policy",
+    "prepare": "rows not built ahead",
+    "publish": "engines still load weights",
+    "save": "the disk still writes",
+    "other": "statistics, messages",
+}
+"""Cause of the time in a stage; the stages without one are the learner's work."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSpent:
+    """Time of a run's learner by stage, in seconds."""
+
+    updates: int
+    seconds: float
+    """Wall time of all updates; the stages add up to it."""
+    stages: Mapping[str, float]
+    published: float
+    """Publications in parallel to training, from the first byte until the engines had the version."""
+    saved: float
+    """Writing checkpoints in parallel to training."""
+
+    @property
+    def text(self) -> str:
+        """One line for the work in parallel to training."""
+        return f"in parallel: {self.published:.1f} s of publication, {self.saved:.1f} s of writing checkpoints"
+
+
+def spent(lines: Iterable[Line]) -> TimeSpent | None:
+    """Sums over the lines of ``metrics.jsonl``; None when no line has stage times."""
+    from pipeline.runtime.metrics import STAGES  # prometheus_client: the command line starts without it
+
+    stages, total, updates = dict.fromkeys(STAGES, 0.0), 0.0, 0
+    published: dict[Any, float] = {}
+    saved: dict[Any, float] = {}
+    for line in lines:
+        seconds = line.get("seconds")
+        if not isinstance(seconds, Mapping) or "step" not in seconds:
+            continue
+        updates += 1
+        total += float(seconds["step"])
+        for stage in STAGES:
+            stages[stage] += float(seconds.get(stage) or 0.0)
+        for found, key, name in ((published, "published", "policy_version"), (saved, "saved", "updates")):
+            beside = line.get(key)
+            if isinstance(beside, Mapping) and name in beside:
+                found[beside[name]] = float(beside.get("seconds") or 0.0)
+    return TimeSpent(updates, total, stages, sum(published.values()), sum(saved.values())) if updates else None
+
+
+def stage_times(found: TimeSpent) -> Table:
+    """Table with a row for each stage with a share of at least ``SHARE_MIN``; fits 80 columns."""
+    title = f"where the learner's {found.seconds:.1f} s of {found.updates} updates went"
+    table = Table(title=title, title_justify="left", title_style="", box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("stage")
+    table.add_column("seconds", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("", no_wrap=True, width=BAR_CELLS)
+    table.add_column("", style="dim", no_wrap=True)
+    for stage, seconds in found.stages.items():
+        share = seconds / found.seconds if found.seconds > 0 else 0.0
+        if share >= SHARE_MIN:
+            bar = Text("█" * round(BAR_CELLS * share), style="yellow" if stage == "wait" else "green")
+            table.add_row(stage, f"{seconds:.1f}", f"{100 * share:.1f} %", bar, _REASONS.get(stage, ""))
+    return table
+
+
+def print_stage_times(metrics_file: Path, console: Console) -> None:
+    """Print the table; nothing when there is no update yet."""
+    found = spent(read_lines(metrics_file))
+    if found is not None:
+        console.print(stage_times(found))
+        console.print(found.text, soft_wrap=True)
+
+
+class Metric(StrEnum):
+    """Value of a learning curve."""
+
+    SUCCESS = "success"
+    """Share of the training rollouts with a reward of at least ``replay.success_threshold``, of those that the replay
+    stage received during the update. An update without any is no point of the curve."""
+    REWARD = "reward"
+    """Mean reward of the fresh trajectories of the update."""
+    EVAL = "eval"
+    """Score of the evaluations on held-out tasks."""
+
+
+WINDOWS: Mapping[Metric, int] = {Metric.SUCCESS: 5, Metric.REWARD: 5, Metric.EVAL: 1}
+"""Default number of points whose mean is compared with a target."""
+TARGETS: Mapping[Metric, str] = {
+    Metric.SUCCESS: "a success rate of", Metric.REWARD: "a mean reward of", Metric.EVAL: "a score of",
+}  # fmt: skip
+"""Words for a target."""

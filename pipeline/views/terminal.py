@@ -1,0 +1,296 @@
+"""Rollouts in the terminal: the list as a table, one transcript, and escaping of control characters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.rule import Rule
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.store.queries import Listed
+from pipeline.views.reader import Listing, RunReader
+from pipeline.views.transcript import dumps
+
+_DIRECTIONS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
+"""Characters that turn the direction of what stands behind them (Unicode, "Explicit Directional Formatting"): a line
+would read as something else than what it says. Text in Arabic or Hebrew needs none of them."""
+_LINES = (0x2028, 0x2029)
+_CONTROL = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0)) if i not in (0x09, 0x0A)} | {
+    i: f"\\u{i:04x}" for i in (*_DIRECTIONS, *_LINES)
+}
+_CONTROL_JSON = {i: f"\\u{i:04x}" for i in (*range(0x7F, 0xA0), *_DIRECTIONS, *_LINES)}
+
+
+def safe(text: str) -> str:
+    """Escape control characters that would steer a terminal or reverse its lines; tabs and line ends stay."""
+    return text.translate(_CONTROL)
+
+
+def json_line(value: Mapping[str, Any]) -> str:
+    """JSON text that does not steer a terminal either: JSON escapes only half of the control characters."""
+    return dumps(value).translate(_CONTROL_JSON)
+
+
+Colour = Literal["sampled", "logprob", "ratio", "entropy", "advantage", "version"]
+COLUMN: Mapping[str, str] = {
+    "logprob": "logprobs",
+    "ratio": "ratios",
+    "entropy": "entropies",
+    "advantage": "advantages",
+    "version": "versions",
+}
+CONTEXT_CHARACTERS_MAX = 4000
+"""Length at which a message is cut; its middle is omitted."""
+_VERSIONS = ("#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#14b8a6", "#ec4899", "#84cc16")
+_SAMPLED = Style(color="green")
+_EDGE = Style(dim=True)
+
+
+def print_found(found: Mapping[str, Any], colour: Colour, console: Console) -> None:
+    """Print one trajectory, as made by :func:`pipeline.views.transcript.found_json`."""
+    console.print(Rule(Text(str(found["trajectory_id"]), "bold"), align="left"))
+    for name, value in _facts(found):
+        console.print(Text.assemble((f"{name:>12}  ", "dim"), safe(value)), soft_wrap=True)
+    transcript = found["transcript"]
+    if transcript is None:
+        console.print(Text(safe(found["missing"]), "yellow"), soft_wrap=True)
+    else:
+        _print_turns(transcript, colour, console)
+    failure = found["failure"]
+    if failure:
+        console.print(Text(f"\nfailed in {safe(failure['boundary'])}: {safe(failure['kind'])}", "bold red"))
+        console.print(Text(safe(failure["message"]), "red"), soft_wrap=True)
+        console.print(Text(safe(failure.get("details", "")), "dim"), soft_wrap=True)
+
+
+def _facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    parts = {k: v for k, v in found["rewards"].items()}
+    reward = "none" if found["reward"] is None else f"{found['reward']:.6g}"
+    if parts:
+        reward += "   = " + ", ".join(f"{k} {'none' if v is None else f'{v:.6g}'}" for k, v in parts.items())
+    versions = found["versions"]
+    facts = [
+        ("task", f"{found['task_id']}   environment {found['environment']}"),
+        ("reward", reward),
+        ("became", " ".join(x for x in (found["status"], found["state"], found["reason"]) if x)),
+        ("steps", _joined_steps(found["step"], found["replays"], found["evaluation"])),
+        ("tokens", f"{found['n_sampled']} sampled of {found['n_tokens']}, in {found['n_turns']} turns"),
+        ("versions", "none" if versions is None else f"{versions[0]} to {versions[1]}"),
+        ("actor", str(found["actor"])),
+    ]
+    transcript = found["transcript"]
+    if transcript is not None:
+        times = transcript["timings"]
+        facts.append(
+            ("time", f"{found['seconds']:.3g} s, of it engine {times['generate_seconds']:.3g} s, environment "
+                     f"{times['environment_seconds']:.3g} s; began {_clock(times['started_at'])}")
+        )  # fmt: skip
+        trained = transcript["trained"]
+        facts.append(
+            ("learner", "kept nothing of it: no ratio, entropy or advantage" if trained is None else
+             f"values of step {trained['step']}, before its update of version {trained['policy_version']}"
+             + (", replayed" if trained["replayed"] else ""))
+        )  # fmt: skip
+    return facts
+
+
+def _print_turns(transcript: Mapping[str, Any], colour: Colour, console: Console) -> None:
+    scale = _scale(transcript, colour)
+    missing = scale is None and colour != "sampled"
+    if missing:
+        console.print(Text(f"--colour {colour}: not recorded for this trajectory", "yellow"))
+    branch = 0
+    for number, turn in enumerate(transcript["turns"]):
+        if turn["branch"] != branch:
+            branch = turn["branch"]
+            console.print(
+                Rule(Text(f"branch {branch}: begins with the whole prompt again", "magenta"), style="magenta")
+            )
+        if turn["template"]:
+            console.print(Text("\nchat template", "bold blue"))
+            console.print(Text(safe(_truncate(turn["template"])), "dim"), soft_wrap=True)
+        for message in turn["messages"]:
+            console.print(Text(f"\n{safe(str(message['role']))}", "bold blue"))
+            console.print(Text(safe(_truncate(str(message["content"])))), soft_wrap=True)
+            if message.get("extra"):
+                console.print(Text(safe(str(message["extra"])), "dim"), soft_wrap=True)
+        about = [f"turn {number + 1}", f"{turn['finish']}", f"{len(turn['completion']['ids'])} tokens"]
+        about += [] if turn["reward"] is None else [f"reward {turn['reward']:.6g}"]
+        about += [f"{name} {value:.6g}" for name, value in turn["signals"].items()]
+        console.print(
+            Text.assemble(("\nassistant", "bold green"), (f"   {safe(' · '.join(about))}", "dim")), soft_wrap=True
+        )
+        console.print(_completion(turn["completion"], scale), soft_wrap=True)
+
+
+def _completion(completion: Mapping[str, Any], scale: _Scale | None) -> Text:
+    text = Text()
+    column = None if scale is None else completion[scale.column]
+    special = set(completion["special"])
+    for i, piece in enumerate(completion["texts"]):
+        shown = safe(piece) or f"‹{completion['parts'].get(str(i), '')}›"
+        style = _SAMPLED if scale is None else scale.style(column[i] if column else None)
+        text.append(shown, style + _EDGE if i in special else style)
+    return text
+
+
+class _Scale:
+    """Colours for values of one column."""
+
+    def __init__(self, colour: Colour, largest: float, versions: Sequence[int]) -> None:
+        self.column = COLUMN[colour]
+        self._colour = colour
+        self._largest = largest
+        self._versions = {v: i for i, v in enumerate(versions)}
+
+    def style(self, value: float | None) -> Style:
+        """Background of one token."""
+        if value is None or math.isnan(value):
+            return Style(dim=True)
+        if self._colour == "version":
+            return Style(color=_VERSIONS[self._versions[int(value)] % len(_VERSIONS)])
+        if self._colour == "logprob":
+            return _background((234, 88, 12), min(1.0, -value / 5.0))
+        if self._colour == "entropy":
+            return _background((147, 51, 234), value / self._largest)
+        at = math.log(max(value, 1e-9)) if self._colour == "ratio" else value
+        return _background((220, 38, 38) if (at > 0) == (self._colour == "ratio") else (37, 99, 235),
+                           abs(at) / self._largest)  # fmt: skip
+
+
+def _scale(transcript: Mapping[str, Any], colour: Colour) -> _Scale | None:
+    if colour == "sampled":
+        return None
+    columns = [turn["completion"][COLUMN[colour]] for turn in transcript["turns"]]
+    values = [v for column in columns if column for v in column if v is not None]
+    if not values:
+        return None
+    sizes = [abs(math.log(max(v, 1e-9))) if colour == "ratio" else abs(v) for v in values]
+    least = 0.05 if colour == "ratio" else 1e-6
+    return _Scale(colour, max(*sizes, least), sorted({int(v) for v in values}) if colour == "version" else ())
+
+
+def _background(rgb: tuple[int, int, int], share: float) -> Style:
+    share = max(0.0, min(1.0, share))
+    if share < 0.05:
+        return Style()
+    red, green, blue = (int(255 - (255 - c) * share) for c in rgb)
+    return Style(color="black" if share < 0.6 else "white", bgcolor=f"rgb({red},{green},{blue})")
+
+
+def _joined_steps(step: int | None, replays: Sequence[int], evaluation: int | None) -> str:
+    if evaluation is not None:
+        return f"none: it was sampled to evaluate the weights of {evaluation} updates"
+    fresh = "not trained fresh" if step is None else f"trained in step {step}"
+    return fresh + (f", replayed in {', '.join(map(str, replays))}" if replays else "")
+
+
+def _truncate(text: str) -> str:
+    half = CONTEXT_CHARACTERS_MAX // 2
+    if len(text) <= CONTEXT_CHARACTERS_MAX:
+        return text
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters …\n{text[-half:]}"
+
+
+def _clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).isoformat(" ", "seconds") if seconds else "unknown"
+
+
+BECAME_WIDTH_MIN = 14
+TASK_WIDTH_MIN = 6
+DROPPED_FIRST = ("seconds", "versions", "environment", "sampled", "turns", "step", "reward", "task")
+"""Columns dropped on a narrow terminal, in this order. Ids are never truncated: they select a rollout."""
+_STATUS = {"complete": "green", "truncated": "yellow", "error": "red", "aborted": "red"}
+
+
+def print_list(listing: Listing, reader: RunReader, console: Console) -> None:
+    """Print the table, and how many there are."""
+    headings = ["", "trajectory", "step", "task", "environment", "reward", "turns", "sampled", "versions", "seconds"]
+    lines = [_cells(row, reader.has_trace(row)) for row in listing.rows]
+    widths = {heading: max([len(heading), *(line[i].cell_len for line in lines)]) for i, heading in enumerate(headings)}
+    if len({row.environment for row in listing.rows}) < 2:
+        del widths["environment"]
+    for heading in DROPPED_FIRST:
+        over = _taken(widths) + BECAME_WIDTH_MIN - console.width
+        if over > max(0, widths["task"] - TASK_WIDTH_MIN):
+            widths.pop(heading, None)
+    if "task" in widths:
+        widths["task"] -= max(0, _taken(widths) + BECAME_WIDTH_MIN - console.width)
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for heading, width in widths.items():
+        text = heading in ("", "trajectory", "task", "environment")
+        table.add_column(
+            heading, width=width, min_width=None if heading == "task" else width, no_wrap=True, overflow="ellipsis",
+            justify="left" if text else "right",
+        )  # fmt: skip
+    room = max(BECAME_WIDTH_MIN, console.width - _taken(widths))
+    table.add_column("became", width=room, no_wrap=True, overflow="ellipsis")
+    shown = [i for i, heading in enumerate(headings) if heading in widths]
+    for row, line in zip(listing.rows, lines, strict=True):
+        table.add_row(*(line[i] for i in shown), _became(row))
+    console.print(table)
+    rest = f" of {listing.count} (--limit {listing.count} shows all)" if len(lines) < listing.count else ""
+    console.print(f"{len(lines)}{rest} trajectories. ● kept with its tokens in traces/", style="dim", highlight=False)
+    for note in reader.notes:
+        console.print(safe(note), style="yellow", markup=False)
+
+
+def _taken(widths: Mapping[str, int]) -> int:
+    """Columns of the terminal, with two between."""
+    return sum(width + 2 for width in widths.values())
+
+
+def _cells(row: Listed, kept: bool) -> list[Text]:
+    """By heading."""
+    return [
+        Text("●" if kept else "", "cyan"),
+        Text(row.trajectory_id),
+        Text(_steps(row)),
+        _short(row.task_id, 24),
+        _short(row.environment, 16),
+        _reward(row.reward),
+        Text(str(row.n_turns)),
+        Text(str(row.n_sampled)),
+        Text(_versions(row)),
+        Text(f"{row.duration_seconds:.1f}"),
+    ]
+
+
+def _short(text: str, width: int) -> Text:
+    out = Text(safe(text))
+    out.truncate(width, overflow="ellipsis")
+    return out
+
+
+def _reward(reward: float | None) -> Text:
+    return Text("-", "dim") if reward is None else Text(f"{reward:.4g}", "green" if reward > 0 else "")
+
+
+def _became(row: Listed) -> Text:
+    text = Text(row.status, _STATUS.get(row.status, ""))
+    if row.state != "trained":
+        text.append(f" {row.state}", "dim")
+        if row.evaluation is not None:
+            text.append(f" at {row.evaluation} updates", "dim")
+    if row.failure:
+        text.append(safe(f" {row.failure['boundary']}: {row.failure['kind']}: {row.failure['message'][:80]}"), "red")
+    elif row.reason:
+        text.append(f" {safe(row.reason)}", "dim")
+    return text
+
+
+def _steps(row: Listed) -> str:
+    own = "" if row.step is None else str(row.step)
+    return own + (f" +{len(row.replays)}" if row.replays else "")
+
+
+def _versions(row: Listed) -> str:
+    if row.version_min < 0:
+        return ""
+    return str(row.version_min) if row.version_min == row.version_max else f"{row.version_min}-{row.version_max}"
