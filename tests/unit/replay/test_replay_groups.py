@@ -182,6 +182,26 @@ def test_stored_groups_and_their_payloads_survive_restart_rollback_and_roll_up(
     stage.store.close()
 
 
+def test_a_stored_group_is_sent_in_the_round_that_plans_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else may happen afterwards that would begin another round."""
+    stage = Stage(tmp_path / "s.sqlite", half, mode="groups", groups={"uses_max": 9})
+    plain, ready = stage.round, []
+
+    def observed() -> list[Send]:
+        new = plain()
+        ready.append(stage.core.batches.ready)
+        return new
+
+    monkeypatch.setattr(stage, "round", observed)
+    whole = 0
+    for _ in range(20):
+        plans = stage.play()
+        whole += sum(plan["n_fresh"] == 0 for plan in plans)
+        stage.train(plans)
+    assert whole > 5 and set(ready) == {0}
+    stage.store.close()
+
+
 @pytest.mark.parametrize(
     ("now", "reason"),
     [
