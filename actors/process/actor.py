@@ -394,7 +394,7 @@ class Actor:
                 trajectory.failure.kind,
                 trajectory.failure.message,
             )
-        lessons = self._services.memory_prompter is not None
+        lessons = self._services.lesson_prompter is not None
         count_trajectory(
             self._services.metrics, self._services.environments, trajectory, lessons, evaluation=order.evaluation
         )

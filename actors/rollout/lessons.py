@@ -30,14 +30,14 @@ from pipeline.transport.link import Link
 from pipeline.transport.messages import Kind, WireMessage
 
 
-class MemorySource(Protocol):
+class LessonClient(Protocol):
     """A source of lessons. It may hang or raise any error; the caller limits its time."""
 
     async def search(self, order_id: str, query: str, top_k: int) -> list[Lesson]: ...
 
 
 class MemoryClient:
-    """RECALL and LESSONS of one link. The actor passes it answers and the loss of the connection."""
+    """LESSONS_QUERY and LESSONS of one link. The actor passes it answers and the loss of the connection."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -52,7 +52,7 @@ class MemoryClient:
         answer = self._waiting[order_id] = _Answer()
         try:
             header = {"order_id": order_id, "query": query, "top_k": top_k}
-            await self._link.send(WireMessage(Kind.RECALL, header))
+            await self._link.send(WireMessage(Kind.LESSONS_QUERY, header))
             await answer.came.wait()
         finally:
             if self._waiting.get(order_id) is answer:
@@ -125,7 +125,7 @@ _PLACEHOLDER = re.compile(r"\{(lessons|prompt)\}")
 
 
 @dataclass(slots=True)
-class MemoryPrompt:
+class LessonPrompt:
     """An episode with lessons in its prompt."""
 
     conversation: Conversation
@@ -142,11 +142,11 @@ class MemoryPrompt:
         return Guidance(tuple(lesson.lesson_id for lesson in self.lessons), self.keep, contexts, self.query)
 
 
-class MemoryPrompter:
+class LessonPrompter:
     """``lessons:`` of the run file, for the rollouts of one actor. ``source`` None: the replay stage."""
 
     def __init__(
-        self, config: LessonsConfig, renderer: Renderer, metrics: ActorMetrics, source: MemorySource | None = None
+        self, config: LessonsConfig, renderer: Renderer, metrics: ActorMetrics, source: LessonClient | None = None
     ) -> None:
         self._config = config
         self._renderer = renderer
@@ -158,9 +158,9 @@ class MemoryPrompter:
         order: Order,
         messages: Sequence[Message],
         context_max: int,
-        stage: MemorySource | None,
+        stage: LessonClient | None,
         tools: Sequence[ToolSchema] = (),
-    ) -> MemoryPrompt | None:
+    ) -> LessonPrompt | None:
         """Lessons for ``order``, or None: it gets none, nothing was found, or the search took too long."""
         user = first_user(tuple(messages))
         source = self._source or stage
@@ -176,7 +176,7 @@ class MemoryPrompter:
         self._metrics.lesson_searches_total.labels(outcome=outcome).inc()
         return result
 
-    async def _search(self, source: MemorySource, order_id: str, query: str) -> tuple[str, list[Lesson]]:
+    async def _search(self, source: LessonClient, order_id: str, query: str) -> tuple[str, list[Lesson]]:
         try:
             with anyio.fail_after(SEARCH_SECONDS_MAX), boundary(f"{NAME} search"):
                 found = await source.search(order_id, query, self._config.top_k)
@@ -197,7 +197,7 @@ class MemoryPrompter:
         found: Sequence[Lesson],
         context_max: int,
         tools: Sequence[ToolSchema],
-    ) -> MemoryPrompt | None:
+    ) -> LessonPrompt | None:
         """The prompt with as many of the lessons as there is room for, best first; None where not even one fits."""
         renderer = self._renderer
         plain = renderer.start(messages, tools)
@@ -213,7 +213,7 @@ class MemoryPrompter:
             guided_messages = [*messages[:user], replace(original, content=content), *messages[user + 1 :]]
             conversation = renderer.start(guided_messages, tools)
             if len(conversation.prompt_ids) - len(plain.prompt_ids) <= room:
-                return MemoryPrompt(conversation, chosen, keep, original.content, CounterfactualPrompt.of(plain))
+                return LessonPrompt(conversation, chosen, keep, original.content, CounterfactualPrompt.of(plain))
         return None
 
     def _text(self, lesson: Lesson) -> str:

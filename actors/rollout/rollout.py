@@ -48,7 +48,7 @@ from actors.rollout.agent_loop import (
     wrong,
 )
 from actors.rollout.counterfactual import CounterfactualPrompt, counterfactual_of
-from actors.rollout.lessons import MemoryPrompt, MemorySource
+from actors.rollout.lessons import LessonClient, LessonPrompt
 from actors.rollout.policy import Policy
 from actors.rollout.recorder import BranchTip, PendingCall, Recorder
 from actors.rollout.services import Services
@@ -80,7 +80,7 @@ class RecordedDialogue:
         policy: Policy,
         recorder: Recorder,
         hint: str | None,
-        stage: MemorySource | None,
+        stage: LessonClient | None,
     ) -> None:
         self.policy = policy
         self.recorder = recorder
@@ -93,7 +93,7 @@ class RecordedDialogue:
         self._budget = Budget(
             host.config.max_turns, host.config.max_tokens, policy.context_max, policy.sampling.max_tokens
         )
-        self._memory: MemoryPrompt | None = None
+        self._memory: LessonPrompt | None = None
         self._hinted: CounterfactualPrompt | None = None
         self._tip: BranchTip | None = None
         self._replied_at = 0.0
@@ -125,10 +125,10 @@ class RecordedDialogue:
 
     async def _first_prompt(self, opening: Opening) -> Conversation:
         services, order = self._services, self._order
-        if services.memory_prompter is not None and not order.evaluation:
+        if services.lesson_prompter is not None and not order.evaluation:
             context_max = min(self.policy.context_max, self._budget.tokens_max)
             with kept_running():
-                self._memory = await services.memory_prompter.prompt_for(
+                self._memory = await services.lesson_prompter.prompt_for(
                     order, opening.messages, context_max, self._stage, opening.tools
                 )
         if self._memory is not None:
@@ -203,7 +203,7 @@ def classified(error: Exception) -> Failure:
 class Rollout:
     """One rollout of one order. ``await run()`` once. ``stage`` finds lessons at the replay stage that ordered it."""
 
-    def __init__(self, order: Order, services: Services, stage: MemorySource | None = None) -> None:
+    def __init__(self, order: Order, services: Services, stage: LessonClient | None = None) -> None:
         self.order = order
         self._services = services
         self._stage = stage

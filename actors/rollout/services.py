@@ -18,7 +18,7 @@ from actors.environments.plugins import construct, find_plugin
 from actors.metrics import ActorMetrics
 from actors.rendering.renderer import Renderer
 from actors.rollout.agent_loop import AgentLoop, MultiTurn
-from actors.rollout.lessons import MemoryPrompter, MemorySource
+from actors.rollout.lessons import LessonClient, LessonPrompter
 from actors.rollout.policy import Policy
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError, PlugInError, boundary, explained
@@ -88,7 +88,7 @@ class Services:
     metrics: ActorMetrics
     part_tokens: int | None = None
     """Tokens of one request at most; None: those of the turn."""
-    memory_prompter: MemoryPrompter | None = None
+    lesson_prompter: LessonPrompter | None = None
     """None: lessons are off."""
     hint_template: str | None = None
     """Template of the hint in a prompt that the learner scores; None: no estimator asks for hints."""
@@ -108,7 +108,7 @@ class Services:
         pool: EnginePool,
         environments: Mapping[str, EnvironmentHost],
         metrics: ActorMetrics,
-        lessons: MemorySource | None = None,
+        lessons: LessonClient | None = None,
     ) -> Services:
         """Build from the run file. An external engine speaks vLLM's routes and is called ``vllm``.
 
@@ -132,7 +132,7 @@ class Services:
             environments=environments,
             metrics=metrics,
             part_tokens=config.engine.part_tokens,
-            memory_prompter=MemoryPrompter(config.lessons, renderer, metrics, lessons)
+            lesson_prompter=LessonPrompter(config.lessons, renderer, metrics, lessons)
             if config.lessons.enabled
             else None,
             hint_template=config.advantage.prompt_with_hint,

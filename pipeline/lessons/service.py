@@ -1,8 +1,8 @@
-"""Serves lessons beside the loop of the stage; nothing here delays ingest.
+"""Serves lessons outside the loop of the stage; nothing here delays ingest.
 
-*consumes* RECALL messages and :class:`Finished` effects from bounded queues; *produces* LESSONS messages and rows of
-the memory; *waits for* the memory and for the writer, in threads. What does not fit into a queue is counted and
-dropped: an actor that gets no answer runs its rollout without lessons.
+*consumes* LESSONS_QUERY messages and :class:`Finished` effects from bounded queues; *produces* LESSONS messages and
+rows of the lesson store; *waits for* the store and for the writer, in threads. What does not fit into a queue is
+counted and dropped: an actor that gets no answer runs its rollout without lessons.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from pipeline.config import RunConfig
 from pipeline.config.lessons import LessonsConfig
 from pipeline.errors import AfterplayError, PlugInTimeout, SchemaError, WireError, boundary
-from pipeline.lessons.store import NAME, Lesson, LessonSource, Memory, close_source, encode_lessons, task_text
-from pipeline.lessons.writer import MemoryWriter
+from pipeline.lessons.store import NAME, Lesson, LessonSource, LessonStore, close_source, encode_lessons, task_text
+from pipeline.lessons.writer import LessonWriter
 from pipeline.runtime.metrics import LAT, MetricSet, counter, gauge, histogram
 from pipeline.runtime.plugins import load_main
 from pipeline.runtime.run_directory import RunDirectory
@@ -40,7 +40,7 @@ log = logging.getLogger("afterplay.lessons")
 
 TOP_K_MAX = 64
 """As ``lessons.top_k`` may be at most."""
-RECALLS_MAX = 4096
+QUERIES_MAX = 4096
 """Questions of actors that may wait."""
 GROUPS_MAX = 256
 """Finished groups that may wait for the writer."""
@@ -72,7 +72,7 @@ class LessonMetrics(MetricSet):
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryQuery:
+class LessonQuery:
     """A search request from an actor."""
 
     peer: str
@@ -83,16 +83,16 @@ class MemoryQuery:
     """Clock of ``time.perf_counter``."""
 
 
-class MemoryService:
+class LessonService:
     """One memory, or one user-defined source instead, with its tasks."""
 
     def __init__(
         self,
         config: LessonsConfig,
         *,
-        memory: Memory | None,
+        memory: LessonStore | None,
         source: LessonSource | None,
-        writer: MemoryWriter,
+        writer: LessonWriter,
         payloads: Payloads,
         post: Callable[[Send], None],
         limits: Limits,
@@ -101,26 +101,26 @@ class MemoryService:
         self._config = config
         self._memory, self._source, self._writer = memory, source, writer
         self._payloads, self._post, self._limits, self._metrics = payloads, post, limits, metrics
-        self._recalls: deque[MemoryQuery] = deque()
+        self._queries: deque[LessonQuery] = deque()
         self._asked = anyio.Event()
         self._groups_send, self._groups = anyio.create_memory_object_stream[Finished](GROUPS_MAX)
 
-    def recall(self, peer: str, header: Mapping[str, Any]) -> None:
-        """A RECALL came. Never waits."""
+    def query(self, peer: str, header: Mapping[str, Any]) -> None:
+        """A LESSONS_QUERY came. Never waits."""
         try:
             require_id("order_id", order_id := header.get("order_id"))
             query, top_k = str(header["query"]), whole(header, "top_k", 1, TOP_K_MAX)
-            question = MemoryQuery(peer, str(order_id), query, top_k, time.perf_counter())
+            question = LessonQuery(peer, str(order_id), query, top_k, time.perf_counter())
         except (KeyError, WireError, SchemaError) as error:  # counted: a line for each would fill the log
-            log.debug("invalid RECALL from %s: %s: %s", peer, type(error).__name__, error)
+            log.debug("invalid LESSONS_QUERY from %s: %s: %s", peer, type(error).__name__, error)
             self._metrics.lesson_searches_total.labels(outcome="error").inc()
             return
         if self._memory is None:
             self._answer(question, [], "none")
-        elif len(self._recalls) >= RECALLS_MAX:
+        elif len(self._queries) >= QUERIES_MAX:
             self._metrics.lesson_searches_total.labels(outcome="dropped").inc()
         else:
-            self._recalls.append(question)
+            self._queries.append(question)
             self._asked.set()
 
     def finished(self, group: Finished) -> None:
@@ -152,17 +152,17 @@ class MemoryService:
 
     async def _search(self) -> None:
         while True:
-            if not self._recalls:
+            if not self._queries:
                 self._asked = anyio.Event()
                 await self._asked.wait()
-            batch = [self._recalls.popleft() for _ in range(len(self._recalls))]
+            batch = [self._queries.popleft() for _ in range(len(self._queries))]
             for question, found in await anyio.to_thread.run_sync(partial(self._look_up, batch)):
                 if found is None:
                     self._answer(question, [], "error")
                 else:
                     self._answer(question, found, "found" if found else "none")
 
-    def _look_up(self, batch: list[MemoryQuery]) -> list[tuple[MemoryQuery, list[Lesson] | None]]:
+    def _look_up(self, batch: list[LessonQuery]) -> list[tuple[LessonQuery, list[Lesson] | None]]:
         """The rollouts of one group ask the same: it is searched once."""
         assert self._memory is not None
         found: dict[tuple[str, int], list[Lesson] | None] = {}
@@ -176,7 +176,7 @@ class MemoryService:
                     found[key] = None
         return [(question, found[question.query, question.top_k]) for question in batch]
 
-    def _answer(self, question: MemoryQuery, found: list[Lesson], outcome: str) -> None:
+    def _answer(self, question: LessonQuery, found: list[Lesson], outcome: str) -> None:
         self._metrics.lesson_searches_total.labels(outcome=outcome).inc()
         self._metrics.lesson_search_duration_seconds.observe(time.perf_counter() - question.asked_at)
         self._post(Send(question.peer, Kind.LESSONS, encode_lessons(question.order_id, found)))
@@ -231,33 +231,33 @@ MAKE_SOURCE = "actors.environments.plugins:make_source"
 """Loaded by path, because the stage imports no actor."""
 
 
-async def open_memory_service(
+async def open_lesson_service(
     config: RunConfig,
     directory: RunDirectory,
     store: ReplayStore,
     cache: PayloadCache,
     post: Callable[[Send], None],
     metrics: LessonMetrics,
-) -> MemoryService | None:
+) -> LessonService | None:
     """None where lessons are off. Raises :class:`ConfigurationError` for a writer or source that does not exist,
     :class:`StoreError` for a memory that cannot be used."""
     section = config.lessons
     if not section.enabled:
         return None
-    memory: Memory | None = None
+    memory: LessonStore | None = None
     source: LessonSource | None = None
-    writer = MemoryWriter(section, config.replay.success_threshold)
+    writer = LessonWriter(section, config.replay.success_threshold)
     if section.source != "stage":
         source = load_main(MAKE_SOURCE)(section)
     else:
-        memory = await anyio.to_thread.run_sync(Memory, directory.lessons_file)
+        memory = await anyio.to_thread.run_sync(LessonStore, directory.lessons_file)
 
     async def payloads(row_ids: Sequence[int]) -> Mapping[int, Frames]:
         found = {row_id: frames for row_id in row_ids if (frames := cache.get(row_id)) is not None}
         missing = [row_id for row_id in row_ids if row_id not in found]
         return {**found, **await anyio.to_thread.run_sync(store.payloads, missing)} if missing else found
 
-    return MemoryService(
+    return LessonService(
         section,
         memory=memory,
         source=source,

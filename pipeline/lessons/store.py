@@ -1,7 +1,7 @@
-"""Memory for prompts: task text and lesson in one SQLite file, found by full-text search (FTS5, bm25).
+"""Lessons for prompts: task text and lesson in one SQLite file, found by full-text search (FTS5, bm25).
 
-Each :meth:`Memory.add` is one transaction in write-ahead mode, so what was added survives ``kill -9``. A file that is
-not ours is refused unchanged. ``lessons.source`` may name another class (:class:`LessonSource`) instead.
+Each :meth:`LessonStore.add` is one transaction in write-ahead mode, so what was added survives ``kill -9``. A file that
+is not ours is refused unchanged. ``lessons.source`` may name another class (:class:`LessonSource`) instead.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ ORDER BY bm25(lessons_text, {_TASK_WEIGHT}, {_LESSON_WEIGHT}), lessons.id DESC L
 """
 
 
-class Memory:
+class LessonStore:
     """At most ``capacity`` lessons; over it the oldest go. Safe to use from threads.
 
     Raises :class:`StoreError` when ``path`` is something else, damaged, or from a newer Afterplay.
@@ -157,7 +157,7 @@ class Memory:
         self._reader = open_memory(path, read_only=True)
         self._writing, self._reading = threading.Lock(), threading.Lock()
 
-    def __enter__(self) -> Memory:
+    def __enter__(self) -> LessonStore:
         return self
 
     def __exit__(self, *args: object) -> None:

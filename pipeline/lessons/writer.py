@@ -35,7 +35,7 @@ TEXTS_MAX = 64
 """Lessons of one group, at most; more are cut off."""
 
 
-class MemoryWriter:
+class LessonWriter:
     """The function of the run file. Raises :class:`ConfigurationError` when its path does not lead to one."""
 
     def __init__(self, config: LessonsConfig, success_threshold: float) -> None:

@@ -26,12 +26,12 @@ _POPULATION = {
     "trained": f"SELECT {_FACTS}, 0 AS age_insert FROM trajectories WHERE {_LIVE} AND state = 'trained'",
     "replayed": "SELECT t.n_sampled, t.duration_seconds, t.reward, r.age AS age_insert FROM group_replays r JOIN "
     "trajectories t USING (row_id) WHERE r.chosen = 1",
-    "uninformative": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE state = 'dropped' AND "
-    "reason = 'uninformative'",
+    "zero_variance": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE state = 'dropped' AND "
+    "reason = 'zero_variance'",
 }
 """The populations of the selection-bias audit. Age: versions that its oldest token was behind the newest one when
-it came (sampled, stored, uninformative), or behind the weights that were updated when it was trained (trained,
-replayed). ``uninformative``: left out because all rewards of its group were equal."""
+it came (sampled, stored, zero_variance), or behind the weights that were updated when it was trained (trained,
+replayed). ``zero_variance``: left out because all rewards of its group were equal."""
 _TRAINED_AGES = """
 SELECT g.update_number, t.version_min, count(*), total(t.age_insert) FROM trajectories t
 JOIN groups g ON g.group_number = t.group_number WHERE t.state = 'trained' GROUP BY 1, 2"""
@@ -180,7 +180,7 @@ def _examine(connection: sqlite3.Connection, state: Mapping[str, Any]) -> Experi
         counts.update(dict(read(f"SELECT {ended}, count(*) FROM {table} GROUP BY 1")))
     found.orders.update(dict(read("SELECT state, count(*) FROM orders GROUP BY 1")))
     for name, value in read("SELECT name, value FROM counters"):
-        if name.startswith(("pool.", "replays.", "tasks.", "groups.equal_")):
+        if name.startswith(("pool.", "replays.", "tasks.", "groups.zero_variance_")):
             found.counters[name] += value
     for name, query in _POPULATION.items():
         sums = read(

@@ -50,25 +50,25 @@ class Count(StrEnum):
     TRAJECTORIES_DROPPED_CORRUPT = "trajectories.dropped.corrupt", (_ENDED, "refused"), (_BAD, "corrupt")
     TRAJECTORIES_DROPPED_SCHEMA = "trajectories.dropped.schema", (_ENDED, "refused"), (_BAD, "schema")
     TRAJECTORIES_DROPPED_UNPUBLISHED = "trajectories.dropped.unpublished", (_ENDED, "refused"), (_BAD, "unpublished")
-    TRAJECTORIES_DROPPED_UNINFORMATIVE = "trajectories.dropped.uninformative", (_ENDED, "uninformative")
+    TRAJECTORIES_DROPPED_ZERO_VARIANCE = "trajectories.dropped.zero_variance", (_ENDED, "zero_variance")
     PAYLOAD_BYTES = "payload.bytes"
 
     GROUPS_PLANNED = "groups.planned"
     GROUPS_TRAINED = "groups.trained", ("groups_total", "trained")
-    GROUPS_UNINFORMATIVE = "groups.uninformative", ("groups_total", "uninformative")
+    GROUPS_ZERO_VARIANCE = "groups.zero_variance", ("groups_total", "zero_variance")
     """Dropped from their update."""
     GROUPS_ROLLED_BACK = "groups.rolled_back", ("groups_total", "rolled_back")
     GROUPS_LATE = "groups.late"
-    GROUPS_ZERO_VARIANCE_KEPT = "groups.equal_kept", ("equal_groups_total", "kept")
-    GROUPS_ZERO_VARIANCE_DROPPED = "groups.equal_dropped", ("equal_groups_total", "dropped")
-    GROUPS_ZERO_VARIANCE_REFILLED = "groups.equal_refilled", ("equal_groups_total", "refilled")
+    GROUPS_ZERO_VARIANCE_KEPT = "groups.zero_variance_kept", ("zero_variance_groups_total", "kept")
+    GROUPS_ZERO_VARIANCE_DROPPED = "groups.zero_variance_dropped", ("zero_variance_groups_total", "dropped")
+    GROUPS_ZERO_VARIANCE_REFILLED = "groups.zero_variance_refilled", ("zero_variance_groups_total", "refilled")
     """These three: groups with zero variance of rewards."""
     GROUPS_CANCELLED_ATTEMPTS = "groups.cancelled.attempts", ("groups_total", "cancelled")
     GROUPS_CANCELLED_LATE = "groups.cancelled.late", ("groups_total", "cancelled")
     GROUPS_CANCELLED_FINISHED = "groups.cancelled.finished", ("groups_total", "cancelled")
     GROUPS_CANCELLED_RECONFIGURED = "groups.cancelled.reconfigured", ("groups_total", "cancelled")
     GROUPS_CANCELLED_UNTRAINED = "groups.cancelled.untrained", ("groups_total", "cancelled")
-    GROUPS_CANCELLED_UNINFORMATIVE = "groups.cancelled.uninformative", ("groups_total", "uninformative")
+    GROUPS_CANCELLED_ZERO_VARIANCE = "groups.cancelled.zero_variance", ("groups_total", "zero_variance")
     GROUPS_CANCELLED_RESTORED = "groups.cancelled.restored", ("groups_total", "cancelled")
     GROUPS_CANCELLED_LOST = "groups.cancelled.lost", ("groups_total", "cancelled")
 

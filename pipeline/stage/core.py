@@ -135,7 +135,7 @@ class StageCore:
         self.leases.restore()
         self._reconcile(meta)
         if snapshot.transactions_lost:
-            self.groups.distrust()
+            self.groups.cancel_unplaced()
             journal.meta("transactions_lost", 0)
         self._rolled_below = snapshot.rolled_below
         self._first_needed = -1, 0
@@ -165,7 +165,7 @@ class StageCore:
         """Monotonic and Unix seconds for the events that follow."""
         self._clock.now, self._clock.wall = now, wall
 
-    def stood_still(self, seconds: float) -> None:
+    def postpone_deadlines(self, seconds: float) -> None:
         """No event could be applied for so long: the disk was full or slow."""
         self.leases.postpone(seconds)
 
@@ -300,7 +300,7 @@ class StageCore:
                 self._cancel(group, CancelReason.RECONFIGURED)
             elif lacks_greedy and group.state is GroupState.COLLECTING:
                 group.greedy = Slot()
-                self.groups.want(group, group.greedy_index)
+                self.groups.enqueue_slot(group, group.greedy_index)
             elif lacks_greedy:
                 self._cancel(group, CancelReason.RECONFIGURED)
         for group in self.records.values():

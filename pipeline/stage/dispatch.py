@@ -172,7 +172,7 @@ class Dispatch:
                 header = {"group_ids": [group.group_id], "reason": group.reason}
                 self._journal.effect(Send(self.peer, Kind.CANCEL, header))
 
-    def distrust_placed(self) -> None:
+    def cancel_placed(self) -> None:
         """The store is an older copy that does not know the learner: placed groups may have been trained as part of
         other updates than it says. They are given up."""
         for number in list(self._batches.placed):
@@ -188,7 +188,7 @@ class Dispatch:
         if updates > self._batches.consumed:
             log.warning("the learner has made %d updates, the store knows %d: it is an older copy. Groups that may "
                         "have been trained since are given up", updates, self._batches.consumed)  # fmt: skip
-            self._groups.distrust()
+            self._groups.cancel_unplaced()
         done: dict[int, list[GroupRecord]] = {}
         for number, update in self._batches.placed.items():
             if update < updates:
@@ -244,9 +244,9 @@ class Dispatch:
         if self._versions.note(update, version):
             self._journal.meta("trained_versions", self._versions.state())
         for group in [g for g in groups if g.dropped]:
-            group.state, group.ended_at = GroupState.UNINFORMATIVE, self._clock.wall
+            group.state, group.ended_at = GroupState.ZERO_VARIANCE, self._clock.wall
             self._journal.group(group)
-            self._journal.count(Count.GROUPS_UNINFORMATIVE)
+            self._journal.count(Count.GROUPS_ZERO_VARIANCE)
         groups = [g for g in groups if not g.dropped]
         for group in groups:
             group.state, group.ended_at = GroupState.TRAINED, self._clock.wall
@@ -264,7 +264,7 @@ class Dispatch:
         self._replays.trained(update, groups, report, version)
 
     def _untrain(self, group: GroupRecord) -> None:
-        self._journal.count(Count.GROUPS_UNINFORMATIVE if group.dropped else Count.GROUPS_TRAINED, -1)
+        self._journal.count(Count.GROUPS_ZERO_VARIANCE if group.dropped else Count.GROUPS_TRAINED, -1)
         group.state, group.ended_at = GroupState.PLACED, None
         self._journal.group(group)
         self._journal.count(Count.GROUPS_ROLLED_BACK)
@@ -283,7 +283,7 @@ class Dispatch:
         """No weights have a group any more that a checkpoint covered: it does not count as trained."""
         del self._records.covered[number]
         self._journal.lose_group(number)
-        self._journal.count(Count.GROUPS_UNINFORMATIVE if group.dropped else Count.GROUPS_TRAINED, -1)
+        self._journal.count(Count.GROUPS_ZERO_VARIANCE if group.dropped else Count.GROUPS_TRAINED, -1)
         self._journal.count(Count.GROUPS_ROLLED_BACK)
         self._journal.count(Count.GROUPS_CANCELLED_LOST)
         if not group.dropped:

@@ -196,21 +196,21 @@ class Groups:
     def _want_all(self, group: GroupRecord) -> None:
         for index, slot in enumerate(group.slots):
             if not slot.leased and slot.trajectory is None:
-                self.want(group, index)
+                self.enqueue_slot(group, index)
         if group.greedy is not None and not group.greedy.leased and group.greedy.trajectory is None:
-            self.want(group, group.greedy_index)
+            self.enqueue_slot(group, group.greedy_index)
 
-    def want(self, group: GroupRecord, slot: int) -> None:
+    def enqueue_slot(self, group: GroupRecord, slot: int) -> None:
         """The slot needs an order. Older groups are served first."""
         heapq.heappush(self._pending, (group.admitted_update, group.group_number, slot))
 
-    def distrust(self) -> None:
+    def cancel_unplaced(self) -> None:
         """The store is an older copy: open groups that are not placed in an update yet may have been, and trained."""
         for group in self._records.values():
             if group.state in (GroupState.COLLECTING, GroupState.READY):
                 self.given_up.append((group, CancelReason.RESTORED))
 
-    def take_pending(self) -> tuple[GroupRecord, int] | None:
+    def next_slot(self) -> tuple[GroupRecord, int] | None:
         """The most urgent slot that needs an order, or None."""
         while self._pending:
             _, number, index = heapq.heappop(self._pending)
@@ -312,7 +312,7 @@ class Groups:
         """A group is complete: it is trained, unless its rewards have zero variance."""
         outcome = self._zero_variance.decide(group)
         if outcome is GroupOutcome.REFILL:
-            self.cancel(group, CancelReason.UNINFORMATIVE)
+            self.cancel(group, CancelReason.ZERO_VARIANCE)
             return
         if outcome is GroupOutcome.DROP:
             self._drop_group(group)
@@ -324,7 +324,7 @@ class Groups:
     def _drop_group(self, group: GroupRecord) -> None:
         """Its trajectories end here; the group stays assigned, so that its update is made without it."""
         self._replays.dropped(group)
-        self._drop_held(group, Drop.UNINFORMATIVE)
+        self._drop_held(group, Drop.ZERO_VARIANCE)
         group.dropped = True
 
     def cancel(self, group: GroupRecord, reason: CancelReason) -> list[OrderRecord]:
@@ -341,10 +341,10 @@ class Groups:
             self._records.end_order(order, OrderState.CANCELLED, reason.value)
         if self._config.scorer.by_group:
             self._journal.effect(GivenUp(group.group_number))
-        zero_variance = reason is CancelReason.UNINFORMATIVE
+        zero_variance = reason is CancelReason.ZERO_VARIANCE
         if zero_variance:
             self._replays.count_dropped(group)
-        self._drop_held(group, Drop.UNINFORMATIVE if zero_variance else Drop.CANCELLED)
+        self._drop_held(group, Drop.ZERO_VARIANCE if zero_variance else Drop.CANCELLED)
         return stopped
 
     def _drop_held(self, group: GroupRecord, drop: Drop) -> None:
@@ -361,7 +361,7 @@ class Groups:
             return
         failures = group.slot(order.key.slot).failures
         if failures < self._config.groups.attempts_max:
-            self.want(group, order.key.slot)
+            self.enqueue_slot(group, order.key.slot)
         else:
             log.warning("group %s: slot %d failed %d times; the group is cancelled", group.group_id, order.key.slot,
                         failures)  # fmt: skip
@@ -387,8 +387,8 @@ class Groups:
         self._payloads.release(record.row_id, record.facts.n_bytes)
         self._journal.count(Count.TRAJECTORIES_HELD, -1)
         self._journal.count(Count(f"trajectories.dropped.{drop}"))
-        if drop is Drop.UNINFORMATIVE and record.reward is not None:
-            self._journal.observe("uninformative_reward", record.reward)
-            self._journal.observe("uninformative_tokens", record.facts.n_sampled)
-            self._journal.observe("uninformative_duration", record.facts.duration_seconds)
-            self._journal.observe("uninformative_age", record.age_insert)
+        if drop is Drop.ZERO_VARIANCE and record.reward is not None:
+            self._journal.observe("zero_variance_reward", record.reward)
+            self._journal.observe("zero_variance_tokens", record.facts.n_sampled)
+            self._journal.observe("zero_variance_duration", record.facts.duration_seconds)
+            self._journal.observe("zero_variance_age", record.age_insert)

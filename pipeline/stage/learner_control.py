@@ -148,7 +148,7 @@ class LearnerControl:
                 self._dispatch.consumed(update, ids, report)
         if new or hello.number > self.applied:  # of a process that is known: the store is an older copy
             if new and hello.epoch:  # it was welcomed before: the store is older than that
-                self._dispatch.distrust_placed()
+                self._dispatch.cancel_placed()
             self._dispatch.agree(hello.updates)
             if hello.announced is not None:
                 self._dispatch.version(*hello.announced)

@@ -228,7 +228,7 @@ class OrderDispatch:
         if self._batches.finished or self._evaluations.only:
             return
         while free:
-            pending = self._groups.take_pending()
+            pending = self._groups.next_slot()
             if pending is None:
                 if self._batches.capacity() < 1 or self._groups.backoff.holds(self._clock.now) or self._groups.paused:
                     break

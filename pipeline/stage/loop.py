@@ -228,7 +228,7 @@ class StageLoop:
             started = time.perf_counter()
             await self._written_send.send((changes, effects, started))
             if (seconds := time.perf_counter() - started) > STANDSTILL_SECONDS:
-                core.stood_still(seconds)
+                core.postpone_deadlines(seconds)
 
     def _apply(self, event: Event) -> None:
         core = self._core

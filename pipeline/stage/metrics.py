@@ -37,7 +37,7 @@ PEERS = ("actor", "learner")
 
 DIFFICULTIES = ("unseen", "hard", "medium", "easy", "solved")
 
-POPULATIONS = ("sampled", "stored", "trained", "replayed", "uninformative")
+POPULATIONS = ("sampled", "stored", "trained", "replayed", "zero_variance")
 
 SCORE_FAILURES = ("raised", "timeout", "crashed", "missing", "type", "nonfinite", "unavailable", "refused", "protocol")
 
@@ -45,7 +45,7 @@ EVALUATED_ROLLOUTS = ("scored", "truncated", "failed", "missing")
 
 
 _POPULATIONS = (
-    "; population = sampled (all rollouts), stored, trained (fresh), replayed or uninformative (left out because all "
+    "; population = sampled (all rollouts), stored, trained (fresh), replayed or zero_variance (left out because all "
     "rewards of the group were equal)."
 )
 
@@ -121,7 +121,7 @@ class ReplayMetrics(LessonMetrics):
 
     terminal_trajectories_total = counter("Trajectories by terminal state.", state=Count.labels)
     groups_total = counter("Groups by outcome.", outcome=Count.labels)
-    equal_groups_total = counter(
+    zero_variance_groups_total = counter(
         "Finished groups whose rewards were all equal; action = kept (trained), dropped or refilled.",
         action=Count.labels,
     )

@@ -23,7 +23,7 @@ from pipeline.config.evaluation import TracesConfig
 from pipeline.config.stage import CACHE_BYTES
 from pipeline.config.tasks import TRAIN
 from pipeline.errors import TransportClosed
-from pipeline.lessons.service import MemoryService, open_memory_service
+from pipeline.lessons.service import LessonService, open_lesson_service
 from pipeline.runtime.disk import LOOK_SECONDS, DiskBudget, disk_fault, left_out, when_room
 from pipeline.runtime.plugin_guard import interrupting_blocks
 from pipeline.runtime.process import RoleContext
@@ -205,7 +205,7 @@ async def _serve(
         scoring = Scoring(scorer, store, Limits.of(config), config.scorer.concurrency, deliver)
         hub.refuse(core.control.refuses)
         loop = StageLoop(ctx, core, store, outgoing, cache, scoring, Observer(metrics))
-        lessons = await open_memory_service(config, ctx.directory, store, cache, outgoing.post, metrics)
+        lessons = await open_lesson_service(config, ctx.directory, store, cache, outgoing.post, metrics)
         if lessons is not None:
             loop.on_finished = lessons.finished
         loop.on_untrained = untrained.keep
@@ -252,7 +252,7 @@ async def _listen(
     hub: Hub,
     inbox: MemoryObjectSendStream[Item],
     outgoing: PeerSender,
-    lessons: MemoryService | None,
+    lessons: LessonService | None,
     metrics: ReplayMetrics,
 ) -> None:
     while True:
@@ -264,8 +264,8 @@ async def _listen(
             outgoing.shut(event.peer)
         elif event.fault is not None:
             metrics.invalid_messages_total.labels(fault=event.fault.value).inc()
-        if lessons is not None and event.message is not None and event.message.kind is Kind.RECALL:
-            lessons.recall(event.peer, event.message.header)
+        if lessons is not None and event.message is not None and event.message.kind is Kind.LESSONS_QUERY:
+            lessons.query(event.peer, event.message.header)
             continue
         await inbox.send(event)
 

@@ -107,7 +107,7 @@ class Ledger:
             (
                 "groups planned",
                 g.get("planned", 0),
-                g.get("trained", 0) + g.get("uninformative", 0) + cancelled + sum(g.get(k, 0) for k in GROUP_OPEN),
+                g.get("trained", 0) + g.get("zero_variance", 0) + cancelled + sum(g.get(k, 0) for k in GROUP_OPEN),
             ),
             (
                 "held-out tasks planned",
@@ -129,13 +129,13 @@ class Ledger:
         pairs.append(("orders", "in_flight", self.orders.get("in_flight", 0), self.rows["orders"].get("leased", 0)))
         for k in ("trained", "held", "baseline", "evaluated"):
             pairs.append(("trajectories", k, self.trajectories.get(k, 0), self.rows["trajectories"].get(k, 0)))
-        for k in ("dropped.failed", "dropped.aborted", "dropped.unscored", "dropped.uninformative"):
+        for k in ("dropped.failed", "dropped.aborted", "dropped.unscored", "dropped.zero_variance"):
             pairs.append(("trajectories", k, self.trajectories.get(k, 0), self.rows["trajectories"].get(k, 0)))
         pairs.append(("replays", "trained", self.replays.get("trained", 0), self.rows["replays"].get("trained", 0)))
         pairs.append(("pool", "imported", self.pool.get("imported", 0), self.rows["trajectories"].get("imported", 0)))
         pairs.append(("pool", "without a payload", 0, self.rows["pool"].get("bare", 0)))
         pairs.append(("stored groups", "without a payload", 0, self.rows["stored_groups"].get("bare", 0)))
-        for k in ("trained", "uninformative"):
+        for k in ("trained", "zero_variance"):
             pairs.append(("groups", k, self.groups.get(k, 0), self.rows["groups"].get(k, 0)))
         ended = self.evaluations.get("tasks_ended", 0)
         pairs.append(("groups", "evaluated", ended, self.rows["groups"].get("evaluated", 0)))

@@ -32,7 +32,7 @@ class GroupState(StrEnum):
     """Terminal: an update was made from it."""
     CANCELLED = "cancelled"
     """Terminal; ``reason`` says why."""
-    UNINFORMATIVE = "uninformative"
+    ZERO_VARIANCE = "zero_variance"
     """Terminal: its rewards were all equal, and its update was made without it (``groups.zero_variance: drop``)."""
     EVALUATING = "evaluating"
     """Its task is held out: its rollouts are for an evaluation and it is in no batch."""
@@ -95,7 +95,7 @@ class Drop(StrEnum):
     """Its values break the data model, or it has another schema version."""
     UNPUBLISHED = "unpublished"
     """Some of its tokens have a policy version that the learner cannot have published."""
-    UNINFORMATIVE = "uninformative"
+    ZERO_VARIANCE = "zero_variance"
     """All rewards of its group were equal (``groups.zero_variance``)."""
 
 
@@ -112,7 +112,7 @@ class CancelReason(StrEnum):
     """The run file changed group size, batch size or environments while the group was open."""
     UNTRAINED = "untrained"
     """The learner made its update without it."""
-    UNINFORMATIVE = "uninformative"
+    ZERO_VARIANCE = "zero_variance"
     """Its rewards were all equal, and a new group replaces it (``groups.zero_variance: refill``)."""
     RESTORED = "restored"
     """The store is an older copy, and an update that it does not know may have been made from the group."""
@@ -321,7 +321,7 @@ class GroupRecord:
     @property
     def consumed(self) -> bool:
         """True if its update was made, with it or without."""
-        return self.state in (GroupState.TRAINED, GroupState.UNINFORMATIVE)
+        return self.state in (GroupState.TRAINED, GroupState.ZERO_VARIANCE)
 
     @property
     def open(self) -> bool:

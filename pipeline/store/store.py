@@ -317,8 +317,8 @@ class ReplayStore:
                 read(f"SELECT {POOL_COLUMNS} FROM pool p JOIN trajectories t USING (row_id) ORDER BY p.saved"),
                 read(f"SELECT {STORED_GROUP_COLUMNS} FROM stored_groups s, json_each(s.members) m JOIN trajectories t "
                      "ON t.row_id = m.value ORDER BY s.saved, m.key"),
-                read("SELECT group_number, update_number, state = 'uninformative', n_fresh, k FROM groups "
-                     "WHERE kept = 0 AND state IN ('trained', 'uninformative')"),
+                read("SELECT group_number, update_number, state = 'zero_variance', n_fresh, k FROM groups "
+                     "WHERE kept = 0 AND state IN ('trained', 'zero_variance')"),
             )  # fmt: skip
             meta = {key: orjson.loads(value) for key, value in read("SELECT key, value FROM meta")}
             return build(rows, meta, dict(read("SELECT name, value FROM counters")), self._next_row_id(meta))

@@ -287,7 +287,7 @@ def _audit_arrivals(
                 Drop.ABORTED: True,
                 Drop.UNSCORED: scored,
                 Drop.CANCELLED: group.state not in ("cancelled", "evaluated"),
-                Drop.UNINFORMATIVE: not group.dropped and group.reason != CancelReason.UNINFORMATIVE,
+                Drop.ZERO_VARIANCE: not group.dropped and group.reason != CancelReason.ZERO_VARIANCE,
             }
             if unfounded.get(outcome.reason):
                 problems.add(f"trajectories acknowledged and dropped as {outcome.reason}, which they were not", name)

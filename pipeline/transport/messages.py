@@ -81,7 +81,7 @@ class Kind(StrEnum):
     """l → r. Everything up to ``updates`` updates is durable at the learner: its trajectories may be forgotten."""
     EVALUATION = "evaluation"
     """r → l. State of the evaluations; header: evaluating, begun, last, best."""
-    RECALL = "recall"
+    LESSONS_QUERY = "lessons_query"
     """a → r. Asks for lessons for a task; header: order_id, query, top_k. Answered by LESSONS, but not always."""
     LESSONS = "lessons"
     """r → a. Lessons found for an order, perhaps none; header: order_id, lessons [{id, text}]."""

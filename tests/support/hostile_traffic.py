@@ -95,7 +95,7 @@ HELLO_OF_A_LEARNER: Mapping[str, Any] = {
 HEADERS: Mapping[Kind, Mapping[str, Any]] = {
     Kind.HELLO: HELLO_OF_AN_ACTOR,
     Kind.TRAJECTORY: {"trajectory_id": "g000001.0.0"},
-    Kind.RECALL: {"order_id": "g000001.0.0", "query": "x", "top_k": 3},
+    Kind.LESSONS_QUERY: {"order_id": "g000001.0.0", "query": "x", "top_k": 3},
     Kind.CONSUMED: {
         "number": 1,
         "update": 0,

@@ -23,7 +23,7 @@ PAGES = sorted(
 )
 """A change log names what was removed."""
 FOLDERS = "afterplay|pipeline|actors|learner|grafana|tests|configs|benchmarks|docs|scripts"
-COUNTERS = {"groups.equal_kept"}
+COUNTERS = {"groups.zero_variance_kept"}
 """Names of the ledger that look like keys of the run file."""
 COLUMNS, CELL = 100, 200
 """Longest line of prose, and longest cell of a table, in characters."""

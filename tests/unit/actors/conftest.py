@@ -15,7 +15,7 @@ from actors.environments.base import Environment
 from actors.environments.host import EnvironmentHost
 from actors.metrics import ActorMetrics
 from actors.rendering.renderer import Renderer
-from actors.rollout.lessons import MemorySource
+from actors.rollout.lessons import LessonClient
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
 from pipeline.config import RunConfig
@@ -82,7 +82,7 @@ def rows(trajectory: Trajectory, contexts: Mapping[int, Sequence[int]] | None = 
     return list(found.values())
 
 
-async def run_order(services: Services, order: Order, source: MemorySource | None = None) -> Trajectory:
+async def run_order(services: Services, order: Order, source: LessonClient | None = None) -> Trajectory:
     """Run the order to its end."""
     async with anyio.create_task_group() as group:
         group.start_soon(services.pool.watch)

@@ -17,7 +17,7 @@ from tests.unit.actors.conftest import SECONDS_MAX
 
 
 class Stage:
-    """``lessons``: what RECALL is answered with, sense or nonsense; None: never."""
+    """``lessons``: what LESSONS_QUERY is answered with, sense or nonsense; None: never."""
 
     def __init__(self, *, credit_bytes: int = 10**6, acknowledging: bool = True, lessons: Any = None) -> None:
         self.network = MemoryNetwork()
@@ -39,7 +39,7 @@ class Stage:
                         self.hellos.append(dict(event.message.header))
                         welcome = {"credit_bytes": self.credit_bytes, "policy_version": 0}
                         await self.hub.send(event.peer, WireMessage(Kind.WELCOME, welcome))
-                    case EventKind.MESSAGE if event.message.kind is Kind.RECALL:
+                    case EventKind.MESSAGE if event.message.kind is Kind.LESSONS_QUERY:
                         await self._recall(event.peer, dict(event.message.header))
                     case EventKind.MESSAGE if event.message.kind is Kind.SLOTS:
                         self.slots.append(event.message.header["slots"])

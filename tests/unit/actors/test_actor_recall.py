@@ -12,7 +12,7 @@ import pytest
 
 from actors.process.actor import Actor
 from actors.rollout import lessons as memory_prompt
-from actors.rollout.lessons import MemoryClient, MemoryPrompter
+from actors.rollout.lessons import LessonPrompter, MemoryClient
 from actors.rollout.services import Services
 from pipeline.config.lessons import LessonsConfig
 from pipeline.errors import PeerGone, WireError
@@ -32,7 +32,7 @@ ANSWERED = {"id": "7", "text": "guess higher"}
 @asynccontextmanager
 async def running_actor(services: Services, answer: Any, **section: Any) -> AsyncIterator[tuple[Stage, MemoryNetwork]]:
     config = LessonsConfig(enabled=True, **{"rollout_ratio": 1, **section})
-    services = replace(services, memory_prompter=MemoryPrompter(config, services.renderer, services.metrics))
+    services = replace(services, lesson_prompter=LessonPrompter(config, services.renderer, services.metrics))
     stage = Stage(acknowledging=False, lessons=answer)
     network = stage.network
     async with stage.hub, MemoryLink(network, "actor-0") as link, anyio.create_task_group() as group:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from actors.environments import Environment, Episode, Reply, Step
 from actors.rendering.renderer import Renderer
 from actors.rollout import lessons as memory_prompt
-from actors.rollout.lessons import MemoryPrompter, fill, gets_lessons, trains_with_lessons
+from actors.rollout.lessons import LessonPrompter, fill, gets_lessons, trains_with_lessons
 from actors.rollout.services import Services
 from pipeline.config.lessons import LessonsConfig
 from pipeline.errors import TransportError
@@ -77,7 +77,7 @@ class Untidy(Source):
 
 async def run_with_lessons(services: Services, order: Order, source: Source, **section: Any) -> Trajectory:
     config = LessonsConfig(enabled=True, **{"rollout_ratio": 1, **section})
-    services = replace(services, memory_prompter=MemoryPrompter(config, services.renderer, services.metrics))
+    services = replace(services, lesson_prompter=LessonPrompter(config, services.renderer, services.metrics))
     return decode_trajectory(encode_trajectory(await run_order(services, order, source)))
 
 

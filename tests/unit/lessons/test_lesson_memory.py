@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import StoreError
-from pipeline.lessons.store import Memory, tidy
+from pipeline.lessons.store import LessonStore, tidy
 
 TEXT = st.text(max_size=80)
 WORDS = st.lists(
@@ -28,8 +28,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run" / "lessons.sqlite"
 
 
-def memory(path: Path, capacity: int = 100, characters_max: int = 200) -> Memory:
-    return Memory(path, capacity=capacity, characters_max=characters_max)
+def memory(path: Path, capacity: int = 100, characters_max: int = 200) -> LessonStore:
+    return LessonStore(path, capacity=capacity, characters_max=characters_max)
 
 
 def texts(found) -> list[str]:
@@ -93,8 +93,8 @@ def test_only_the_newest_are_held_and_each_of_them_is_found(tmp_path_factory, hi
 
 def test_what_was_added_survives_a_kill_and_two_processes_share_the_file(path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from pipeline.lessons.store import Memory\n"
-        "m = Memory(Path(sys.argv[1]), capacity=10**6, characters_max=100)\n"
+        "import sys; from pathlib import Path; from pipeline.lessons.store import LessonStore\n"
+        "m = LessonStore(Path(sys.argv[1]), capacity=10**6, characters_max=100)\n"
         "for i in range(10**6):\n"
         "    m.add(f'guess {i}', [f'lesson {sys.argv[2]} {i}']); print(i, flush=True)\n"
     )

@@ -13,9 +13,9 @@ import pytest
 
 from pipeline.config.lessons import LessonsConfig
 from pipeline.errors import TransportError
-from pipeline.lessons.service import GROUPS_MAX, RECALLS_MAX, MemoryService
-from pipeline.lessons.store import Memory
-from pipeline.lessons.writer import MemoryWriter
+from pipeline.lessons.service import GROUPS_MAX, QUERIES_MAX, LessonService
+from pipeline.lessons.store import LessonStore
+from pipeline.lessons.writer import LessonWriter
 from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.schema import Trajectory
 from pipeline.schema.codec import Limits, encode_trajectory
@@ -54,12 +54,12 @@ class Stage:
         metrics = ReplayMetrics(self.registry)
         for name in ("lesson_groups_total", "lesson_searches_total"):
             setattr(metrics, name, Told(getattr(metrics, name), self._tell))
-        self.memory = Memory(directory / "lessons.sqlite", capacity=100, characters_max=200)
-        self.lessons = MemoryService(
+        self.memory = LessonStore(directory / "lessons.sqlite", capacity=100, characters_max=200)
+        self.lessons = LessonService(
             config,
             memory=None if source else self.memory,
             source=source,
-            writer=MemoryWriter(config, 1.0),
+            writer=LessonWriter(config, 1.0),
             payloads=self.payloads,
             post=self.post,
             limits=Limits(),
@@ -115,14 +115,14 @@ async def test_a_finished_group_becomes_a_lesson_that_the_next_question_gets(
     tmp_path: Path, make_played: MakePlayed
 ) -> None:
     async with serving(tmp_path) as stage:
-        stage.lessons.recall("actor-0", question(0))
+        stage.lessons.query("actor-0", question(0))
         await stage.until(lambda: len(stage.sent) == 1)
         stage.lessons.finished(
             stage.group(make_played(["4", "3"], ["lower"], 1.0), make_played(["7"], [], 0.0, slot=1))
         )
         await stage.until(lambda: stage.value("lesson_groups_total", outcome="written") == 1)
         for n in range(8):
-            stage.lessons.recall("actor-1", question(n))
+            stage.lessons.query("actor-1", question(n))
         await stage.until(lambda: len(stage.sent) == 9)
     assert stage.sent[0] == Send("actor-0", Kind.LESSONS, {"order_id": "g000001.0.0", "lessons": []})
     assert {m.header["order_id"] for m in stage.sent[1:]} == {f"g000001.{n}.0" for n in range(8)}
@@ -154,7 +154,7 @@ async def test_a_bad_writer_is_counted_and_the_next_group_is_served(
         for _ in range(9):
             stage.lessons.finished(stage.group(make_played(["4"], [], 1.0)))
         await stage.until(lambda: stage.value("lesson_groups_total", outcome=outcome) == 9)
-        stage.lessons.recall("actor-0", question(0))
+        stage.lessons.query("actor-0", question(0))
         await stage.until(lambda: len(stage.sent) == 1)
 
 
@@ -166,23 +166,23 @@ async def test_a_writer_that_never_ends_stops_neither_searches_nor_ingest(
         for _ in range(2 * GROUPS_MAX):
             stage.lessons.finished(group)
         assert stage.value("lesson_groups_total", outcome="dropped") >= GROUPS_MAX
-        stage.lessons.recall("actor-0", question(0))
+        stage.lessons.query("actor-0", question(0))
         await stage.until(lambda: len(stage.sent) == 1)
         await stage.until(lambda: stage.value("lesson_groups_total", outcome="timeout") >= 4)
 
 
 async def test_questions_over_the_bound_are_dropped_and_nonsense_is_counted(tmp_path: Path) -> None:
     async with serving(tmp_path) as stage:
-        for n in range(RECALLS_MAX + 3):
-            stage.lessons.recall("actor-0", question(n))
+        for n in range(QUERIES_MAX + 3):
+            stage.lessons.query("actor-0", question(n))
         assert stage.value("lesson_searches_total", outcome="dropped") == 3
-        stage.lessons.recall("actor-0", {"query": "x"})
+        stage.lessons.query("actor-0", {"query": "x"})
         for top_k in ("many", 1e300, 2**62, 2**64 - 1, -1, None, []):
-            stage.lessons.recall("actor-0", {"order_id": "a", "query": "x", "top_k": top_k})
+            stage.lessons.query("actor-0", {"order_id": "a", "query": "x", "top_k": top_k})
         for order_id in (None, "x" * 10**6, ["g000001.0.0"], {}):
-            stage.lessons.recall("actor-0", {"order_id": order_id, "query": "x", "top_k": 2})
+            stage.lessons.query("actor-0", {"order_id": order_id, "query": "x", "top_k": 2})
         assert stage.value("lesson_searches_total", outcome="error") == 12
-        await stage.until(lambda: len(stage.sent) == RECALLS_MAX)
+        await stage.until(lambda: len(stage.sent) == QUERIES_MAX)
 
 
 class Source:
@@ -206,7 +206,7 @@ async def test_a_source_gets_every_scored_group_with_its_rewards(tmp_path: Path,
     async with serving(tmp_path, source) as stage:
         stage.lessons.finished(stage.group(make_played(["4"], [], 1.0), make_played(["5"], [], 1.0, slot=1)))
         await stage.until(lambda: stage.value("lesson_groups_total", outcome="written") == 1)
-        stage.lessons.recall("actor-0", question(0))
+        stage.lessons.query("actor-0", question(0))
     assert [t.reward for t in source.got[0]] == [1.0, 1.0] and source.got[0][0].rewards["score"] == 1.0
     assert stage.value("lessons_written_total") == 2 and source.closed
     assert stage.sent[0].header["lessons"] == []

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from pipeline.config.lessons import LessonsConfig
 from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout
 from pipeline.lessons.store import task_text
-from pipeline.lessons.writer import THREADS_MAX, MemoryWriter, contrast
+from pipeline.lessons.writer import THREADS_MAX, LessonWriter, contrast
 from pipeline.schema import Guidance, Trajectory
 
 MakePlayed = Callable[..., Trajectory]
 PLUGINS = str(Path(__file__).parent / "plugins_for_lessons.py")
 
 
-def writer(name: str, **section: object) -> MemoryWriter:
-    return MemoryWriter(LessonsConfig(writer=f"{PLUGINS}:{name}" if name != "contrast" else name, **section), 1.0)
+def writer(name: str, **section: object) -> LessonWriter:
+    return LessonWriter(LessonsConfig(writer=f"{PLUGINS}:{name}" if name != "contrast" else name, **section), 1.0)
 
 
 def test_contrast_sets_the_shortest_success_beside_the_worst_failure(make_played: MakePlayed) -> None:
@@ -99,4 +99,4 @@ async def test_a_writer_that_hangs_is_given_up_and_then_left_alone(make_played: 
 
 def test_a_writer_that_is_not_there_is_a_configuration_error() -> None:
     with pytest.raises(ConfigurationError, match=r"lesson writer.*no\.such"):
-        MemoryWriter(LessonsConfig(writer="no.such:thing"), 1.0)
+        LessonWriter(LessonsConfig(writer="no.such:thing"), 1.0)

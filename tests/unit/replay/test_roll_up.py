@@ -111,7 +111,7 @@ def test_each_update_has_its_groups_and_nothing_else_counts_as_trained_after_any
         stage.store.close()
         with closing(sqlite3.connect(path)) as connection:
             rows = connection.execute(
-                "SELECT update_number, group_number FROM groups WHERE state IN ('trained', 'uninformative')"
+                "SELECT update_number, group_number FROM groups WHERE state IN ('trained', 'zero_variance')"
             ).fetchall()
         assert sorted(rows) == sorted((u, int(g[1:])) for u, groups in enumerate(made) for g in groups)
         assert read_ledger(path, rows=True).audit() == []

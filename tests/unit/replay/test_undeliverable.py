@@ -12,7 +12,7 @@ from pipeline.store.records import GroupState
 from pipeline.transport.messages import Kind, WireMessage, encode_message
 from tests.support.simulated_roles import rollout
 from tests.unit.replay.test_replay_core import started
-from tests.unit.uninformative.conftest import Stage
+from tests.unit.zero_variance.conftest import Stage
 
 
 def test_a_payload_of_the_largest_size_fits_a_delivery() -> None:

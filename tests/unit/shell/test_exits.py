@@ -16,7 +16,7 @@ from pipeline.config import RunConfig
 from pipeline.config.lessons import LessonsConfig
 from pipeline.config.rewards import ScorerConfig
 from pipeline.errors import PlugInError, boundary, explained, is_failure
-from pipeline.lessons.writer import MemoryWriter
+from pipeline.lessons.writer import LessonWriter
 from pipeline.runtime.findings import Findings
 from pipeline.runtime.plugin_guard import TaskOwner, watch_tasks
 from pipeline.scorer.scorer import Scorer
@@ -286,7 +286,7 @@ async def test_a_lesson_writer_that_leaves_has_failed(leaves: str, tmp_path: Pat
     )
     config = LessonsConfig.model_validate({"enabled": True, "writer": f"{tmp_path / 'writes.py'}:write"})
     with pytest.raises(PlugInError) as caught:
-        await MemoryWriter(config, 1.0)("task", [trajectory()])
+        await LessonWriter(config, 1.0)("task", [trajectory()])
     assert EXITS[leaves].partition(":")[0] == caught.value.kind and "writes.py, line 4" in str(caught.value)
 
 

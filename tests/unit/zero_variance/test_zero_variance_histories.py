@@ -65,7 +65,7 @@ def check(s: Any) -> None:
         rewards = [slot.trajectory.reward for slot in group.slots if slot.trajectory is not None]
         if group.dropped:
             assert rule.zero_variance == "drop" and not rewards
-            assert group.state in (GroupState.READY, GroupState.PLACED, GroupState.UNINFORMATIVE)
+            assert group.state in (GroupState.READY, GroupState.PLACED, GroupState.ZERO_VARIANCE)
         elif group.state in (GroupState.READY, GroupState.PLACED, GroupState.TRAINED):
             same = max(rewards) - min(rewards) <= EQUAL_REWARDS
             assert not (same and rule.zero_variance == "drop"), "an equal group waits to be trained"
@@ -113,10 +113,10 @@ def _goes_on(s: Any) -> None:
         check(s)
     assert answers <= most, (answers, most)
     ledger = s.ledger()
-    assert ledger.groups.get("uninformative", 0) == 0 or rule.zero_variance == "drop"
-    assert ledger.groups.get("cancelled.uninformative", 0) == ledger.groups.get("equal_refilled", 0)
-    assert ledger.trajectories.get("dropped.uninformative", 0) == rule.n_rollout * (
-        ledger.groups.get("equal_dropped", 0) + ledger.groups.get("equal_refilled", 0)
+    assert ledger.groups.get("zero_variance", 0) == 0 or rule.zero_variance == "drop"
+    assert ledger.groups.get("cancelled.zero_variance", 0) == ledger.groups.get("zero_variance_refilled", 0)
+    assert ledger.trajectories.get("dropped.zero_variance", 0) == rule.n_rollout * (
+        ledger.groups.get("zero_variance_dropped", 0) + ledger.groups.get("zero_variance_refilled", 0)
     )
 
 

@@ -23,7 +23,7 @@ def test_keep_trains_equal_groups_and_counts_them(stage) -> None:
     equal, mixed = s.play(1, 1), s.play(0, 1)
     assert s.train() == [equal, mixed]
     ledger = s.ledger()
-    assert ledger.trajectories["trained"] == 4 and ledger.groups["equal_kept"] == 1
+    assert ledger.trajectories["trained"] == 4 and ledger.groups["zero_variance_kept"] == 1
 
 
 def test_one_rollout_alone_has_none_to_be_equal_to(stage) -> None:
@@ -31,23 +31,23 @@ def test_one_rollout_alone_has_none_to_be_equal_to(stage) -> None:
     s.play(1)
     s.play(1)
     s.train()
-    assert s.ledger().groups.get("equal_kept", 0) == 0
+    assert s.ledger().groups.get("zero_variance_kept", 0) == 0
 
 
 def test_drop_ends_the_trajectories_at_once_and_makes_the_update_from_the_others(stage) -> None:
     s = stage()
     equal = s.play(0, 0)
     ledger = s.ledger()
-    assert ledger.trajectories["dropped.uninformative"] == 2 and ledger.trajectories.get("held", 0) == 0
+    assert ledger.trajectories["dropped.zero_variance"] == 2 and ledger.trajectories.get("held", 0) == 0
     assert s.core.journal.counters["payload.bytes"] == 0
     mixed = s.play(0, 1)
     assert s.plans[equal][1].left_out and s.plans[equal][1].delivered == 0
     assert not s.plans[mixed][1].left_out
     s.train()
     ledger = s.ledger()
-    assert ledger.groups["uninformative"] == 1 and ledger.groups["trained"] == 1
-    assert ledger.groups["equal_dropped"] == 1
-    assert ledger.trajectories["trained"] == 2 and ledger.trajectories["dropped.uninformative"] == 2
+    assert ledger.groups["zero_variance"] == 1 and ledger.groups["trained"] == 1
+    assert ledger.groups["zero_variance_dropped"] == 1
+    assert ledger.trajectories["trained"] == 2 and ledger.trajectories["dropped.zero_variance"] == 2
 
 
 def test_drop_of_a_whole_batch_lets_the_run_go_on(stage) -> None:
@@ -56,7 +56,7 @@ def test_drop_of_a_whole_batch_lets_the_run_go_on(stage) -> None:
         s.play(1, 1)
         s.play(0, 0)
         s.train()
-    assert s.core.batches.consumed == 3 and s.ledger().groups["uninformative"] == 6
+    assert s.core.batches.consumed == 3 and s.ledger().groups["zero_variance"] == 6
     s.play(0, 1)
     s.play(0, 1)
     s.train()
@@ -73,11 +73,11 @@ def test_a_dropped_group_keeps_its_place_over_a_restart_and_frees_nothing_twice(
     s.restart()
     s.train()
     s.restart()
-    assert s.core.records[int(equal[1:])].state is GroupState.UNINFORMATIVE
+    assert s.core.records[int(equal[1:])].state is GroupState.ZERO_VARIANCE
     s.tell(Kind.CHECKPOINTED, updates=1)
     assert int(equal[1:]) not in s.core.records
     s.restart()
-    assert not s.core.payloads.held and s.ledger().groups["uninformative"] == 1
+    assert not s.core.payloads.held and s.ledger().groups["zero_variance"] == 1
 
 
 def test_a_learner_that_goes_back_makes_the_update_again_without_the_dropped_group(stage) -> None:
@@ -88,8 +88,8 @@ def test_a_learner_that_goes_back_makes_the_update_again_without_the_dropped_gro
     s.go_back(0)
     assert s.members() == [equal, mixed] and s.plans[equal][1].left_out
     ledger = s.ledger()
-    assert ledger.groups["rolled_back"] == 2 and ledger.groups["uninformative"] == ledger.groups["trained"] == 0
-    assert ledger.trajectories["dropped.uninformative"] == 2, "the trajectories had ended for good"
+    assert ledger.groups["rolled_back"] == 2 and ledger.groups["zero_variance"] == ledger.groups["trained"] == 0
+    assert ledger.trajectories["dropped.zero_variance"] == 2, "the trajectories had ended for good"
     assert s.train() == [equal, mixed]
     assert s.ledger().trajectories["trained"] == 2
 
@@ -98,8 +98,8 @@ def test_refill_replaces_the_group_in_the_same_update_within_the_bound(stage) ->
     s = stage(groups=groups("refill"), staleness={"max": 0})
     equal = s.play(0, 0)
     ledger = s.ledger()
-    assert ledger.groups["cancelled.uninformative"] == 1 and ledger.groups["equal_refilled"] == 1
-    assert ledger.trajectories["dropped.uninformative"] == 2 and ledger.trajectories.get("held", 0) == 0
+    assert ledger.groups["cancelled.zero_variance"] == 1 and ledger.groups["zero_variance_refilled"] == 1
+    assert ledger.trajectories["dropped.zero_variance"] == 2 and ledger.trajectories.get("held", 0) == 0
     assert s.core.records[int(equal[1:])].state is GroupState.CANCELLED
     assert len({o.group_id for o in s.holding.values()}) == 2, "the capacity came back: a new group is played"
     first, second = s.play(0, 1), s.play(1, 0)
@@ -116,8 +116,8 @@ def test_refill_is_bounded_for_each_update_and_then_keeps(stage, refill_max: flo
             s.play(1, 1)
         s.train()
         ledger = s.ledger()
-        assert ledger.groups.get("cancelled.uninformative", 0) == most * update
-        assert ledger.groups["equal_kept"] == ledger.groups["trained"] == 2 * update
+        assert ledger.groups.get("cancelled.zero_variance", 0) == most * update
+        assert ledger.groups["zero_variance_kept"] == ledger.groups["trained"] == 2 * update
 
 
 def test_the_refills_of_an_update_are_remembered_over_restarts(stage) -> None:
@@ -128,7 +128,7 @@ def test_the_refills_of_an_update_are_remembered_over_restarts(stage) -> None:
     s.play(1, 1)
     s.play(1, 1)
     s.train()
-    assert s.ledger().groups["cancelled.uninformative"] == 2
+    assert s.ledger().groups["cancelled.zero_variance"] == 2
 
 
 def test_groups_played_ahead_are_refilled_for_their_own_updates(stage) -> None:
@@ -136,7 +136,7 @@ def test_groups_played_ahead_are_refilled_for_their_own_updates(stage) -> None:
     s = stage(groups=groups("refill", per_step=1, refill_max=1.0), staleness={"max": 2})
     for _ in range(6):
         s.play(1, 1)
-    assert s.counted("groups.cancelled.uninformative", "groups.equal_kept") == [3, 3]
+    assert s.counted("groups.cancelled.zero_variance", "groups.zero_variance_kept") == [3, 3]
     assert s.core.batches.update_ahead == 3
     for _ in range(3):
         s.train()
@@ -165,7 +165,7 @@ def test_stored_trajectories_in_a_group_count_among_its_rewards(stage) -> None:
     s.restart()
     s.tell(Kind.CHECKPOINTED, updates=4)
     ledger = s.ledger()
-    assert ledger.groups["uninformative"] == 2 and ledger.replays["trained"] == 1
+    assert ledger.groups["zero_variance"] == 2 and ledger.replays["trained"] == 1
     assert not s.core.payloads.held, "the replays of the left out groups were let go"
 
 
@@ -201,7 +201,7 @@ def test_the_bias_audit_tells_what_was_left_out(stage) -> None:
     s.play(0, 1)
     s.train()
     audit = examine_run(s.path).json(s.core.config)["audit"]
-    assert audit["uninformative"]["count"] == 2 and audit["uninformative"]["reward"] == 0
+    assert audit["zero_variance"]["count"] == 2 and audit["zero_variance"]["reward"] == 0
     assert audit["sampled"]["count"] == 4 and audit["trained"]["count"] == 2 and audit["trained"]["reward"] == 0.5
 
 
@@ -253,5 +253,5 @@ def test_a_replay_group_that_is_left_out_does_not_change_the_pool(stage, what: s
     s.tell(Kind.CHECKPOINTED, updates=s.updates)
     s.restart()
     ledger = s.ledger()
-    assert ledger.trajectories["dropped.uninformative"] == 2 and ledger.pool["saved"] == 1
+    assert ledger.trajectories["dropped.zero_variance"] == 2 and ledger.pool["saved"] == 1
     assert ledger.replays["trained"] == 1

@@ -69,15 +69,15 @@ def check(sim: Simulation) -> int:
         with_replays = {row[0] for row in connection.execute("SELECT DISTINCT group_number FROM group_replays")}
     connection.close()
     assert payloads == core.payloads.held
-    dropped, refilled = ledger.groups.get("equal_dropped", 0), ledger.groups.get("equal_refilled", 0)
-    assert ledger.groups.get("cancelled.uninformative", 0) == refilled
+    dropped, refilled = ledger.groups.get("zero_variance_dropped", 0), ledger.groups.get("zero_variance_refilled", 0)
+    assert ledger.groups.get("cancelled.zero_variance", 0) == refilled
     if rule.zero_variance == "drop" and sim.config.advantage.estimator.name != "remax":
         same = [n for n, values in rewards.items() if len(set(values)) == 1 and n not in with_replays]
         assert not [n for n in same if len(rewards[n]) > 1], "an equal group was trained"
-    kept = ledger.groups.get("trained", 0) + ledger.groups.get("uninformative", 0)
+    kept = ledger.groups.get("trained", 0) + ledger.groups.get("zero_variance", 0)
     assert kept == len(groups)
     assert ledger.groups.get("trained", 0) == sum(bool(ids) for ids in _by_group(trained).values())
-    fresh = ledger.trajectories.get("dropped.uninformative", 0)
+    fresh = ledger.trajectories.get("dropped.zero_variance", 0)
     assert (fresh > 0) == (dropped + refilled > 0)
     return dropped + refilled
 
