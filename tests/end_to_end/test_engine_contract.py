@@ -31,6 +31,7 @@ from pipeline.config import RunConfig
 from pipeline.config.learner import PublishConfig
 from pipeline.errors import EngineRefused
 from pipeline.runtime.engine_keys import authorization
+from pipeline.runtime.http import HttpClient
 from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.runtime.run_directory import RunDirectory
 from pipeline.runtime.weights import write_delta
@@ -301,7 +302,8 @@ async def test_an_engine_serves_after_a_delta_what_it_serves_after_a_whole_load(
     async def load_delta() -> None:
         assert (await api.post("/pause?mode=keep"))[0] == 200
         try:
-            await EngineControl(api.engine.url, api.session, 60.0).load_deltas([tmp_path / "delta"])
+            async with HttpClient(api.engine.control) as http:
+                await EngineControl(api.engine.url, http, 60.0).load_deltas([tmp_path / "delta"])
         finally:
             await api.stamp(next_version(api.engine))
             assert (await api.post("/resume"))[0] == 200

@@ -408,5 +408,6 @@ def test_ctrl_c_while_a_command_is_still_importing_prints_no_traceback(tmp_path)
         capture_output=True,
         text=True,
         timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a background job ignores it
     )
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
