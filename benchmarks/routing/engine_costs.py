@@ -44,10 +44,8 @@ async def request(client: EngineClient, prompt: Sequence[int], tokens: int) -> f
     """Seconds of one request that samples exactly ``tokens``."""
     parameters = {"max_tokens": tokens, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
     started = time.perf_counter()
-    status, answer = await client._post(
-        GENERATE, {"token_ids": list(prompt), "sampling_params": parameters}, "", tokens
-    )
-    assert status == 200, answer[:500]
+    answer = await client._post(GENERATE, {"token_ids": list(prompt), "sampling_params": parameters}, "", tokens)
+    assert answer.status == 200, answer.text
     return time.perf_counter() - started
 
 

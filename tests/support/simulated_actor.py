@@ -108,7 +108,8 @@ def _renderer() -> Renderer:
     if not _RENDERERS:
         words = [f"w{number}" for number in range(FIRST_TOKEN - len(SPECIAL) + WEIGHTS_MAX)]
         renderer = Renderer(word_tokenizer(words=words))
-        renderer._render = _rendered  # type: ignore[assignment]  # the template in Python, which takes a tenth of the time
+        # the template in Python, which takes a tenth of the time
+        renderer._template._render = _rendered  # type: ignore[method-assign, assignment]
         _RENDERERS.append(renderer)
     return _RENDERERS[0]
 
