@@ -64,7 +64,7 @@ def test_engine_sleeps_through_every_update_and_keeps_its_requests(tmp_path: Pat
 
 
 def test_learner_killed_in_its_turn_leaves_no_engine_asleep(tmp_path: Path, forked_run: partial) -> None:
-    with forked_run(TINY, tmp_path, "killed", [*SLEEP, "run.total_steps=4"]) as run:
+    with forked_run(TINY, tmp_path, "killed", [*SLEEP, "run.total_steps=20"]) as run:
         run.until_step(1, RUN_SECONDS_MAX)
         run.until("the engine to sleep again", lambda: len(turns(run)) >= 4 and turns(run)[-1][0], RUN_SECONDS_MAX)
         victim = run.pid("learner")
@@ -72,6 +72,6 @@ def test_learner_killed_in_its_turn_leaves_no_engine_asleep(tmp_path: Path, fork
         os.kill(victim, signal.SIGKILL)
         assert run.finish(RUN_SECONDS_MAX) == 0, run.tail()
         assert {name: count for name, count in restarts(run).items() if count} == {"learner": 1}
-        assert [step["step"] for step in run.steps()] == list(range(1, 5))
-        assert_nothing_was_sampled_asleep(run, 4)
-        assert_accounts_add_up(run, 4)
+        assert [step["step"] for step in run.steps()] == list(range(1, 21))
+        assert_nothing_was_sampled_asleep(run, 20)
+        assert_accounts_add_up(run, 20)
