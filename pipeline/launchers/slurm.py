@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -151,7 +152,11 @@ def job_inventory() -> Inventory:
         "srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none",
         "--input=none", *describe,
     ).splitlines()  # fmt: skip
-    found = {facts["name"]: facts for facts in map(orjson.loads, lines)}
+    found: dict[str, dict[str, Any]] = {}
+    for facts in map(orjson.loads, lines):
+        ports = facts.pop("taken_ports")
+        found.setdefault(facts["name"], {"taken_ports": []}).update(facts)
+        found[facts["name"]]["taken_ports"] += ports
     here = os.environ.get("SLURMD_NODENAME", "")
     names = sorted(found, key=lambda name: (name != here, name))
     shown = {name: command_output("scontrol", "-o", "show", "node", name) for name in names}
@@ -198,14 +203,16 @@ def command_output(name: str, *arguments: str) -> str:
 
 PASSED_ON = (signal.SIGTERM, signal.SIGCHLD)
 """Signals that a step waits for: the supervisor's, and the end of ``srun``."""
+PORTS_A_LINE = 100
 
 
 def describe_node() -> None:
-    """Print cores, memory, GPUs and ports in use of this node as one line of JSON."""
-    inventory = local_inventory()
-    known = {"name": os.environ["SLURMD_NODENAME"], "taken_ports": taken_ports(), "lack": inventory.lack}
-    facts = asdict(inventory.nodes[0]) | known
-    print(orjson.dumps(facts).decode(), flush=True)
+    """Print cores, memory, GPUs and ports in use of this node as lines of JSON: ``srun`` mixes lines of several nodes
+    that are longer than 1,024 bytes."""
+    inventory, name, ports = local_inventory(), os.environ["SLURMD_NODENAME"], taken_ports()
+    facts = asdict(inventory.nodes[0]) | {"name": name, "lack": inventory.lack, "taken_ports": ()}
+    parts = [{"name": name, "taken_ports": ports[i : i + PORTS_A_LINE]} for i in range(0, len(ports), PORTS_A_LINE)]
+    print(b"\n".join(map(orjson.dumps, [facts, *parts])).decode(), flush=True)
 
 
 def choose_node(nodes: Sequence[str], alive: Sequence[str], pinned: bool) -> str | None:

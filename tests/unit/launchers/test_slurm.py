@@ -17,6 +17,7 @@ from pipeline.cli.app import app
 from pipeline.config.explain import resolve, taken_ports
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
+from pipeline.launchers import slurm
 from pipeline.launchers.slurm import JOB, choose_node, goes_back, step_command
 from pipeline.runtime.children import module_command
 from pipeline.supervisor.cluster import Cluster
@@ -179,6 +180,20 @@ def test_a_node_knows_the_ports_where_something_listens() -> None:
         port = listener.getsockname()[1]
         assert port in taken_ports()
     assert min(taken_ports(), default=1024) >= 1024
+
+
+def test_a_node_describes_itself_in_lines_that_srun_does_not_mix(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ports = tuple(range(1024, 65_536))
+    monkeypatch.setattr(slurm, "taken_ports", lambda: ports)
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    slurm.describe_node()
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) < 1024
+    monkeypatch.setattr(slurm, "command_output", lambda name, *_: printed if name == "srun" else "NodeAddr=10.0.0.1")
+    (node,) = slurm.job_inventory().nodes
+    assert (node.name, node.address, node.taken_ports) == ("n1", "10.0.0.1", ports) and node.cpus
 
 
 STAND_INS = {
