@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the tables of docs/MODELS.md from what the chat templates in the installed packages do when they are rendered.
+"""Writes the tables of docs/MODELS.md and docs/TEMPLATES.md from what models and chat templates do.
 
 .venv/bin/python scripts/models_page.py          writes the tables
 .venv/bin/python scripts/models_page.py --check  only compares, exit code 1 when the page is not current
@@ -28,7 +28,7 @@ from pipeline.schema import Message  # noqa: E402
 from scripts.tables import update_tables  # noqa: E402
 from tests.support.chat_templates import ends_of, published, tokenizer_of  # noqa: E402
 
-PAGE = ROOT / "docs" / "MODELS.md"
+DOCS = ROOT / "docs"
 SMALL = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -68,7 +68,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "LFM2": ("Lfm2Config", "lfm2_v2", {"layer_types": ["conv", "full_attention"]}),
     "Nemotron 3": ("NemotronHConfig", "nemotron_3_nano", HEADS | EXPERTS),
 }
-"""Configuration in transformers, template of the second table, and options of a small model."""
+"""Configuration in transformers, template, and options of a small model."""
 FILLER = "</s>"
 """End token of the tokenizer that carries the templates; only some of them have it, too."""
 WEATHER = {"name": "weather", "description": "Weather.", "parameters": {"type": "object", "properties": {}}}
@@ -166,7 +166,12 @@ def templates() -> Iterator[str]:
 def main(*arguments: str) -> int:
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
-    return update_tables(PAGE, {"families": families(), "templates": templates()}, check="--check" in arguments)
+    check = "--check" in arguments
+    stale = [
+        update_tables(DOCS / "MODELS.md", {"families": families()}, check=check),
+        update_tables(DOCS / "TEMPLATES.md", {"templates": templates()}, check=check),
+    ]
+    return max(stale)
 
 
 if __name__ == "__main__":

