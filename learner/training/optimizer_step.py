@@ -327,7 +327,8 @@ def second_moment_loss_mask(
 ) -> BoolArray | None:
     """Second-moment mask over the off-policy tokens with recorded μ of one optimizer step; None without such tokens.
 
-    Rows without advantage count too: the mask is a property of the data, not of the rewards.
+    Mean and mask are of the tokens whose loss moves π further from μ: ``A > 0`` with ``π > μ``, and ``A < 0`` with
+    ``π < μ``. PPO's clip stops the same ones; so does the published code of M2PO, where the paper takes all tokens.
     """
     if not isinstance(rules.off_policy, SecondMoment):
         return None
@@ -341,9 +342,10 @@ def second_moment_loss_mask(
     behaviour_logprobs = np.concatenate([row.behaviour_logprobs[row.loss_mask] for row, _ in chosen])
     indices = np.concatenate([np.arange(row.n_sampled) + offset for row, offset in chosen])
     log_ratios = score([row for row, _ in chosen]).astype(np.float64) - behaviour_logprobs
-    finite = np.isfinite(log_ratios)
+    advantages = np.concatenate([row.advantages for row, _ in chosen])
+    leaving = np.isfinite(log_ratios) & (np.sign(advantages) * np.sign(log_ratios) > 0)
     loss_mask = np.ones(n_tokens, dtype=np.bool_)
-    loss_mask[indices[finite]] = second_moment_mask(log_ratios[finite], rules.off_policy.max)
+    loss_mask[indices[leaving]] = second_moment_mask(log_ratios[leaving], rules.off_policy.max)
     return loss_mask
 
 

@@ -106,8 +106,9 @@ class LossConfig(Section):
     off_policy: Annotated[Function, Choice("clip")] = Given(name="clip")
     """Loss of off-policy tokens, by name or with options as in ``{name: shaped, beta: 0.1}``. ``clip``: that of fresh
     tokens, with the off-policy clip. ``shaped``: ``-A f(ratio)`` with ``f(x) = x / (x + beta)`` (LUFFY,
-    arXiv:2504.14945; ExGRPO, arXiv:2510.02245). ``second_moment``: no clip; the tokens that push the mean squared
-    log-ratio of the batch above ``max`` are masked (M2PO, arXiv:2510.01161)."""
+    arXiv:2504.14945; ExGRPO, arXiv:2510.02245). ``second_moment``: no clip; of the tokens whose
+    loss moves the policy further from the one that sampled them, those that push their mean squared log-ratio above
+    ``max`` are masked (M2PO, arXiv:2510.01161)."""
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"] = "token_mean"
     """Aggregation of token losses over an optimizer step with T tokens and N sequences (trajectories). ``token_mean``:
     sum over T (DAPO, arXiv:2503.14476). ``sequence_mean``: mean over sequences of their token means (GRPO,

@@ -52,7 +52,11 @@ def reference(kit, rows, form, bound=math.inf):
         log_p = torch.log_softmax(model(torch.from_numpy(row.token_ids.astype(np.int64))[None]).logits[0] / 0.8, -1)
         for t in np.flatnonzero(row.loss_mask):
             entries.append((row, log_p[t - 1, int(row.token_ids[t])], float(row.behaviour_logprobs[t])))
-    with_moment = [e for e in entries if (e[0].replayed or e[0].discarded) and e[0].recorded]
+    with_moment = [
+        e
+        for e in entries
+        if (e[0].replayed or e[0].discarded) and e[0].recorded and float(e[0].advantages[0]) * (e[1].item() - e[2]) > 0
+    ]
     dropped = set()
     if form == "second_moment":
         order = sorted(with_moment, key=lambda e: -abs(e[1].item() - e[2]))
@@ -111,11 +115,21 @@ def test_splitting_permuting_and_padding_change_nothing_with_every_kind_of_row(k
 
 def test_tokens_masked_by_the_second_moment_are_rejected_and_keep_their_share_of_the_denominator(kit):
     rows = [replace(row, replayed=True) for row in kit.make_rows(5, advantages=[1.0] * 5)]
+    rows = [replace(row, behaviour_logprobs=np.where(row.loss_mask, -50.0, 0.0).astype(np.float32)) for row in rows]
     loss = {"off_policy": {"name": "second_moment", "max": 1e-12}}
     report, came = gradients(trainer_of(kit, loss=loss), rows)
     n = sum(row.n_sampled for row in rows)
     assert (report.statistics.all.masked, report.statistics.all.tokens, report.loss) == (n, 0, 0.0)
     assert all(float(g.abs().max()) == 0 for g in came.values())
+
+
+def test_the_second_moment_masks_no_token_that_returns_towards_its_behaviour_policy(kit):
+    loss = {"off_policy": {"name": "second_moment", "max": 1e-12}}
+    for advantage, mu in ((-1.0, -50.0), (1.0, 0.0), (0.0, -50.0)):
+        rows = [replace(row, replayed=True) for row in kit.make_rows(5, advantages=[advantage] * 5)]
+        rows = [replace(row, behaviour_logprobs=np.where(row.loss_mask, mu, 0.0).astype(np.float32)) for row in rows]
+        report, _ = gradients(trainer_of(kit, loss=loss), rows)
+        assert report.statistics.all.masked == 0
 
 
 def test_poison_outside_the_mask_of_replayed_rows_changes_nothing(kit):
