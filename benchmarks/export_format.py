@@ -6,7 +6,8 @@ Trajectories of 1, 2, 4 or 8 turns of 300 tokens, half of them sampled: words of
 token for each five characters of it, log-probabilities in float32, one or two policy versions in a completion. The
 buffer has a token as unit, with its id, log-probability, version and whether it was sampled; what the codec keeps
 beside the arrays is zlib-compressed like the archive does it. An import is the read of every trajectory with all
-checks, without the store that takes them afterwards. Each number is the median of three rounds.
+checks, without the store that takes them afterwards. Each number is the median of three rounds. On 25 November 2026 the
+buffer's format took 3.0 times the bytes (results/export-format-2026-11-25.json), so exports stay archives.
 """
 
 from __future__ import annotations
