@@ -165,8 +165,12 @@ class ReplayStore:
                 self._writer = opened.enter_context(closing(STORE.connect(path, synchronous=synchronous)))
                 self._reader = opened.enter_context(closing(STORE.connect(path, read_only=True)))
                 self._marks = opened.enter_context(closing(HighWaterFile(marks_path(path))))
-                self._check_structure()
-                self._agree(self._read_meta())
+                try:
+                    self._check_structure()
+                    meta = self._read_meta()
+                except (TypeError, ValueError, AttributeError) as error:
+                    raise self._damaged(f"a value is of another type than the one that was written: {error}") from error
+                self._agree(meta)
             self._opened = opened.pop_all()
 
     def _check_structure(self) -> None:
@@ -206,10 +210,7 @@ class ReplayStore:
             self._digests |= _digests(table, read(f"SELECT name, value FROM {table}"))
         if expected is not None and expected != _together(self._digests):
             raise self._damaged("the values of meta, counters and rolled_up are not those that were written")
-        try:
-            return {key: orjson.loads(value) for key, value in stored.items()}
-        except ValueError as error:
-            raise self._damaged(f"table meta: {error}") from error
+        return {key: orjson.loads(value) for key, value in stored.items()}
 
     def _write_meta(self, meta: Mapping[str, Any], counters: Mapping[str, int]) -> dict[str, int]:
         """Write values, roll up, and write the digest of all, in the transaction that is open. Returns the digests

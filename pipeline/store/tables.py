@@ -82,11 +82,13 @@ def row_digest(row: Sequence[Any], alone: int | None) -> int:
     """CRC-32 of a row without its column ``alone``, plus the value of that column.
 
     Equal before SQLite stores the values and after it reads them: there 1, 1.0 and True are one number, and NaN is
-    NULL.
+    NULL. -1, the digest of no row, where the value of ``alone`` is no whole number.
     """
+    if alone is not None and not isinstance(row[alone], int):
+        return -1
     others = row if alone is None else (*row[:alone], *row[alone + 1 :])
     values = [value if value.__class__ in _PLAIN else _plain(value) for value in others]
-    return zlib.crc32(marshal.dumps(values, _MARSHAL_VERSION)) + (0 if alone is None else int(row[alone]))
+    return zlib.crc32(marshal.dumps(values, _MARSHAL_VERSION)) + (0 if alone is None else row[alone])
 
 
 def _plain(value: float) -> float | None:

@@ -35,7 +35,7 @@ from pipeline.runtime.run_directory import RunDirectory, read_json
 from pipeline.runtime.witness import WITNESS
 from pipeline.store import tables
 from pipeline.store.ledger import Ledger, read_ledger
-from pipeline.store.store import store_path
+from pipeline.store.store import ReplayStore, marks_path, store_path
 from pipeline.store.witness import StoredOutcomes, Witness, audit, read_witness, unread_groups
 from pipeline.supervisor.history import disk_usage
 from pipeline.supervisor.run import RunIsAlive, empty_directory, run_lock
@@ -95,15 +95,16 @@ def schedule(seed: int, seconds: float, every_seconds: float, silence_seconds_ma
     return faults
 
 
-def damaged(data: bytes, draw: float) -> bytes:
-    """``data`` truncated, with a zeroed block or with a flipped bit, at a place that ``draw`` in [0, 1) decides."""
+def damaged(data: bytes, draw: float) -> tuple[bytes, str]:
+    """``data`` truncated, with a zeroed block or with a flipped bit, at a place that ``draw`` in [0, 1) decides; and
+    the damage in words."""
     way, place = divmod(draw * 3, 1)
     at = min(int(place * len(data)), len(data) - 1)
     if way == 0:
-        return data[:at]
+        return data[:at], f"cut off at byte {at}"
     if way == 1:
-        return data[:at] + bytes(min(4096, len(data) - at)) + data[at + 4096 :]
-    return data[:at] + bytes([data[at] ^ 1 << int(place * 2**20) % 8]) + data[at + 1 :]
+        return data[:at] + bytes(min(4096, len(data) - at)) + data[at + 4096 :], f"zeroed from byte {at} on"
+    return data[:at] + bytes([data[at] ^ 1 << int(place * 2**20) % 8]) + data[at + 1 :], f"a bit flipped in byte {at}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,19 +340,23 @@ class Chaos:
             entry[1].close()
 
     def _damage(self, draw: float) -> str:
-        """Damage a copy of the store; in words what its reader makes of it."""
+        """Damage a copy of the store, and open it as a run does; the damage and its result in words."""
         copy = self._folder / "damaged.sqlite"
         self._folder.mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # first, so that the copy is not older than its marks
+            shutil.copyfile(marks_path(self._store), marks_path(copy))
         tables.STORE.copy(self._store, copy)
-        copy.write_bytes(damaged(copy.read_bytes(), draw))
+        data, what = damaged(copy.read_bytes(), draw)
+        copy.write_bytes(data)
         try:
+            ReplayStore(copy).close()
             wrong = read_ledger(copy, rows=True).audit()
         except AfterplayError as error:
-            return f"a copy of the store is refused: {error}"
+            return f"a copy of the store, {what}, is refused: {error}"
         finally:
             for file in self._folder.glob(f"{copy.name}*"):
                 file.unlink()
-        return f"a copy of the store is read; its audit finds {len(wrong)} problems"
+        return f"a copy of the store, {what}, is opened; its audit finds {len(wrong)} problems"
 
     def _pids(self) -> dict[str, int]:
         """Processes that live, by role, the supervisor among them. The file may be old and a number taken by a

