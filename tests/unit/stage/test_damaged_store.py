@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import DamagedFiles
+from pipeline.store import store
 from pipeline.store.store import ReplayStore
 from pipeline.store.tables import row_digest
 from tests.support.damage import damages_of
@@ -90,6 +91,20 @@ def test_a_changed_value_in_any_row_of_any_table_is_noticed(folders: dict[str, P
             with pytest.raises(DamagedFiles) if changed else nullcontext():
                 ReplayStore(folder / "replay.sqlite").close()
             shutil.rmtree(folder)
+
+
+def test_rows_are_checked_however_slow_the_machine_is(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "CHECK_SECONDS_MAX", 0.0)
+    monkeypatch.setattr(store, "_CHECK_STEPS", 1)
+    folder = shutil.copytree(folders["stopped"], tmp_path / "changed")
+    ReplayStore(folder / "replay.sqlite").close()
+    with closing(sqlite3.connect(folder / "replay.sqlite", isolation_level=None)) as connection:
+        connection.execute("UPDATE trajectories SET n_tokens = n_tokens + 1 WHERE row_id = (SELECT max(row_id) FROM "
+                           "trajectories)")  # fmt: skip
+    with pytest.raises(DamagedFiles, match="of table trajectories"):
+        ReplayStore(folder / "replay.sqlite")
 
 
 def test_digest_of_a_row_is_the_same_before_and_after_it_is_stored() -> None:
