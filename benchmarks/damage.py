@@ -3,12 +3,14 @@
     python -m benchmarks.damage disk --seconds 6,60,600 --out benchmarks/results/disk.json
     python -m benchmarks.damage files --out benchmarks/results/damage.json
     python -m benchmarks.damage weights --out benchmarks/results/weights.json
+    python -m benchmarks.damage store --store runs/tiny/replay.sqlite --count 50 --out benchmarks/results/store.json
 
 ``disk`` (Linux, as root) fills the disk of a run for a while. ``files`` stops a run and damages one file
 of a copy of its directory: truncated, zeroed, a bit flipped, deleted, replaced by an older one; of the store also a bit
 in each table, index and value of ``meta``. Checkpoint, model and store are opened as the roles open them, and
 compared with what the undamaged ones give; ``afterplay run`` continues from all others, and from a sample. ``weights``
-damages the published weights of a run that goes on, and kills its engine, which then needs them.
+damages the published weights of a run that goes on, and kills its engine, which then needs them. ``store`` damages
+copies of a store as ``afterplay chaos`` does, opens them as a run does, and compares the rows of those that open.
 
 Each prints a table; the exit code is 1 where a run lost something, trained something twice, used an id again, ended
 with a traceback or not in time, or where damaged files were used and nothing was said.
@@ -44,7 +46,9 @@ from pipeline.runtime.process import ExitCode
 from pipeline.runtime.run_directory import RunDirectory
 from pipeline.store.records import TrajectoryRecord
 from pipeline.store.snapshot import Snapshot
-from pipeline.store.store import ReplayStore
+from pipeline.store.store import ReplayStore, marks_path
+from pipeline.store.tables import STORE
+from pipeline.supervisor.chaos import damaged
 from pipeline.supervisor.processes import check_health, health_url
 from pipeline.views.step_lines import read_lines
 from tests.support.damage import Damage, damages_of
@@ -446,6 +450,40 @@ def fill(run: RunHandle, disk: Path, seconds: float) -> dict[str, Any]:
     }
 
 
+def play_store(options: argparse.Namespace, server: ForkServer) -> list[dict[str, Any]]:
+    draws, results = random.Random(options.seed), []
+    with tempfile.TemporaryDirectory() as folder:
+        whole, copy = Path(folder) / "whole.sqlite", Path(folder) / "copy.sqlite"
+        for path in (whole, copy):
+            shutil.copyfile(marks_path(options.store), marks_path(path))
+        STORE.copy(options.store, whole)
+        ReplayStore(whole).close()
+        data, marks, rows = whole.read_bytes(), marks_path(whole).read_bytes(), rows_of(whole)
+        for _ in range(options.count):
+            came, what = damaged(data, draws.random())
+            copy.write_bytes(came)
+            marks_path(copy).write_bytes(marks)
+            entry: dict[str, Any] = {"damage": what, "outcome": "refused", "other_rows_in": []}
+            try:
+                ReplayStore(copy).close()
+                found = rows_of(copy)
+                entry["other_rows_in"] = [table for table in rows if found[table] != rows[table]]
+                entry["outcome"] = "FAILED" if entry["other_rows_in"] else "same rows"
+            except AfterplayError as error:
+                entry["said"] = clean(str(error).replace(folder, ""))
+            for file in Path(folder).glob("copy.sqlite-*"):
+                file.unlink()
+            print(f"{entry['outcome']:10} {what}", flush=True)
+            results.append(entry)
+    return results
+
+
+def rows_of(path: Path) -> dict[str, list[str]]:
+    with closing(sqlite3.connect(path)) as connection:
+        tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        return {table: sorted(map(repr, connection.execute(f"SELECT * FROM {table}"))) for table in tables}
+
+
 def states_of(directory: RunDirectory) -> dict[str, str]:
     """States that the roles tell now."""
     found = {}
@@ -479,17 +517,20 @@ def read_results(path: Path | None) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("disk", "files", "weights"))
+    parser.add_argument("what", choices=("disk", "files", "weights", "store"))
     parser.add_argument("--seconds", default="6,60,600", help="disk: how long it is full")
     parser.add_argument("--only", default="", help="files, weights: regular expression of FILE KIND")
     parser.add_argument("--runs", type=int, default=40, help="files: so many of those that are opened are also run")
-    parser.add_argument("--seed", type=int, default=0, help="draws them")
+    parser.add_argument("--store", type=Path, help="store: of a run that has ended")
+    parser.add_argument("--count", type=int, default=50, help="store: number of copies")
+    parser.add_argument("--seed", type=int, default=0, help="files, store: of the draws")
     parser.add_argument("--seconds-max", type=float, default=float("inf"), help="files: begin no case after that")
     parser.add_argument("--folder", type=Path, help="files: keep the copies of the run here, for another call")
     parser.add_argument("--resume", action="store_true", help="files: leave out what --out has, and add to it")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    play: dict[str, Callable[..., list[Any]]] = {"disk": play_disk, "files": play_files, "weights": play_weights}
+    play: dict[str, Callable[..., list[Any]]]
+    play = {"disk": play_disk, "files": play_files, "weights": play_weights, "store": play_store}
     with ForkServer() as server:
         results = play[options.what](options, server)
     values = [r if isinstance(r, dict) else asdict(r) for r in results]
