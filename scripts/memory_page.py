@@ -35,7 +35,6 @@ environments: {any: {name: arithmetic}}
 model: {max_length: 8192}
 learner:
   tokens_per_microbatch: 8192
-  logits_tokens_max: 2048
   gradient_checkpointing: true
 """
 FULL, LORA = "", "  lora: {rank: 16, frozen_dtype: bfloat16}\n"

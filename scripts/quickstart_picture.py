@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws docs/images/quickstart.png from the raw file of the quickstart.
+"""Draws docs/images/quickstart.png from the raw files of the quickstart, a line for each seed.
 
 .venv/bin/python scripts/quickstart_picture.py
 """
@@ -9,7 +9,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RAW = ROOT / "benchmarks" / "results" / "learning-2026-11-25" / "quickstart.json"
+RESULTS = ROOT / "benchmarks" / "results"
+RAW = (
+    RESULTS / "learning-2026-11-25" / "quickstart.json",
+    RESULTS / "learning-2026-11-26" / "quickstart-seed-1.json",
+    RESULTS / "learning-2026-11-26" / "quickstart-seed-2.json",
+)
 PICTURE = ROOT / "docs" / "images" / "quickstart.png"
 
 
@@ -20,21 +25,25 @@ def main() -> int:
     from matplotlib import pyplot
 
     matplotlib.rcParams["font.size"] = 13
-    updates = json.loads(RAW.read_text())["updates"]
-    steps = [update["step"] for update in updates]
     figure, (learning, health) = pyplot.subplots(1, 2, figsize=(7.15, 3.96), dpi=200, layout="constrained")
-    learning.plot(steps, [u["signals"]["first_right"] for u in updates], color="#2563eb", marker="o", markersize=4)
+    for seed, path in enumerate(RAW):
+        updates = json.loads(path.read_text())["updates"]
+        steps = [update["step"] for update in updates]
+        right = [update["signals"]["first_right"] for update in updates]
+        learning.plot(steps, right, color=("#2563eb", "#60a5fa", "#1e3a8a")[seed], label=f"seed {seed}", linewidth=1.8)
+        for key, name, colour in (
+            ("ratio_mean", "mean importance ratio", "#ea580c"),
+            ("ess_ratio", "effective sample size", "#16a34a"),
+            ("clip_fraction", "clipped tokens", "#6b7280"),
+        ):
+            values = [update[key] for update in updates]
+            health.plot(steps, values, color=colour, label=None if seed else name, linewidth=1.4)
     learning.set_title("correct first answers", fontsize=13)
-    for key, name, colour in (
-        ("ratio_mean", "mean importance ratio", "#ea580c"),
-        ("ess_ratio", "effective sample size", "#16a34a"),
-        ("clip_fraction", "clipped tokens", "#6b7280"),
-    ):
-        health.plot(steps, [u[key] for u in updates], color=colour, label=name, linewidth=1.8)
+    learning.legend(frameon=False, loc="lower right", fontsize=12)
     health.set_title("off-policy health, shares", fontsize=13)
     health.legend(frameon=False, loc="center", fontsize=12)
     for axes in (learning, health):
-        axes.set(xlabel="update", ylim=(0, 1.05), xlim=(1, len(steps)))
+        axes.set(xlabel="update", ylim=(0, 1.05), xlim=(1, 16))
         axes.set_xticks((1, 4, 8, 12, 16))
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(PICTURE)

@@ -20,8 +20,8 @@ from benchmarks.learner_step.sides import LEARNER, Clock, bare_steps, learner_st
 from learner.data.rows import Batch, Row
 from learner.training.report import StepReport
 
-LARGE = {"optimizer_dtype": "bfloat16", "logits_tokens_max": 4096}
-"""Settings with which 7B and all its states fit into 140 GB."""
+LARGE = {"optimizer_dtype": "bfloat16"}
+"""Setting with which 7B and all its states fit into 140 GB."""
 
 
 def groups_case(bench: Bench, shape: str) -> Case:
@@ -37,7 +37,7 @@ def groups_case(bench: Bench, shape: str) -> Case:
 
 def learner(bench: Bench, shape: str, side: str = "learner", **options: Any) -> Iterator[tuple[str, Facts]]:
     case = groups_case(bench, shape)
-    options = {"logits_tokens_max": 8192, **(LARGE if shape == "7b" else {}), **LEARNER[side], **options}
+    options = {**(LARGE if shape == "7b" else {}), **LEARNER[side], **options}
     yield f"{shape} {side}", learner_facts(bench, case, options)
 
 
@@ -59,8 +59,7 @@ def long_rows(bench: Bench) -> Iterator[tuple[str, Facts]]:
     case = groups_case(bench, "0.6b")
     if not bench.small:
         case = replace(case, groups=4, rollouts=1, prompt=64, response=10**9, longest=16_384, checkpointing=True)
-    options = {"logits_tokens_max": 8192}
-    yield "0.6b at 16,384 tokens", learner_facts(bench, case, options) | {"prime_rl_tokens_per_second_h100": 11_900}
+    yield "0.6b at 16,384 tokens", learner_facts(bench, case, {}) | {"prime_rl_tokens_per_second_h100": 11_900}
 
 
 def kernels(bench: Bench, shape: str) -> Iterator[tuple[str, Facts]]:
@@ -70,7 +69,7 @@ def kernels(bench: Bench, shape: str) -> Iterator[tuple[str, Facts]]:
 
     case = groups_case(bench, shape)
     model = make_model(case.model, bench.device)
-    trainer = make_trainer(case, model, logits_tokens_max=8192)
+    trainer = make_trainer(case, model)
     rows = make_rows(case, model.config.vocab_size)
     trainer.step(Batch(trainer.updates, (), rows), policy_version=0)
     activities = [ProfilerActivity.CUDA if bench.cuda else ProfilerActivity.CPU]

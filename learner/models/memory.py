@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from learner.policy.logprobs import TILE
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 
@@ -117,14 +118,13 @@ def learner_memory(shape: Shape, config: RunConfig, ranks: int | None = None) ->
     if ranks > 1:
         copies = 2 * 2 * shape.layer_parameters + (8 if not lora else 4) * shape.outer_parameters
     else:
-        copies = 2 * shape.parameters if keeps_casts else 0
+        copies = 2 * shape.layers * shape.layer_parameters if keeps_casts else 0
     kept = shape.layers * shape.layer_token_bytes
     if learner.gradient_checkpointing:
         kept = shape.layers * 4 * shape.hidden + shape.layer_token_bytes
-    rows = min(learner.logits_tokens_max, tokens)
-    head = (0 if lora else 4 * shape.vocabulary * shape.hidden) + 10 * rows * shape.vocabulary
+    head = (0 if lora else 4 * shape.vocabulary * shape.hidden) + 12 * min(TILE["cuda"], tokens * shape.vocabulary)
     return LearnerMemory(
-        (trained * (8 + moments) + frozen) / ranks, copies, tokens * kept, head + 6 * tokens * shape.hidden
+        (trained * (8 + moments) + frozen) / ranks, copies, tokens * kept, head + 10 * tokens * shape.hidden
     )
 
 

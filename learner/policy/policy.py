@@ -313,12 +313,12 @@ class Policy(Backbone):
             return self.token_pass(rows, self.score, 2, watch or Stopwatch(self.device))
 
     def _score(self, batch: MicroBatch, hidden_SH: Tensor | None) -> tuple[Tensor, Tensor]:
+        temperatures = batch.temperatures_S
         return sampled_logprobs(
             self.hidden(batch) if hidden_SH is None else hidden_SH,
             self._head(),
             torch.from_numpy(batch.targets_S).to(self.device),
-            torch.from_numpy(batch.temperatures_S).to(self.device),
-            rows_max=self._config.logits_tokens_max,
+            None if bool((temperatures == 1).all()) else torch.from_numpy(temperatures).to(self.device),
             compute_dtype=self.compute_dtype,
         )
 

@@ -119,8 +119,6 @@ class LearnerConfig(Section):
     end to end without padding; each attends only to itself, and a common prefix (the prompt of a group, the turns
     before a branch) is computed only once. ``packed`` needs a decoder with full attention in every layer. ``auto``:
     ``packed`` if the model supports it, except on a GPU in float32. Results are equal up to rounding."""
-    logits_tokens_max: int = Field(1024, ge=1)
-    """Rows of the ``[tokens, vocabulary]`` logits matrix in memory at once. Smaller saves memory."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more compute."""
     offload: bool = False

@@ -83,7 +83,7 @@ def test_ranks_and_adapters_need_less_and_experts_are_not_estimated() -> None:
 
     whole = total()
     smaller = (total(ranks=4), total("gradient_checkpointing: true"), total("optimizer_dtype: bfloat16"),
-               total("lora: {rank: 16}"), total("logits_tokens_max: 16"))  # fmt: skip
+               total("lora: {rank: 16}"))  # fmt: skip
     assert max(smaller) < whole
     assert total("lora: {rank: 16, frozen_dtype: bfloat16}") < total("lora: {rank: 16}")
     assert shape_of({**SMALL, "num_experts": 8}) is None
