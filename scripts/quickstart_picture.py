@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws docs/images/quickstart.png from the raw files of the quickstart, a line for each seed.
+"""Draws docs/images/quickstart.png from the raw file of the quickstart, a line for each seed.
 
 .venv/bin/python scripts/quickstart_picture.py
 """
@@ -9,12 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-RAW = (
-    RESULTS / "learning-2026-11-25" / "quickstart.json",
-    RESULTS / "learning-2026-11-26" / "quickstart-seed-1.json",
-    RESULTS / "learning-2026-11-26" / "quickstart-seed-2.json",
-)
+RAW = ROOT / "benchmarks" / "results" / "learning-2026-11-26" / "quickstart.json"
 PICTURE = ROOT / "docs" / "images" / "quickstart.png"
 
 
@@ -26,8 +21,8 @@ def main() -> int:
 
     matplotlib.rcParams["font.size"] = 13
     figure, (learning, health) = pyplot.subplots(1, 2, figsize=(7.15, 3.96), dpi=200, layout="constrained")
-    for seed, path in enumerate(RAW):
-        updates = json.loads(path.read_text())["updates"]
+    for seed, run in enumerate(json.loads(RAW.read_text())):
+        updates = run["updates"]
         steps = [update["step"] for update in updates]
         right = [update["signals"]["first_right"] for update in updates]
         learning.plot(steps, right, color=("#2563eb", "#60a5fa", "#1e3a8a")[seed], label=f"seed {seed}", linewidth=1.8)
