@@ -33,7 +33,7 @@ def test_the_first_lines_of_the_readme_have_what_a_reader_decides_by() -> None:
     assert len(lines) <= LINES_MAX
     first = "\n".join(lines[:FIRST_LINES])
     for needed in ("docs/images/quickstart.png", "docs/images/killed.png", "uv pip install", "  pip install",
-                   "afterplay run @tiny", "make quickstart", "# agent.py", "## Results", "GRPO", "LoRA",
+                   "afterplay run @replay_tiny", "make quickstart", "# agent.py", "## Results", "GRPO", "LoRA",
                    "nothing has run on a GPU", "(#status)"):  # fmt: skip
         assert needed in first, f"expected {needed} in the first {FIRST_LINES} lines"
     agent = re.search(r"```python\n(# agent\.py.*?)```", README, re.DOTALL)
