@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from learner.policy.logprobs import TILE
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 
@@ -22,6 +21,8 @@ MARGIN = 0.1
 """Share of a GPU's memory that an estimate must leave free."""
 ENGINE_WORK_BYTES = 2 * GIB
 """Activations and CUDA graphs of vLLM: an assumption."""
+TILE = 2**25
+"""Logits that exist at once on a GPU: ``learner.policy.logprobs.TILE``."""
 MOMENT_BYTES = {("adamw", "float32"): 8, ("adamw", "bfloat16"): 4, ("adamw_8bit", "float32"): 2}
 """Bytes of both moments of a trained weight, by ``learner.optimizer`` and ``optimizer_dtype``."""
 
@@ -122,7 +123,7 @@ def learner_memory(shape: Shape, config: RunConfig, ranks: int | None = None) ->
     kept = shape.layers * shape.layer_token_bytes
     if learner.gradient_checkpointing:
         kept = shape.layers * 4 * shape.hidden + shape.layer_token_bytes
-    head = (0 if lora else 4 * shape.vocabulary * shape.hidden) + 12 * min(TILE["cuda"], tokens * shape.vocabulary)
+    head = (0 if lora else 4 * shape.vocabulary * shape.hidden) + 12 * min(TILE, tokens * shape.vocabulary)
     return LearnerMemory(
         (trained * (8 + moments) + frozen) / ranks, copies, tokens * kept, head + 10 * tokens * shape.hidden
     )

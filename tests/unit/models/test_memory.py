@@ -13,7 +13,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
-from learner.models.memory import Shape, learner_memory, shape_of
+from learner.models.memory import TILE, Shape, learner_memory, shape_of
+from learner.policy import logprobs
 from pipeline.cli.app import app
 from pipeline.config.load import loads
 
@@ -88,6 +89,10 @@ def test_ranks_and_adapters_need_less_and_experts_are_not_estimated() -> None:
     assert total("lora: {rank: 16, frozen_dtype: bfloat16}") < total("lora: {rank: 16}")
     assert shape_of({**SMALL, "num_experts": 8}) is None
     assert shape_of({"text_config": SMALL}) == shape()
+
+
+def test_a_tile_of_logits_is_that_of_the_output_layer() -> None:
+    assert logprobs.TILE["cuda"] == TILE
 
 
 def test_plan_prints_the_estimate_where_the_shape_is_known(tmp_path: Path) -> None:
