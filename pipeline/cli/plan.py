@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,15 +25,19 @@ def show_plan(
     nodes: Annotated[
         str, typer.Option(metavar="N|NAME:GPUS,…", help="Plan for several nodes instead of this machine.")
     ] = "",
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=1, metavar="GIB", help="Plan for GPUs of so much memory, instead of ours.")
+    ] = None,
     as_json: Json = False,
     sets: Sets = None,
 ) -> None:
     """Show the processes of FILE with their node, GPUs, cores, ports and environment, without starting them.
 
-    GPUs are divided as the section `placement` says. The exit code is 0 if everything fits, else 2.
+    GPUs are divided as the section `placement` says, and their memory is estimated from the config.json of the model.
+    The exit code is 0 if everything fits, else 2.
 
       afterplay plan @gpu
-      afterplay plan @gpu --gpus 8
+      afterplay plan @gpu --gpus 8 --gpu-memory 80
       afterplay plan @gpu --nodes head:8,worker:8 --set placement.tensor_parallel=4
     """
     from pipeline.runtime.process import ExitCode
@@ -41,17 +45,18 @@ def show_plan(
     from pipeline.supervisor.plan import plan
 
     config = load(file, sets)
-    inventory = given_inventory(gpus, nodes, local_inventory())
+    inventory = given_inventory(gpus, nodes, local_inventory(), gpu_memory)
     found = plan(config, inventory)
+    if not found.problems and (on_gpus := {place.role for place in found.places if place.gpus} & {"learner", "engine"}):
+        roles = {role: role in on_gpus for role in ("learner", "engine")}
+        memory = load_main("learner.models.memory:estimate")(found.config, inventory.gpu_bytes, **roles)
+        found = replace(found, reasons=(*found.reasons, *memory.sentences), problems=memory.problems)
     if as_json:
         import orjson
 
         typer.echo(orjson.dumps(describe(found, inventory), option=orjson.OPT_INDENT_2).decode())
     else:
         _print(found, inventory)
-        if inventory.gpus and not found.problems:
-            for sentence in load_main("learner.models.memory:memory_sentences")(found.config):
-                typer.echo(sentence)
     raise typer.Exit(ExitCode.CONFIGURATION if found.problems else ExitCode.FINISHED)
 
 

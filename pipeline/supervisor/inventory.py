@@ -32,6 +32,8 @@ class Node:
     """Address at which the other nodes reach it."""
     taken_ports: tuple[int, ...] | None = None
     """Ports there where no server could listen; None: unknown."""
+    gpu_bytes: int | None = None
+    """Memory of its smallest GPU; None: unknown."""
 
     @property
     def has_mig(self) -> bool:
@@ -57,6 +59,13 @@ class Inventory:
         return sum(len(node.gpus) for node in self.nodes)
 
     @property
+    def gpu_bytes(self) -> int | None:
+        """Memory of the smallest GPU; None: unknown for some."""
+        sizes = [node.gpu_bytes for node in self.nodes if node.gpus]
+        known = [size for size in sizes if size is not None]
+        return min(known) if known and len(known) == len(sizes) else None
+
+    @property
     def addresses(self) -> dict[str, str]:
         """Address of each node by its name."""
         return {node.name: node.address for node in self.nodes}
@@ -79,14 +88,21 @@ def local_inventory(environment: Mapping[str, str] | None = None, torch_has_cuda
     gpus = visible_gpus(listed, environment.get(VISIBLE))
     if listed and not gpus:
         lack = f"{VISIBLE}={environment[VISIBLE]} leaves none of {len(listed)}"
-    return Inventory((replace(node, gpus=gpus),), lack)
+    node = replace(node, gpus=gpus)
+    if gpus and not node.has_mig:
+        node = replace(node, gpu_bytes=_gpu_bytes(environment.get("PATH")))
+    return Inventory((node,), lack)
 
 
-def given_inventory(gpus: int | None, nodes: str, here: Inventory) -> Inventory:
-    """The inventory of ``--gpus N`` and ``--nodes``: a number of nodes, or ``NAME:GPUS,NAME:GPUS``. Each node has
-    ``gpus`` GPUs unless ``nodes`` says otherwise; cores and memory are unknown. Raises :class:`ConfigurationError`."""
+def given_inventory(gpus: int | None, nodes: str, here: Inventory, gib: float | None = None) -> Inventory:
+    """The inventory of ``--gpus N``, ``--nodes`` and ``--gpu-memory``: a number of nodes, or ``NAME:GPUS,NAME:GPUS``.
+    Each node has ``gpus`` GPUs of ``gib`` GiB unless ``nodes`` says otherwise; cores and other memory are unknown.
+    Raises :class:`ConfigurationError`."""
+    size = None if gib is None else int(gib * 2**30)
     if not nodes:
-        return here if gpus is None else Inventory((Node("a machine", _numbered(gpus)),), "--gpus is 0")
+        if gpus is None:
+            return here if size is None else replace(here, nodes=tuple(replace(n, gpu_bytes=size) for n in here.nodes))
+        return Inventory((Node("a machine", _numbered(gpus), gpu_bytes=size),), "--gpus is 0")
     parts = [f"node-{i}" for i in range(int(nodes))] if nodes.isdigit() else nodes.split(",")
     found = []
     for part in parts:
@@ -94,7 +110,7 @@ def given_inventory(gpus: int | None, nodes: str, here: Inventory) -> Inventory:
         if match is None:
             raise ConfigurationError(f"--nodes: expected a number, or NAME:GPUS,NAME:GPUS, got {nodes!r}")
         number = int(match[2]) if match[2] else gpus or 0
-        found.append(Node(match[1], _numbered(number), address=match[1]))
+        found.append(Node(match[1], _numbered(number), gpu_bytes=size, address=match[1]))
     return Inventory(tuple(found), "--nodes and --gpus give none")
 
 
@@ -127,6 +143,18 @@ def list_gpus(path: str | None = None) -> tuple[tuple[_Gpu, ...], str]:
         return (), f"nvidia-smi -L failed: {(done.stdout + done.stderr).strip()[:200]}"
     found = parse_list(done.stdout)
     return found, "" if found else "nvidia-smi -L lists none"
+
+
+def _gpu_bytes(path: str | None) -> int | None:
+    """Memory of the smallest GPU of the driver; None where ``nvidia-smi`` does not tell."""
+    query = [shutil.which("nvidia-smi", path=path) or "", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            query, capture_output=True, text=True, timeout=LIST_SECONDS_MAX, stdin=subprocess.DEVNULL, check=True
+        )
+        return min(int(line) for line in done.stdout.split()) * 2**20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
 
 
 def parse_list(text: str) -> tuple[_Gpu, ...]:

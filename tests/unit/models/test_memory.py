@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
+from learner.models import memory
 from learner.models.memory import TILE, Shape, learner_memory, shape_of
 from learner.policy import logprobs
 from pipeline.cli.app import app
@@ -95,17 +97,67 @@ def test_a_tile_of_logits_is_that_of_the_output_layer() -> None:
     assert logprobs.TILE["cuda"] == TILE
 
 
-def test_plan_prints_the_estimate_where_the_shape_is_known(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SMALL))
+SEVEN = {
+    "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "num_hidden_layers": 28, "vocab_size": 152064, "tie_word_embeddings": False,
+}  # fmt: skip
+"""Qwen2.5-7B."""
+
+
+def planned(folder: Path, config: dict[str, Any], *options: str) -> tuple[int, str]:
+    model_folder = folder / "model"
+    model_folder.mkdir(exist_ok=True)
+    (model_folder / "config.json").write_text(json.dumps(config))
     for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_text("{}")
-    file = tmp_path / "run.yaml"
-    file.write_text(f"model: {{source: {folder}}}\nengine: {{kind: vllm}}\nenvironments: {{a: {{name: arithmetic}}}}\n")
-    done = CliRunner().invoke(app, ["plan", str(file), "--gpus", "1"])
-    assert done.exit_code == 0, done.output
-    assert "estimated GPU memory: learner" in done.output
+        (model_folder / name).write_text("{}")
+    file = folder / "run.yaml"
+    file.write_text(f"model: {{source: {model_folder}, max_length: 4096}}\nengine: {{kind: vllm}}\n"
+                    "environments: {a: {name: arithmetic}}\n")  # fmt: skip
+    done = CliRunner().invoke(app, ["plan", str(file), *options])
+    return done.exit_code, " ".join(done.output.split())
+
+
+def test_plan_prints_the_estimate_where_the_shape_is_known(tmp_path: Path) -> None:
+    code, text = planned(tmp_path, SMALL, "--gpus", "1")
+    assert code == 0 and "estimated GPU memory: learner" in text
+    code, text = planned(tmp_path, {**SMALL, "num_experts": 8}, "--gpus", "1")
+    assert code == 0 and "GPU memory is not estimated" in text
+
+
+def test_plan_refuses_what_cannot_fit_and_every_remedy_that_it_names_with_a_sufficient_size_fits(
+    tmp_path: Path,
+) -> None:
+    code, text = planned(tmp_path, SEVEN, "--gpus", "2", "--gpu-memory", "80")
+    assert code == 2 and "does not fit: the learner needs" in text
+    room = float(re.findall(r"may use ([\d.]+)", text)[0])
+    changes = dict(re.findall(r"(learner\.[a-z_]+: (?:\{[^}]*\}|\w+)) \(([\d.]+) GiB\)", text))
+    assert len(changes) == 3
+    for change, size in changes.items():
+        gpus = "8" if "ranks" in change else "2"
+        code, text = planned(
+            tmp_path, SEVEN, "--gpus", gpus, "--gpu-memory", "80", "--set", change.replace(": ", "=", 1)
+        )
+        assert f"learner {size} GiB" in text and (code == 0) == (float(size) <= room), change
+    assert planned(tmp_path, SEVEN, "--gpus", "2", "--gpu-memory", "192")[0] == 0
+
+
+def test_plan_refuses_an_engine_without_room_for_one_rollout(tmp_path: Path) -> None:
+    adapters = (
+        "--set",
+        "learner.lora={rank: 8, frozen_dtype: bfloat16}",
+        "--set",
+        "learner.gradient_checkpointing=true",
+    )
+    code, text = planned(tmp_path, SEVEN, "--gpus", "8", "--gpu-memory", "18", *adapters)
+    assert code == 2 and "does not fit: an engine needs" in text and "placement.tensor_parallel" in text
+
+
+@pytest.mark.parametrize("changes", [{}, {"optimizer_dtype": "bfloat16"}, {"gradient_checkpointing": True}])
+def test_each_remedy_saves_memory(changes: dict[str, Any]) -> None:
+    config = loads("environments: {any: {name: arithmetic}}", environment={}).updated(learner=changes)
+    large = shape(**SEVEN)
+    before = learner_memory(large, config).total
+    assert all(total < before for _, total in memory._remedies(large, config, before))
 
 
 def test_the_page_is_current() -> None:
