@@ -146,7 +146,7 @@ def engine_bytes(shape: Shape, tensor_parallel: int = 1) -> float:
 class Estimate:
     sentences: tuple[str, ...]
     problems: tuple[str, ...] = ()
-    """What does not fit, and the changes that help most."""
+    """Sentences about parts that do not fit, with the changes that help most."""
 
 
 def estimate(config: RunConfig, gpu_bytes: int | None, *, learner: bool = True, engine: bool = True) -> Estimate:
