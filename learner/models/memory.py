@@ -20,7 +20,7 @@ from pipeline.errors import ConfigurationError
 GIB = 2**30
 MARGIN = 0.1
 """Share of a GPU's memory that an estimate must leave free."""
-ENGINE_SHARE = 0.9
+ENGINE_SHARE = 0.92
 """vLLM's own share of a GPU, where ``engine.gpu_memory_share`` is not set."""
 ENGINE_WORK_BYTES = 2 * GIB
 """Activations and CUDA graphs of vLLM: an assumption."""
@@ -212,11 +212,13 @@ def _remedies(shape: Shape, config: RunConfig, room: float) -> Iterator[tuple[st
         total = learner_memory(shape, config.updated(learner=values)).total
         if total < before:
             yield words, total
-    counts = [n for n in (2, 4, 8, 16, 32, 64) if n > learner.ranks]
+    alone = config.engine.colocate != "none" or learner.optimizer == "adamw_8bit"
+    counts = [n for n in (2, 4, 8, 16, 32, 64) if n > learner.ranks and not alone]
     totals = {n: learner_memory(shape, config, n).total for n in counts}
     ranks = next((n for n in counts if totals[n] <= room), None)
     if ranks is not None:
-        yield f"learner.ranks: {ranks}", totals[ranks]
+        key = "learner.ranks" if config.placement.learner_gpus is None else "placement.learner_gpus"
+        yield f"{key}: {ranks}", totals[ranks]
 
 
 def _engine_problem(shape: Shape, config: RunConfig, weights: float, usable: float) -> str:

@@ -91,7 +91,7 @@ class _SampledLogprobs(torch.autograd.Function):
         target_logits = torch.zeros(len(targets), dtype=out, device=hidden.device)
         lse = torch.full_like(target_logits, -torch.inf, dtype=torch.float64)
         entropy = torch.zeros_like(lse)
-        for rows, columns, z, _ in _tiles(h, weight, bias, temperatures, head, tile):
+        for rows, columns, _, z, _ in _tiles(h, weight, bias, temperatures, head, tile):
             p = torch.softmax(z, dim=-1, dtype=out)
             top, at = z.max(dim=-1, keepdim=True)
             lse_here = (top - p.gather(1, at).log_()).squeeze(1)
@@ -125,31 +125,32 @@ class _SampledLogprobs(torch.autograd.Function):
         grad_w = torch.zeros_like(weight) if need_weight else None
         grad_b = torch.zeros_like(bias) if need_bias else None
         scaled_h = (h * factor[:, None]).to(h.dtype)
-        for rows, columns, z, capped in _tiles(h, weight, bias, temperatures, ctx.head, ctx.tile):
-            log_p = z.sub_(lse[rows, None]) if z.dtype == lse.dtype else z - lse[rows, None]
-            inside, place = _places(targets[rows], columns)
-            if grad_entropy is None:
-                # p - 1 of a target is exact before it is rounded to the compute type
-                here = torch.where(inside, logprobs[rows].expm1(), log_p.gather(1, place).squeeze(1).exp())
-                g = log_p.exp_()
-                g.scatter_(1, place, here[:, None])
-            else:
-                more = grad_entropy[rows] * entropy[rows]
-                if grad_logprobs is not None:
-                    more = more + grad_logprobs[rows]
-                p = log_p.exp()
-                g = log_p.mul_(grad_entropy[rows, None]).add_(more[:, None]).mul_(p)
-                if grad_logprobs is not None:
-                    g.scatter_add_(1, place, torch.where(inside, -grad_logprobs[rows], 0.0)[:, None])
-            if capped is not None:
-                g = g * (1.0 - (capped / ctx.head.softcap).square_())
-            g = g.to(h.dtype)
-            if grad_b is not None:
-                grad_b[columns] += (factor[rows] @ g.to(factor.dtype)).to(grad_b.dtype)
-            if grad_h is not None:
-                grad_h[rows] += g @ weight[columns].to(h.dtype)
-            if grad_w is not None:
-                grad_w[columns] += g.t() @ scaled_h[rows]
+        with torch.autocast(h.device.type, enabled=False):
+            for rows, columns, w, z, capped in _tiles(h, weight, bias, temperatures, ctx.head, ctx.tile):
+                log_p = z.sub_(lse[rows, None]) if z.dtype == lse.dtype else z - lse[rows, None]
+                inside, place = _places(targets[rows], columns)
+                if grad_entropy is None:
+                    # p - 1 of a target is exact before it is rounded to the compute type
+                    here = torch.where(inside, logprobs[rows].expm1(), log_p.gather(1, place).squeeze(1).exp())
+                    g = log_p.exp_()
+                    g.scatter_(1, place, here[:, None])
+                else:
+                    more = grad_entropy[rows] * entropy[rows]
+                    if grad_logprobs is not None:
+                        more = more + grad_logprobs[rows]
+                    p = log_p.exp()
+                    g = log_p.mul_(grad_entropy[rows, None]).add_(more[:, None]).mul_(p)
+                    if grad_logprobs is not None:
+                        g.scatter_add_(1, place, torch.where(inside, -grad_logprobs[rows], 0.0)[:, None])
+                if capped is not None:
+                    g = g * (1.0 - (capped / ctx.head.softcap).square_())
+                g = g.to(h.dtype)
+                if grad_b is not None:
+                    grad_b[columns] += (factor[rows] @ g.to(factor.dtype)).to(grad_b.dtype)
+                if grad_h is not None:
+                    grad_h[rows] += g @ w
+                if grad_w is not None:
+                    grad_w[columns] += g.t() @ scaled_h[rows]
         if grad_h is not None:
             grad_h = grad_h.mul_(factor[:, None]).to(ctx.hidden_dtype)
         return (grad_h, grad_w, grad_b, *(None,) * 5)
@@ -157,9 +158,9 @@ class _SampledLogprobs(torch.autograd.Function):
 
 def _tiles(
     h: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor | None, head: Head, tile: Tile
-) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
-    """Rows and columns of each tile; ``z = logits / temperature``, in the compute type where nothing but the product
-    made it, else float; and the logits where they are capped."""
+) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor | None]]:
+    """Rows and columns of each tile; the weights of the columns in the compute type; ``z = logits / temperature``, in
+    the compute type where nothing but the product made it, else float; and the logits where they are capped."""
     out = torch.float64 if h.dtype == torch.float64 else torch.float32
     for columns in _parts(len(weight), tile.columns):
         w = weight[columns].to(h.dtype)
@@ -176,7 +177,7 @@ def _tiles(
                     z = z / temperatures[rows]
                 elif capped is not None:
                     z = capped.clone()
-            yield rows, columns, z, capped
+            yield rows, columns, w, z, capped
 
 
 def _parts(n: int, size: int) -> Iterator[slice]:

@@ -14,7 +14,6 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
-from learner.models import memory
 from learner.models.memory import TILE, Shape, learner_memory, shape_of
 from learner.policy import logprobs
 from pipeline.cli.app import app
@@ -148,16 +147,8 @@ def test_plan_refuses_an_engine_without_room_for_one_rollout(tmp_path: Path) -> 
         "--set",
         "learner.gradient_checkpointing=true",
     )
-    code, text = planned(tmp_path, SEVEN, "--gpus", "8", "--gpu-memory", "18", *adapters)
+    code, text = planned(tmp_path, SEVEN, "--gpus", "8", "--gpu-memory", "17", *adapters)
     assert code == 2 and "does not fit: an engine needs" in text and "placement.tensor_parallel" in text
-
-
-@pytest.mark.parametrize("changes", [{}, {"optimizer_dtype": "bfloat16"}, {"gradient_checkpointing": True}])
-def test_each_remedy_saves_memory(changes: dict[str, Any]) -> None:
-    config = loads("environments: {any: {name: arithmetic}}", environment={}).updated(learner=changes)
-    large = shape(**SEVEN)
-    before = learner_memory(large, config).total
-    assert all(total < before for _, total in memory._remedies(large, config, before))
 
 
 def test_the_page_is_current() -> None:
