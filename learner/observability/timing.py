@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from itertools import pairwise
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -21,40 +22,67 @@ LoopPhase = Literal["wait", "publish", "save"]
 
 
 class Stopwatch:
-    """Seconds by phase, each second in one: a phase inside another interrupts it. On a GPU each phase ends with a
-    synchronisation, so that its seconds are its own. For one thread."""
+    """Seconds by phase, each second in one: a phase inside another interrupts it. On a GPU they are those of the
+    device: an event marks each change of the phase, and only :attr:`seconds` waits for the device. For one thread.
+    ``event``: makes an event, recorded now."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.seconds: dict[str, float] = dict.fromkeys(get_args(Phase), 0.0)
+    def __init__(self, device: torch.device, event: Callable[[], Any] | None = None) -> None:
         self.operations = 0.0
         """Operations of all passes of all ranks."""
-        self._cuda = device.type == "cuda"
+        self._event = event or (_cuda_event if device.type == "cuda" else _HostEvent)
         self._open: list[Phase] = []
-        self._since = 0.0
+        self._marks: list[tuple[Phase | None, Any]] = []
+        """Phase that began at each event; None: there is none until the next."""
+        self._seconds: dict[str, float] = dict.fromkeys(get_args(Phase), 0.0)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each phase so far. Waits for the device."""
+        if self._marks:
+            self._marks[-1][1].synchronize()
+        for (phase, start), (_, end) in pairwise(self._marks):
+            if phase is not None:
+                self._seconds[phase] += start.elapsed_time(end) / 1000
+        del self._marks[:-1]
+        return dict(self._seconds)
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
-        self._charge()
         self._open.append(name)
+        self._mark()
         try:
             yield
         finally:
-            self._charge()
             self._open.pop()
+            self._mark()
 
-    def _charge(self) -> None:
-        """Give the time since the last change to the innermost open phase."""
-        if self._open and self._cuda:
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        if self._open:
-            self.seconds[self._open[-1]] += now - self._since
-        self._since = now
+    def _mark(self) -> None:
+        self._marks.append((self._open[-1] if self._open else None, self._event()))
+
+
+class _HostEvent:
+    """The part of ``torch.cuda.Event`` that a stopwatch needs, of the host's clock."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def elapsed_time(self, end: _HostEvent) -> float:
+        return 1000 * (end._at - self._at)
+
+    def synchronize(self) -> None:
+        """Nothing is awaited: the host has got here."""
+
+
+def _cuda_event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def utilisation(watch: Stopwatch, ranks: int, peak_flops: float | None) -> float | None:
     """See :attr:`StepReport.mfu`; ``peak_flops``: of one chip."""
-    seconds = sum(watch.seconds[phase] for phase in ("forward", "backward", "optimize"))
+    found = watch.seconds
+    seconds = sum(found[phase] for phase in ("forward", "backward", "optimize"))
     return None if peak_flops is None or seconds <= 0 else watch.operations / (seconds * ranks * peak_flops)
 
 

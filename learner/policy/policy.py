@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -97,6 +98,12 @@ def peak_of(chip: str) -> float | None:
     return next((1e12 * teraflops for name, teraflops in PEAK_TERAFLOPS.items() if name in chip), None)
 
 
+def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A copy of ``array`` on a GPU, for which the host does not wait; on a CPU the array itself."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 class Backbone:
     """``model`` without dropout on ``device``, its weights in ``dtype``, in eval mode (but see :meth:`eval_mode`). An
     empty one (:meth:`learner.models.model_folder.ModelFolder.empty`) is to be divided and then filled.
@@ -156,15 +163,19 @@ class Backbone:
         """Outputs of ``score`` for all sampled tokens of ``rows``, in order, without gradient, float32 ``[S]`` each.
         Ranks divide the rows; each gets the whole result."""
         parts = self.microbatches(rows, watch)
-        outputs = tuple(np.zeros(sum(row.n_sampled for row in rows), dtype=np.float32) for _ in range(n_outputs))
+        outputs = np.zeros((n_outputs, sum(row.n_sampled for row in rows)), dtype=np.float32)
+        found, places = [], []
         with torch.no_grad(), watch.phase("forward"):
             for part in parts:
                 self.ranks.agree()
-                for output, values in zip(outputs, score(part or self.idle_part()), strict=True):
-                    if part is not None:
-                        output[part.token_index_S] = values.float().cpu().numpy()
+                values = score(part or self.idle_part())
+                if part is not None:
+                    found.append(torch.stack([value.float() for value in values]))
+                    places.append(part.token_index_S)
+            if found:
+                outputs[:, np.concatenate(places)] = torch.cat(found, dim=1).cpu().numpy()
         watch.operations += self.ranks.summed([sum(part.operations for part in parts if part is not None)])[0]
-        return self.ranks.merged(outputs)
+        return self.ranks.merged(tuple(outputs))
 
     def microbatches(
         self,
@@ -217,11 +228,11 @@ class Backbone:
         if batch.layout is not None:
             inputs = packed_inputs(batch.layout, self.device, varlen=self._varlen)
         else:
-            tokens = torch.from_numpy(batch.token_ids_BT).to(self.device, non_blocking=True)
+            tokens = on_device(batch.token_ids_BT, self.device)
             inputs = {"input_ids": tokens, "use_cache": False}
         with self._autocast():
             hidden_BTH = self.model.base_model(**inputs).last_hidden_state
-            predictors = torch.from_numpy(batch.predictors_S).to(self.device)
+            predictors = on_device(batch.predictors_S, self.device)
             hidden_SH: Tensor = hidden_BTH.reshape(-1, hidden_BTH.shape[-1]).index_select(0, predictors)
         return hidden_SH
 
@@ -317,8 +328,8 @@ class Policy(Backbone):
         return sampled_logprobs(
             self.hidden(batch) if hidden_SH is None else hidden_SH,
             self._head(),
-            torch.from_numpy(batch.targets_S).to(self.device),
-            None if bool((temperatures == 1).all()) else torch.from_numpy(temperatures).to(self.device),
+            on_device(batch.targets_S, self.device),
+            None if bool((temperatures == 1).all()) else on_device(temperatures, self.device),
             compute_dtype=self.compute_dtype,
         )
 

@@ -19,8 +19,8 @@ from learner.data.microbatch import MicroBatch
 from learner.data.rows import Row, TokenArray
 from learner.losses.auxiliary import value_loss
 from learner.observability.timing import Stopwatch
-from learner.policy.policy import Backbone
-from learner.training.optimizer import clip_gradients, make_optimizer, set_rate
+from learner.policy.policy import Backbone, on_device
+from learner.training.optimizer import clip_gradients, gradient_norm, make_optimizer, set_rate
 from learner.training.report import CriticReport
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import StoreError
@@ -77,44 +77,40 @@ class Critic:
         """
         ranks = self.backbone.ranks
         total = int(ranks.summed([sum(part.n_sampled for part in parts if part is not None)])[0])
-        loss, clipped, norm = 0.0, 0.0, math.nan
+        sums = torch.zeros(2, dtype=torch.float64, device=self.backbone.device)
         try:
             for part in parts:
+                ranks.agree()
                 if part is None:
                     found = self.score(self.backbone.idle_part())
-                    if ranks.agree():
-                        break
                     torch.where(torch.zeros_like(found) > 0, found, 0.0).sum().backward()  # type: ignore[no-untyped-call]
                     continue
                 with watch.phase("forward"):
-                    old, goal = (
-                        torch.from_numpy(a[part.token_index_S]).to(self.backbone.device) for a in (values, returns)
-                    )
+                    old, goal = (on_device(a[part.token_index_S], self.backbone.device) for a in (values, returns))
                     found = self.score(part)
                     weights, mask = torch.full_like(goal, 1.0 / total), torch.ones_like(goal, dtype=torch.bool)
                     terms = value_loss(found, old, goal, weights, mask, self._config.critic.clip)
-                    loss += float(terms.loss.detach())
-                    clipped += float(terms.clipped.sum())
-                if ranks.agree(int(not math.isfinite(loss))):
-                    break
+                    sums += torch.stack([terms.loss.detach(), terms.clipped.sum()])
                 with watch.phase("backward"):
                     terms.loss.backward()  # type: ignore[no-untyped-call]
-            else:
-                with watch.phase("optimize"):
-                    norm = self._apply(rate)
+            with watch.phase("optimize"):
+                norm, loss, clipped = torch.cat([gradient_norm(self.parameters).reshape(1).double(), sums]).tolist()
+                loss, clipped = ranks.summed([loss, clipped])
+                if finite := math.isfinite(loss) and math.isfinite(norm):
+                    set_rate(self.optimizer, rate)
+                    clip_gradients(self.parameters, norm, self._config.grad_clip)
+                    self.optimizer.step()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         passes = self.backbone.form.cost.learning if self.owns else 1
-        operations = passes * sum(part.operations for part in parts if part is not None)
-        loss, clipped, operations_of_all = ranks.summed([loss, clipped, operations])
-        watch.operations += operations_of_all
+        watch.operations += ranks.summed([passes * sum(part.operations for part in parts if part is not None)])[0]
         tokens = self._tokens(parts, len(values))
         return CriticReport(
             loss=loss,
             clip_ratio=clipped / total,
             grad_norm=norm,
             explained_variance=explained_variance(values[tokens], returns[tokens]),
-            skipped=not (math.isfinite(loss) and math.isfinite(norm)),
+            skipped=not finite,
         )
 
     def _tokens(self, parts: Sequence[MicroBatch | None], count: int) -> npt.NDArray[np.int64]:
@@ -124,13 +120,6 @@ class Critic:
             if part is not None:
                 chosen[part.token_index_S] = 1.0
         return np.flatnonzero(self.backbone.ranks.merged((chosen,))[0])
-
-    def _apply(self, rate: float) -> float:
-        set_rate(self.optimizer, rate)
-        norm = clip_gradients(self.parameters, self._config.grad_clip)
-        if math.isfinite(norm):
-            self.optimizer.step()
-        return norm
 
     def state(self) -> dict[str, Any]:
         """Weights and optimizer; not copies."""

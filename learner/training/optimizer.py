@@ -51,17 +51,16 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float) -> float:
-    """Scale all gradients together to a global norm of at most ``limit``; the norm before.
+def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> Tensor:
+    """Global norm of all gradients, of all ranks, on their device. Collective."""
+    total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return total.full_tensor() if isinstance(total, DTensor) else total
 
-    Where the norm is not finite nothing is changed: the caller must not step.
-    """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    total = torch.nn.utils.get_total_norm(gradients)
-    norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
-    if math.isfinite(norm) and norm > limit:
-        torch._foreach_mul_(gradients, limit / norm)
-    return norm
+
+def clip_gradients(parameters: Iterable[torch.nn.Parameter], norm: float, limit: float) -> None:
+    """Scale all gradients, whose global norm is ``norm``, together to a norm of at most ``limit``."""
+    if norm > limit:
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], limit / norm)
 
 
 class BFloat16AdamW(torch.optim.Optimizer):

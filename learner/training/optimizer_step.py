@@ -17,15 +17,14 @@ from torch import Tensor
 from learner.data.demonstrations import Demonstrations
 from learner.data.microbatch import MicroBatch, token_weights
 from learner.data.rows import Row, TokenArray
-from learner.distributed.ranks import Ranks
 from learner.losses.auxiliary import cross_entropy, imported_share, is_imported
 from learner.losses.base import LossRules
-from learner.losses.loss import LossTerms, LossTokens, OtherRows, policy_loss, second_moment_mask, step_factor
+from learner.losses.loss import LossTokens, OtherRows, policy_loss, second_moment_mask, step_factor
 from learner.losses.options import SecondMoment
 from learner.observability.statistics import LOG_RATIO_MAX, TokenValues
 from learner.observability.timing import Stopwatch
-from learner.policy.policy import Policy
-from learner.training.optimizer import WeightAverage, clip_gradients, set_rate
+from learner.policy.policy import Policy, on_device
+from learner.training.optimizer import WeightAverage, clip_gradients, gradient_norm, set_rate
 from learner.training.report import NonFinite, StepSums, StepTotals
 from pipeline.config import RunConfig
 from pipeline.config.losses import LossConfig
@@ -61,10 +60,6 @@ def old_logprobs_of(rows: Sequence[Row], rules: LossRules, score: Score) -> Toke
     return old_logprobs
 
 
-_CODES: tuple[NonFinite, ...] = ("ratio", "loss")
-"""A rank reports its micro-batch by a code: 0 where everything is finite, else one more than the index here."""
-
-
 class NonFiniteStep(Exception):
     """A value that must be finite is not: ``where``. The optimizer step is skipped and counted."""
 
@@ -73,20 +68,23 @@ class NonFiniteStep(Exception):
         self.where = where
 
 
-def agree(ranks: Ranks, nonfinite: NonFinite | None = None) -> None:
-    """Raise :class:`NonFiniteStep` on every rank where one has a ``nonfinite`` value (``ratio`` or ``loss``),
-    :class:`pipeline.errors.Interrupted` where one is asked to stop. Collective."""
-    worst = ranks.agree(0 if nonfinite is None else _CODES.index(nonfinite) + 1)
-    if worst:
-        raise NonFiniteStep(_CODES[worst - 1])
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Results of one micro-batch, on the device until the optimizer step reads those of all at once."""
+
+    part: MicroBatch
+    sums: Tensor
+    """float64 ``[6]``: what :meth:`StepSums.add` takes."""
+    tokens: Tensor | None
+    """float32 ``[9, S]``: what :func:`token_values` takes; None where nobody reads it."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSteps:
     """Optimizer steps of the policy; ``average`` follows its weights. The caller drops the gradients.
 
-    Every method raises :class:`NonFiniteStep` before the weights are changed,
-    :class:`pipeline.errors.Interrupted` when asked to stop.
+    :meth:`take` raises :class:`NonFiniteStep` before the weights are changed, :class:`pipeline.errors.Interrupted` when
+    asked to stop. It waits for the device once, after all backward passes.
     """
 
     policy: Policy
@@ -104,30 +102,27 @@ class OptimizerSteps:
         others = other_rows_of(rows, offsets, totals.n_sampled, old, mask, rules, score)
         return LossInputs(old, mask, totals.scores.reference, others)
 
-    def _apply(self, learning_rate: float, totals: StepTotals) -> None:
-        """Clip the gradients and step."""
+    def _apply(self, norm: float, learning_rate: float, totals: StepTotals) -> None:
+        """Clip the gradients, of global ``norm``, and step."""
         set_rate(self.optimizer, learning_rate)
         with totals.watch.phase("optimize"):
-            norm = clip_gradients(self.policy.parameters, self.config.learner.grad_clip)
-            if not np.isfinite(norm):
-                raise NonFiniteStep("gradient")
+            clip_gradients(self.policy.parameters, norm, self.config.learner.grad_clip)
             self.optimizer.step()
             if self.average is not None:
                 self.average.update()
         totals.last_step.grad_norm = norm
         totals.optimizer_steps += 1
 
-    def _supervise(self, totals: StepTotals) -> bool:
-        """Add the gradient of the demonstrations that this optimizer step draws; whether there are any."""
+    def _supervise(self, totals: StepTotals) -> Tensor | None:
+        """Add the gradient of the demonstrations that this optimizer step draws; this rank's part of their mean
+        cross-entropy. None: there are no demonstrations."""
         if self.demonstrations is None:
-            return False
+            return None
         learner, supervised, sums = self.config.learner, self.config.loss.supervised, totals.last_step
         step = totals.update * learner.epochs * learner.minibatches + totals.steps_begun - 1
         rows = self.demonstrations.draw((self.config.run.seed, 1), step, supervised.batch)
-        sums.supervised = add_supervised_gradients(self.policy, rows, supervised.weight, totals.watch)
         sums.supervised_tokens = sum(row.n_sampled for row in rows)
-        sums.loss += supervised.weight * sums.supervised
-        return True
+        return add_supervised_gradients(self.policy, rows, supervised.weight, totals.watch, sums)
 
     def take(self, rows: Sequence[Row], offsets: Sequence[int], totals: StepTotals, *, record: bool) -> None:
         """Train ``rows``, whose tokens have the indices from ``offsets`` on. Rows without advantage have gradient
@@ -147,26 +142,36 @@ class OptimizerSteps:
             for row in rows
         ]
         guard = self.config.replay.ess_guard
+        passes: list[Pass] = []
         for learn in (True, False):
             chosen = [i for i, signal in enumerate(with_signal) if signal is learn]
             if not chosen or not (learn or record or guard.enabled):
                 continue
             ours, at = [rows[i] for i in chosen], [offsets[i] for i in chosen]
             for part in self.policy.microbatches(ours, totals.watch, [weights[i] for i in chosen], at):
+                self.policy.ranks.agree()
                 if part is None:
                     idle_microbatch(self.policy, learn=learn)
                 else:
-                    self._microbatch(part, inputs, share, totals, learn=learn, record=record)
+                    keep = record or guard.enabled
+                    passes.append(self._microbatch(part, inputs, share, totals, learn=learn, keep=keep))
+        demonstrated = None if frozen else self._supervise(totals)
+        norm = None
+        if any(with_signal) or demonstrated is not None:
+            with totals.watch.phase("optimize"):
+                norm = gradient_norm(self.policy.parameters)
+        found = self._read(passes, inputs, demonstrated, norm, totals, record=record)
         sums.add_ranks(self.policy.ranks)
         totals.watch.operations += sums.operations
-        ess = None
+        if (where := sums.nonfinite(found)) is not None:
+            raise NonFiniteStep(where)
+        if found is None:
+            return
+        factor = 1.0
         if guard.enabled:
-            ess = sums.ess_ratio(guard.level, rows, self.policy.ranks)
-        demonstrated = not frozen and self._supervise(totals)
-        if any(with_signal) or demonstrated:
-            factor = step_factor(ess, guard.target)
-            self._apply(totals.learning_rate * factor, totals)
-            totals.lr_factors.append(factor)
+            factor = step_factor(sums.ess_ratio(guard.level, rows, self.policy.ranks), guard.target)
+        self._apply(found, totals.learning_rate * factor, totals)
+        totals.lr_factors.append(factor)
 
     def _microbatch(
         self,
@@ -176,39 +181,71 @@ class OptimizerSteps:
         totals: StepTotals,
         *,
         learn: bool,
-        record: bool,
-    ) -> None:
-        """``supervised_share``: weight of a token of an imported demonstration; 0: there are none."""
-        rules, sums = totals.rules, totals.last_step
+        keep: bool,
+    ) -> Pass:
+        """``supervised_share``: weight of a token of an imported demonstration; 0: there are none. ``keep`` the values
+        of tokens."""
         with totals.watch.phase("forward"), torch.set_grad_enabled(learn):
             logprobs, entropy = self.policy.score(part)
             tokens = loss_tokens(part, logprobs, entropy, inputs, self.config.loss)
-            terms = policy_loss(tokens, rules)
-            values = token_values(part, tokens, terms, inputs)
-            if record:
-                totals.values.append(values)
-            if self.config.replay.ess_guard.enabled:
-                sums.add_ratios(values)
-            loss = terms.loss
+            terms = policy_loss(tokens, totals.rules)
+            loss, extra = terms.loss, logprobs.new_zeros(())
             if supervised_share:
-                imported = torch.from_numpy(part.replayed_S & ~part.recorded_S).to(loss.device)
+                imported = on_device(part.replayed_S & ~part.recorded_S, loss.device)
                 extra = cross_entropy(logprobs, imported, supervised_share)
-                sums.supervised += float(extra.detach()) / self.config.loss.supervised.weight
                 loss = loss + extra
-            value = float(loss.detach())
-            finite = bool(torch.isfinite(tokens.logprobs.detach()).all())
-            agree(self.policy.ranks, "ratio" if not finite else "loss" if not np.isfinite(value) else None)
+                extra = extra.detach() / self.config.loss.supervised.weight
+            finite = torch.isfinite(tokens.logprobs.detach())
+            sums = [loss.detach(), terms.policy, terms.entropy, terms.kl, extra, (~finite).sum()]
+            values = None
+            if keep:
+                trained, clipped = terms.trained & finite, (terms.clipped_low, terms.clipped_high)
+                values = [tokens.logprobs, tokens.entropy, terms.token_losses, trained, *clipped, terms.reasons,
+                          terms.truncated, terms.reference_kl]  # fmt: skip
         if learn:
             with totals.watch.phase("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
         totals.microbatches += 1
         totals.tokens_padding += part.n_padded - part.n_real
         totals.tokens_shared += part.n_shared
-        sums.operations += part.operations * (self.policy.form.cost.learning if learn else 1)
-        sums.loss += value
-        sums.policy_loss += float(terms.policy)
-        sums.entropy += float(terms.entropy)
-        sums.kl += float(terms.kl)
+        totals.last_step.operations += part.operations * (self.policy.form.cost.learning if learn else 1)
+        return Pass(
+            part,
+            torch.stack([value.double() for value in sums]),
+            None if values is None else torch.stack([value.detach().float() for value in values]),
+        )
+
+    def _read(
+        self,
+        passes: Sequence[Pass],
+        inputs: LossInputs,
+        demonstrated: Tensor | None,
+        norm: Tensor | None,
+        totals: StepTotals,
+        *,
+        record: bool,
+    ) -> float | None:
+        """Wait for the device, and add its results to the sums and values of the step; the gradient's norm."""
+        sums, weight = totals.last_step, self.config.loss.supervised.weight
+        kept = [each for each in passes if each.tokens is not None]
+        if kept:
+            arrays = torch.cat([each.tokens for each in kept if each.tokens is not None], dim=1).cpu().numpy()
+            ends = np.cumsum([each.part.n_sampled for each in kept])[:-1]
+            for each, columns in zip(kept, np.split(arrays, ends, axis=1), strict=True):
+                values = token_values(each.part, columns, inputs, self.config.loss)
+                if record:
+                    totals.values.append(values)
+                if self.config.replay.ess_guard.enabled:
+                    sums.add_ratios(values)
+        extras = [value.reshape(1).double() for value in (demonstrated, norm) if value is not None]
+        numbers = torch.cat([*(each.sums for each in passes), *extras]).tolist() if passes or extras else []
+        for i in range(len(passes)):
+            sums.add(numbers[6 * i : 6 * i + 6])
+        rest = numbers[6 * len(passes) :]
+        if demonstrated is not None:
+            sums.supervised += rest[0]
+            sums.loss += weight * rest[0]
+        return None if norm is None else rest[-1]
 
 
 def loss_tokens(
@@ -218,7 +255,7 @@ def loss_tokens(
     gradient). Tokens whose μ is not finite, or that the second-moment mask rejects, are masked."""
 
     def tensor(array: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(logprobs.device)
+        return on_device(array, logprobs.device)
 
     def of_update(array: npt.NDArray[np.generic] | None) -> Tensor | None:
         return None if array is None else tensor(array[part.token_index_S])
@@ -257,66 +294,63 @@ def off_policy(
     return np.asarray(off | np.asarray(with_lessons if loss.off_clip_lessons == "all" else discarded, dtype=np.bool_))
 
 
-def token_values(part: MicroBatch, tokens: LossTokens, terms: LossTerms, inputs: LossInputs) -> TokenValues:
-    """Inputs of the statistics from one micro-batch."""
-
-    def array(tensor: Tensor) -> npt.NDArray[np.float32]:
-        return tensor.detach().float().cpu().numpy()
-
+def token_values(
+    part: MicroBatch, columns: npt.NDArray[np.float32], inputs: LossInputs, loss: LossConfig
+) -> TokenValues:
+    """Inputs of the statistics from one micro-batch. ``columns``, ``[9, S]``: log π, entropy, loss, trained, clipped
+    low and high, reason, truncated, reference KL."""
+    logprobs, entropy, losses, trained, low, high, reasons, truncated, reference_kl = columns
     return TokenValues(
-        logprobs=array(tokens.logprobs),
+        logprobs=logprobs,
         behaviour=part.behaviour_logprobs_S,
-        entropy=array(tokens.entropy),
-        losses=array(terms.token_losses),
-        trained=(terms.trained & torch.isfinite(tokens.logprobs.detach())).cpu().numpy(),
-        clipped_low=terms.clipped_low.cpu().numpy(),
-        clipped_high=terms.clipped_high.cpu().numpy(),
+        entropy=entropy,
+        losses=losses,
+        trained=trained.astype(np.bool_),
+        clipped_low=low.astype(np.bool_),
+        clipped_high=high.astype(np.bool_),
         versions=part.policy_versions_S,
         trajectory_indices=part.trajectory_index_S,
         replayed=part.replayed_S,
         recorded=part.recorded_S,
         discarded=part.discarded_S,
-        off_policy=tokens.off_policy.cpu().numpy(),
+        off_policy=off_policy(part.replayed_S, part.with_lessons_S, part.discarded_S, loss),
         masked=(
             np.zeros(part.n_sampled, np.bool_) if inputs.loss_mask is None else ~inputs.loss_mask[part.token_index_S]
         ),
-        reasons=terms.reasons.cpu().numpy(),
-        truncated=terms.truncated.cpu().numpy(),
-        reference_kl=array(terms.reference_kl),
+        reasons=reasons.astype(np.int8),
+        truncated=truncated.astype(np.bool_),
+        reference_kl=reference_kl,
         advantages=part.advantages_S,
         numbers=part.token_index_S,
     )
 
 
-def add_supervised_gradients(policy: Policy, rows: Sequence[Row], weight: float, watch: Stopwatch) -> float:
-    """Add the gradient of ``weight`` times the mean cross-entropy over the sampled tokens of ``rows``; returns the
-    mean, nats. Raises as :func:`agree`."""
+def add_supervised_gradients(
+    policy: Policy, rows: Sequence[Row], weight: float, watch: Stopwatch, sums: StepSums
+) -> Tensor:
+    """Add the gradient of ``weight`` times the mean cross-entropy over the sampled tokens of ``rows``; returns this
+    rank's part of the mean, nats, on the device. Raises :class:`pipeline.errors.Interrupted` when asked to stop."""
     n_tokens = sum(row.n_sampled for row in rows)
-    parts = policy.microbatches(rows, watch)
-    total = 0.0
-    for part in parts:
+    total = torch.zeros((), dtype=torch.float64, device=policy.device)
+    for part in policy.microbatches(rows, watch):
+        policy.ranks.agree()
         if part is None:
             idle_microbatch(policy, learn=True)
             continue
         with watch.phase("forward"), torch.enable_grad():
             logprobs, _ = policy.score(part)
             loss = cross_entropy(logprobs, torch.ones_like(logprobs, dtype=torch.bool), 1.0 / n_tokens)
-            value = float(loss.detach())
-            agree(policy.ranks, None if np.isfinite(value) else "loss")
         with watch.phase("backward"):
             (weight * loss).backward()  # type: ignore[no-untyped-call]
-        total += value
-    operations = policy.form.cost.learning * sum(part.operations for part in parts if part is not None)
-    total, operations_of_all = policy.ranks.summed([total, operations])
-    watch.operations += operations_of_all
+        total += loss.detach()
+        sums.operations += policy.form.cost.learning * part.operations
     return total
 
 
 def idle_microbatch(policy: Policy, *, learn: bool) -> None:
-    """Take part in the collectives of another rank's micro-batch, with a gradient of 0. Raises as :func:`agree`."""
+    """Take part in the collectives of another rank's micro-batch, with a gradient of 0."""
     with torch.set_grad_enabled(learn):
         logprobs, entropy = policy.score(policy.idle_part())
-        agree(policy.ranks)
     if learn:
         nothing = torch.zeros_like(logprobs)
         torch.where(nothing > 0, logprobs + entropy, nothing).sum().backward()  # type: ignore[no-untyped-call]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -142,6 +143,8 @@ class StepSums:
     """Mean cross-entropy."""
     supervised_tokens: int = 0
     operations: float = 0.0
+    nonfinite_logprobs: float = 0.0
+    """Log-probabilities that are not finite."""
     grad_norm: float = 0.0
     ratios: Weights = field(default_factory=Weights)
     """Token ratios π/μ, for the ESS guard."""
@@ -167,10 +170,27 @@ class StepSums:
         totals, held = np.split(np.asarray(ranks.summed(parts)), 2)
         return Weights.of(np.exp(np.clip(totals[held > 0], -LOG_RATIO_MAX, LOG_RATIO_MAX))).ess_ratio
 
+    def add(self, numbers: Sequence[float]) -> None:
+        """Add a micro-batch: loss, policy loss, entropy, KL, cross-entropy, log-probabilities that are not finite."""
+        for name, number in zip(_SUMMED, numbers, strict=True):
+            setattr(self, name, getattr(self, name) + number)
+
     def add_ranks(self, ranks: Ranks) -> None:
-        """Sum the losses over ranks."""
-        sums = [self.loss, self.policy_loss, self.entropy, self.kl, self.supervised, self.operations]
-        self.loss, self.policy_loss, self.entropy, self.kl, self.supervised, self.operations = ranks.summed(sums)
+        """Sum over ranks."""
+        names = (*_SUMMED, "operations")
+        for name, total in zip(names, ranks.summed([getattr(self, name) for name in names]), strict=True):
+            setattr(self, name, total)
+
+    def nonfinite(self, norm: float | None) -> NonFinite | None:
+        """The value that is not finite and must be; ``norm`` of the gradient, where there is one."""
+        if self.nonfinite_logprobs:
+            return "ratio"
+        if not math.isfinite(self.loss):
+            return "loss"
+        return None if norm is None or math.isfinite(norm) else "gradient"
+
+
+_SUMMED = ("loss", "policy_loss", "entropy", "kl", "supervised", "nonfinite_logprobs")
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from learner.losses.auxiliary import cross_entropy, imported_share
 from learner.observability.timing import Stopwatch
 from learner.policy.policy import Policy
 from learner.training.optimizer_step import add_supervised_gradients
+from learner.training.report import StepSums
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from tests.unit.learner.test_learner_role import world
@@ -64,7 +65,7 @@ def test_the_gradient_is_that_of_the_token_mean_however_it_is_split(kit, tokens)
     rows = ones(kit.make_rows(7))
     policy = trainer_of(kit, {"tokens_per_microbatch": tokens}).policy
     shuffled = [rows[i] for i in np.random.default_rng(tokens).permutation(7)]
-    found = add_supervised_gradients(policy, shuffled, 1.0, Stopwatch(policy.device))
+    found = float(add_supervised_gradients(policy, shuffled, 1.0, Stopwatch(policy.device), StepSums()))
     loss, expected = slow_reference(kit, rows)
     assert found == pytest.approx(loss, rel=1e-5)
     for name, p in policy.named_parameters:
@@ -205,7 +206,7 @@ def test_the_shares_of_all_ranks_add_up_to_the_gradient_of_one(kit, size) -> Non
     policy, total = trainer_of(kit, {"tokens_per_microbatch": 20}).policy, 0.0
     for rank in range(size):
         policy.ranks = _OneOf(rank, size)
-        total += add_supervised_gradients(policy, rows, 1.0, Stopwatch(policy.device))
+        total += float(add_supervised_gradients(policy, rows, 1.0, Stopwatch(policy.device), StepSums()))
     loss, expected = slow_reference(kit, rows)
     assert total == pytest.approx(loss, rel=1e-5)
     for name, p in policy.named_parameters:

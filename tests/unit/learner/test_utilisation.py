@@ -16,6 +16,62 @@ from learner.training.trainer import Trainer
 from pipeline.config.learner import LoraConfig
 
 
+class Device:
+    """A clock whose events are those of a GPU: read only behind a wait for the device."""
+
+    def __init__(self):
+        self.now, self.waits = 0.0, 0
+
+    def event(self):
+        device, at = self, self.now
+
+        class Event:
+            def elapsed_time(self, end):
+                return 1000 * (end.at - at)
+
+            def synchronize(self):
+                device.waits += 1
+
+        event = Event()
+        event.at = at
+        return event
+
+
+def test_each_second_of_the_device_has_one_phase_and_only_reading_them_waits():
+    device = Device()
+    watch = Stopwatch(torch.device("cpu"), device.event)
+    for _ in range(2):
+        with watch.phase("forward"):
+            device.now += 1
+            with watch.phase("prepare"):
+                device.now += 2
+            device.now += 4
+        device.now += 8
+        with watch.phase("backward"):
+            device.now += 16
+    assert device.waits == 0
+    assert watch.seconds == {"prepare": 4.0, "choose": 0.0, "forward": 10.0, "backward": 32.0, "optimize": 0.0}
+    with watch.phase("forward"):
+        device.now += 1
+    assert watch.seconds["forward"] == 11.0 and device.waits == 2
+
+
+def test_an_update_reads_the_device_once_behind_its_last_backward_pass(kit, monkeypatch):
+    trainer, batch = trainer_with(kit, tokens_per_microbatch=16)
+    order = []
+    for name in ("tolist", "cpu", "item", "__float__", "__bool__"):
+        real = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda t, *a, real=real, name=name: (order.append(name), real(t, *a))[1]
+        )
+    backward = torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, "backward", lambda t: (order.append("backward"), backward(t))[1])
+    report = trainer.step(batch, 0)
+    assert report.n_microbatches > 1
+    assert order[: report.n_microbatches] == ["backward"] * report.n_microbatches
+    assert order[report.n_microbatches :].count("cpu") == order[report.n_microbatches :].count("tolist") == 1
+
+
 def trainer_with(kit, advantages=(1.0, -1.0, 0.5), **options):
     trainer = Trainer(kit.tiny_policy(**options), kit.run_config(options))
     return trainer, Batch(0, (), kit.make_rows(3, advantages=advantages))
@@ -59,8 +115,11 @@ def test_frozen_weights_under_adapters_have_half_a_backward_pass(kit):
 
 
 def test_utilisation_is_that_of_all_ranks_chips_and_none_without_a_known_peak(kit):
-    watch = Stopwatch(torch.device("cpu"))
-    watch.seconds.update(forward=1.0, backward=2.0, optimize=1.0, prepare=7.0)
+    device = Device()
+    watch = Stopwatch(torch.device("cpu"), device.event)
+    for phase, seconds in (("forward", 1.0), ("prepare", 7.0), ("backward", 2.0), ("optimize", 1.0)):
+        with watch.phase(phase):
+            device.now += seconds
     watch.operations = 8e9
     assert utilisation(watch, 2, 2e9) == 0.5
     assert utilisation(watch, 2, None) is None and utilisation(Stopwatch(torch.device("cpu")), 1, 1e9) is None
