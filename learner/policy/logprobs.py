@@ -122,7 +122,7 @@ class _SampledLogprobs(torch.autograd.Function):
         if temperatures is not None:
             factor /= temperatures.squeeze(1)
         grad_h = torch.zeros_like(h, dtype=lse.dtype) if need_hidden else None
-        grad_w = torch.zeros_like(weight) if need_weight else None
+        grad_w, total = torch.zeros_like(weight) if need_weight else None, lse
         grad_b = torch.zeros_like(bias) if need_bias else None
         scaled_h = (h * factor[:, None]).to(h.dtype)
         with torch.autocast(h.device.type, enabled=False):
@@ -150,7 +150,10 @@ class _SampledLogprobs(torch.autograd.Function):
                 if grad_h is not None:
                     grad_h[rows] += g @ w
                 if grad_w is not None:
-                    grad_w[columns] += g.t() @ scaled_h[rows]
+                    product = g.t() @ scaled_h[rows]
+                    total = product.to(lse.dtype) if rows.start == 0 else total.add_(product)
+                    if rows.stop == len(h):
+                        grad_w[columns] = total
         if grad_h is not None:
             grad_h = grad_h.mul_(factor[:, None]).to(ctx.hidden_dtype)
         return (grad_h, grad_w, grad_b, *(None,) * 5)

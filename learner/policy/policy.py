@@ -26,6 +26,7 @@ from learner.models.model_folder import is_empty
 from learner.observability.timing import Stopwatch
 from learner.policy.attention import choose_form, packed_inputs, packs_by_varlen
 from learner.policy.logprobs import Head, sampled_logprobs
+from learner.policy.residual import narrow_residual
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError, Interrupted
 from pipeline.runtime.processor import fast_dtype
@@ -130,10 +131,13 @@ class Backbone:
         self.ranks: Ranks = ALONE
         """The ranks that the weights are divided among."""
         self._run: Callable[[Callable[[], Any]], Any] = lambda work: work()
+        self._run_head: Callable[[Callable[[Tensor], Any], Tensor], Any] = lambda work, hidden: work(hidden)
         self._config = config
         self.compute_dtype = compute_dtype(config, device)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
+        if self.compute_dtype is not torch.float32:
+            narrow_residual(self.model, self.compute_dtype)
         for layer in self.layers:
             layer.register_forward_hook(self._watch)
         self._varlen = packs_by_varlen(self.model, self.device, self.compute_dtype)
@@ -213,9 +217,17 @@ class Backbone:
         would lose its cache and go wrong."""
         self.model.eval()
 
-    def divided(self, ranks: Ranks, run: Callable[[Callable[[], Any]], Any]) -> None:
-        """The weights are shards from now on; ``run`` makes those outside of the layers whole while work reads them."""
+    def divided(
+        self,
+        ranks: Ranks,
+        run: Callable[[Callable[[], Any]], Any],
+        run_head: Callable[[Callable[[Tensor], Any], Tensor], Any] | None,
+    ) -> None:
+        """The weights are shards from now on. ``run`` makes those outside of the layers whole while work reads them;
+        ``run_head`` those of the output layer alone, for work on hidden states (None: ``run`` makes them whole)."""
         self.ranks, self._run = ranks, run
+        if run_head is not None:
+            self._run_head = run_head
 
     @property
     def layers(self) -> list[torch.nn.Module]:
@@ -325,13 +337,18 @@ class Policy(Backbone):
 
     def _score(self, batch: MicroBatch, hidden_SH: Tensor | None) -> tuple[Tensor, Tensor]:
         temperatures = batch.temperatures_S
-        return sampled_logprobs(
-            self.hidden(batch) if hidden_SH is None else hidden_SH,
-            self._head(),
-            on_device(batch.targets_S, self.device),
-            None if bool((temperatures == 1).all()) else on_device(temperatures, self.device),
-            compute_dtype=self.compute_dtype,
-        )
+
+        def work(hidden_SH: Tensor) -> tuple[Tensor, Tensor]:
+            return sampled_logprobs(
+                hidden_SH,
+                self._head(),
+                on_device(batch.targets_S, self.device),
+                None if bool((temperatures == 1).all()) else on_device(temperatures, self.device),
+                compute_dtype=self.compute_dtype,
+            )
+
+        scores: tuple[Tensor, Tensor] = self._run_head(work, self.hidden(batch) if hidden_SH is None else hidden_SH)
+        return scores
 
     def weights(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
         """All weights in ``dtype``, one after another, on the device; tied weights once, under the name that the model

@@ -17,7 +17,7 @@ from learner.data.rows import Batch
 from learner.distributed.collectives import RankGroup
 from learner.distributed.ranks import Interrupt
 from learner.models.model_folder import ModelFolder
-from learner.policy.fsdp import norms_of
+from learner.policy.fsdp import float32_modules
 from learner.policy.policy import Policy
 from learner.process.build import make_critic, make_policy, make_trainer
 from pipeline.errors import ConfigurationError
@@ -178,7 +178,7 @@ def test_norms_keep_their_float32_weights_under_bfloat16(kit, tmp_path, group):
     policy, alone = make_policy(config, folder, None, group), make_policy(config, folder, None)
     seen = {}
     for name, module in policy.model.named_modules():
-        if module in norms_of(policy.model):
+        if module in float32_modules(policy.model):
             module.register_forward_pre_hook(lambda m, _, name=name: seen.update({name: m.weight.detach().clone()}))
     part = collate(kit.make_rows(4), [1.0] * 4, [0] * 4, form=policy.form)
     assert torch.equal(policy.score(part)[0], alone.score(part)[0])
