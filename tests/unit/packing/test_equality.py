@@ -121,8 +121,10 @@ def test_a_row_that_is_the_beginning_of_another_and_equal_rows_are_scored_alike(
 
 
 def slow_varlen(q, k, v, from_q, from_k, max_q, max_k, *, scale, window_size, enable_gqa):
-    """Variable-length flash attention, written out: causal, aligned to the last key."""
-    assert window_size == (-1, 0) and from_q.dtype == from_k.dtype == torch.int32
+    """Variable-length flash attention, written out: causal, aligned to the last key, ``left`` keys before a query's
+    own."""
+    left, right = window_size
+    assert right == 0 and from_q.dtype == from_k.dtype == torch.int32
     assert max_q == int(from_q.diff().max()) and max_k == int(from_k.diff().max())
     repeat = q.shape[1] // k.shape[1]
     assert enable_gqa or repeat == 1
@@ -131,6 +133,8 @@ def slow_varlen(q, k, v, from_q, from_k, max_q, max_k, *, scale, window_size, en
         keys, values = (x[c:d].repeat_interleave(repeat, 1) for x in (k, v))
         z = torch.einsum("qhd,khd->hqk", q[a:b], keys) * scale
         allowed = torch.ones(b - a, d - c, dtype=torch.bool).tril(int((d - c) - (b - a)))
+        if left >= 0:
+            allowed = allowed.triu(int((d - c) - (b - a)) - left)
         out.append(torch.einsum("hqk,khd->qhd", z.masked_fill(~allowed, -torch.inf).softmax(-1), values))
     return torch.cat(out)
 
