@@ -188,13 +188,15 @@ def test_a_packed_model_is_called_as_any_other(kit, policy_of):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: variable-length attention has no CPU form")
-def test_variable_length_attention_on_a_gpu(kit):
-    from transformers import LlamaConfig, LlamaForCausalLM
+@pytest.mark.parametrize("window", [None, 4], ids=["full", "sliding"])
+def test_variable_length_attention_on_a_gpu(kit, window):
+    from transformers import MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)
-    shape = LlamaConfig(vocab_size=23, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                        num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.1)  # fmt: skip
-    model = LlamaForCausalLM(shape)
+    shape = MistralConfig(vocab_size=23, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+                          num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
+                          initializer_range=0.1, sliding_window=window)  # fmt: skip
+    model = MistralForCausalLM(shape)
     rows = grouped_rows(10)
     found = {}
     for packing in ("padded", "packed"):
