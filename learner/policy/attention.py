@@ -2,8 +2,12 @@
 
 On a GPU in half precision one call of torch's variable-length flash attention does all runs (its causal mask is aligned
 to the last key, as runs that begin later than their keys need it); elsewhere one call of scaled dot-product attention
-per run. It reaches the layers of a model through transformers' attention interface, with the runs as an argument that
-every layer hands on. :func:`choose_form` decides if a model's rows may be packed: by its config, then by trying.
+per run, or where a window slides one for each of the run's blocks. Sinks and capped scores are written out; the
+variable-length call knows neither. It reaches the layers of a model through transformers' attention interface, with the
+runs as an argument that every layer hands on. :mod:`learner.policy.row_form` decides which models take packed rows.
+
+A run's keys are its row from the first token on, so that distances within a run are those within the row. With a
+``sliding_window`` a query sees as many keys, itself the last (``transformers.masking_utils.sliding_window_overlay``).
 
 Dimensions: N tokens laid, K keys read, R runs, H query heads, G key heads, D head size.
 """
@@ -11,14 +15,11 @@ Dimensions: N tokens laid, K keys read, R runs, H query heads, G key heads, D he
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,14 +28,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from learner.data.microbatch import SHARED_TOKENS_MIN, Form, Layout, lay_out
-from learner.models.model_folder import is_empty
-from pipeline.config.learner import LearnerConfig
-from pipeline.errors import ConfigurationError
+from learner.data.microbatch import Layout
 
-log = logging.getLogger(__name__)
 NAME = "afterplay_packed"
-_VARLEN_HEAD_MAX = 256
+VARLEN_HEAD_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +47,8 @@ class Runs:
     keys_K: Tensor | None
     varlen: bool
     """One call does all runs."""
-    masks: dict[torch.dtype, list[Tensor | None]] = field(default_factory=dict)
-    """``[queries, keys]`` of each run, 0 or minus infinity; None: plainly causal. Made once for all layers."""
+    masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
+    """``[queries, keys]``, 0 or minus infinity, by queries, keys and window. Made once for all layers and blocks."""
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device, *, varlen: bool) -> Runs:
@@ -64,14 +61,21 @@ class Runs:
             varlen,
         )
 
-    def masks_of(self, like: Tensor) -> list[Tensor | None]:
-        """Masks of the type and on the device of ``like``."""
-        if like.dtype not in self.masks:
-            self.masks[like.dtype] = [
-                None if q == k else like.new_full((q, k), -torch.inf).triu_(k - q + 1)
-                for q, k in zip(self.query_lengths, self.key_lengths, strict=True)
-            ]
-        return self.masks[like.dtype]
+    def mask(self, query: Tensor, keys: int, window: int | None) -> Tensor | None:
+        """Mask of the type and on the device of ``query``, which ends at the last key. None: plainly causal."""
+        queries = query.shape[2]
+        if window is not None and window >= keys:
+            window = None
+        if queries == keys and window is None:
+            return None
+        kind = (queries, keys, window, query.dtype)
+        if kind not in self.masks:
+            later = keys - queries
+            seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril_(later)
+            if window is not None:
+                seen.triu_(later - window + 1)
+            self.masks[kind] = query.new_zeros(queries, keys).masked_fill_(~seen, -torch.inf)
+        return self.masks[kind]
 
 
 def packed_attention(
@@ -83,35 +87,85 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     runs: Runs | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """``[1, N, H, D]`` from query ``[1, H, N, D]`` and key and value ``[1, G, N, D]``. Without ``runs``: what
-    transformers' own scaled dot-product attention gives, so that the model can be called as any other."""
-    if runs is None:
+    """``[1, N, H, D]`` from query ``[1, H, N, D]`` and key and value ``[1, G, N, D]``. ``softcap`` caps the scores,
+    ``s_aux`` ``[H]`` are sinks: scores of a key without value. Without ``runs``: what transformers' own attention
+    gives, so that the model can be called as any other.
+
+    Raises :class:`NotImplementedError` for sinks and caps where one call is to do all runs.
+    """
+    written_out = softcap is not None or s_aux is not None
+    if runs is None and not written_out:
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
         return out, None
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if runs is None:
+        return _written_out(query, key, value, attention_mask, scaling, softcap, s_aux).transpose(1, 2), None
     grouped = key.shape[1] != query.shape[1]
     if runs.keys_K is not None:
         key, value = (_Gather.apply(x, runs.keys_K) for x in (key, value))  # type: ignore[no-untyped-call]
     if runs.varlen:
-        return _varlen(query, key, value, runs, scaling, grouped), None
-    parts = zip(
+        if written_out:
+            raise NotImplementedError("variable-length attention takes neither sinks nor capped scores")
+        return _varlen(query, key, value, runs, scaling, sliding_window, grouped), None
+    outputs = []
+    for q, k, v in zip(
         torch.split(query, runs.query_lengths, dim=2),
         torch.split(key, runs.key_lengths, dim=2),
         torch.split(value, runs.key_lengths, dim=2),
-        runs.masks_of(query.detach()),
         strict=True,
-    )
-    outputs = [
-        torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
-        )
-        for q, k, v, mask in parts
-    ]
+    ):
+        end = k.shape[2] - q.shape[2]
+        for block in torch.split(q, sliding_window or q.shape[2], dim=2):
+            begin = max(0, end - sliding_window + 1) if sliding_window else 0
+            end += block.shape[2]
+            keys, values = k[:, :, begin:end], v[:, :, begin:end]
+            mask = runs.mask(block.detach(), end - begin, sliding_window)
+            if written_out:
+                outputs.append(_written_out(block, keys, values, mask, scaling, softcap, s_aux))
+            else:
+                outputs.append(
+                    torch.nn.functional.scaled_dot_product_attention(
+                        block, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+                    )
+                )
     return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """``[B, H, queries, D]``. Scores ``[B, H, queries, keys]`` become ``softcap · tanh(score / softcap)`` (Gemma 2,
+    arXiv:2408.00118, section 2), are masked, and are normalised together with a sink for each head (gpt-oss,
+    arXiv:2508.10925, section 2). ``mask``: 0 or True where a key is seen; None: causal."""
+    B, H, queries, D = query.shape
+    G, keys = key.shape[1], key.shape[2]
+    products = query.reshape(B, G, H // G, queries, D) @ key[:, :, None].mT
+    scores = products.reshape(B, H, queries, keys).float() * (D**-0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None and queries > 1:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril_()
+    if mask is not None:
+        seen = mask if mask.dtype == torch.bool else mask == 0
+        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().reshape(1, -1, 1, 1).expand(B, H, queries, 1)], dim=-1)
+    shares = scores.softmax(-1)[..., :keys].to(value.dtype)
+    outputs = shares.reshape(B, G, H // G, queries, keys) @ value[:, :, None]
+    return outputs.reshape(B, H, queries, value.shape[-1])
 
 
 def packed_inputs(layout: Layout, device: torch.device, *, varlen: bool) -> dict[str, Any]:
@@ -146,7 +200,7 @@ class _Gather(torch.autograd.Function):
 def can_varlen(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     """True where torch's variable-length attention works: a GPU, 16 bits, heads of at most 256, torch from 2.11 on
     (2.10 lets neither scale nor window be chosen)."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or head_size > _VARLEN_HEAD_MAX:
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or head_size > VARLEN_HEAD_MAX:
         return False
     if find_spec("torch.nn.attention.varlen") is None:
         return False
@@ -155,16 +209,26 @@ def can_varlen(device: torch.device, dtype: torch.dtype, head_size: int) -> bool
     return _parameters(varlen_attn) >= {"scale", "window_size"} and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def packs_by_varlen(model: Any, device: torch.device, compute: torch.dtype) -> bool:
+    """True where packed attention is one call of torch's variable-length attention."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or 1
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    return can_varlen(device, compute, int(size))
+
+
 @cache
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, grouped: bool) -> Tensor:
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None, grouped: bool
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
+    options: dict[str, Any] = {"scale": scaling, "window_size": (window - 1 if window else -1, 0)}
     if "enable_gqa" in _parameters(varlen_attn):  # torch 2.11 has no such option, and does it
         options["enable_gqa"] = grouped
     longest = max(runs.query_lengths), max(runs.key_lengths)
@@ -179,128 +243,3 @@ def _starts(lengths: np.ndarray[Any, Any], device: torch.device) -> Tensor:
 
 AttentionInterface.register(NAME, packed_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
-
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest relative distance of hidden states and gradients of packed rows from those of the rows alone."""
-_TRIAL_TOKENS = 1000
-"""Token ids that the trial of packed rows may use."""
-
-
-def packs_by_varlen(model: Any, device: torch.device, compute: torch.dtype) -> bool:
-    """True where packed attention is one call of torch's variable-length attention."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None) or 1
-    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
-    return can_varlen(device, compute, int(size))
-
-
-def choose_form(
-    model: Any,
-    config: LearnerConfig,
-    device: torch.device,
-    autocast: AbstractContextManager[Any],
-    compute: torch.dtype,
-    *,
-    varlen: bool,
-) -> Form:
-    """Form of the rows for ``model``; where packed, its attention is exchanged for :func:`packed_attention`.
-
-    Raises :class:`ConfigurationError` where ``learner.packing`` is ``packed`` and the model does not allow it.
-    """
-    if config.packing == "padded":
-        return Form(padded_because="configured")
-    if config.packing == "auto" and device.type == "cuda" and not varlen:
-        log.info(
-            "rows are padded, not packed: attention over packed rows in one call needs torch 2.11, a GPU of compute "
-            "capability 8.0, learner.compute_dtype bfloat16 and heads of at most %d",
-            _VARLEN_HEAD_MAX,
-        )
-        return Form(padded_because="device")
-    kind: Literal["model", "trial"] = "model"
-    reason = _unsupported(model)
-    if reason is None:
-        before = model.config._attn_implementation
-        model.set_attn_implementation(NAME)
-        reason = _probe(_trial_model(model, device), device, autocast, compute, varlen)
-        if reason is None:
-            return Form(packed=True, shared_min=SHARED_TOKENS_MIN)
-        model.set_attn_implementation(before)
-        kind = "trial"
-    if config.packing == "packed":
-        raise ConfigurationError(f"learner.packing is packed, but {reason}: set it to padded")
-    log.info("rows are padded, not packed: %s", reason)
-    return Form(padded_because=kind)
-
-
-def _unsupported(model: Any) -> str | None:
-    """Reason for which the attention of this model cannot be replaced; None: it can."""
-    config, name = model.config.get_text_config(), type(model).__name__
-    if not getattr(model, "_supports_attention_backend", False):
-        return f"{name} does not take its attention from transformers' interface"
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        return f"{name} has layers of the kinds {sorted(kinds)}"
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        return f"{name} attends within a sliding window"
-    if getattr(config, "attn_logit_softcapping", None):
-        return f"{name} caps its attention scores"
-    return None
-
-
-def _trial_model(model: Any, device: torch.device) -> Any:
-    """``model``, or where it is empty one of its kind and size with a single layer, few tokens and random weights."""
-    if not is_empty(model):
-        return model
-    config = deepcopy(model.config)
-    text = config.get_text_config()
-    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 1, min(text.vocab_size, _TRIAL_TOKENS), None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return type(model)(config).to(device=device, dtype=next(model.parameters()).dtype).eval()
-
-
-@torch.enable_grad()
-def _probe(
-    model: Any, device: torch.device, autocast: AbstractContextManager[Any], compute: torch.dtype, varlen: bool
-) -> str | None:
-    """Three short rows, two of which share their beginning, together and each alone: why hidden states, or gradients
-    to the embeddings, differ; None: they do not. No weight gets a gradient."""
-    n = min(model.config.get_text_config().vocab_size, _TRIAL_TOKENS)
-    ids = np.random.default_rng(0).integers(0, n, 24).astype(np.int32)
-    rows = [ids[:12], np.concatenate([ids[:6], ids[12:17]]), ids[17:]]
-    together = lay_out(rows, 4)
-    try:
-        with autocast:
-            embedded, packed = _passed(model, packed_inputs(together, device, varlen=varlen))
-            alone = [
-                _passed(model, {"input_ids": torch.from_numpy(row[None, :-1].astype(np.int64)).to(device)})
-                for row in rows
-            ]
-            indices = [torch.from_numpy(at).to(device) for at in together.indices]
-            hidden = torch.cat([packed.index_select(0, at) for at in indices])
-            distances = [_distance(hidden, torch.cat([states for _, states in alone]))]
-        weights = torch.linspace(-1.0, 2.0, hidden.shape[-1], device=device)
-        (gradient,) = torch.autograd.grad((hidden.float() * weights).sum(), embedded)
-        expected = torch.zeros_like(gradient)
-        for (leaf, states), at in zip(alone, indices, strict=True):
-            (part,) = torch.autograd.grad((states.float() * weights).sum(), leaf)
-            expected.index_add_(1, at, part)
-        distances.append(_distance(gradient, expected))
-    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
-        return f"{type(model).__name__} failed with packed rows ({type(error).__name__}: {error})"
-    if all(distance <= _TOLERANCE[compute] for distance in distances):
-        return None
-    return f"packed rows of {type(model).__name__} differ from single ones by {max(distances):.3f}"
-
-
-def _passed(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Embeddings ``[1, N, H]``, a leaf, and hidden states ``[N, H]``."""
-    others = {name: value for name, value in inputs.items() if name != "input_ids"}
-    embedded = model.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
-    hidden = model.base_model(**{**others, "inputs_embeds": embedded, "use_cache": False}).last_hidden_state
-    return embedded, hidden[0]
-
-
-def _distance(came: Tensor, expected: Tensor) -> float:
-    came, expected = came.detach().float(), expected.detach().float()
-    return float((came - expected).norm() / expected.norm())

@@ -24,9 +24,10 @@ from learner.data.rows import Row, TokenArray
 from learner.distributed.ranks import ALONE, IDLE, Interrupt, Ranks
 from learner.models.model_folder import is_empty
 from learner.observability.timing import Stopwatch
-from learner.policy.attention import choose_form, packed_inputs, packs_by_varlen
+from learner.policy.attention import packed_inputs, packs_by_varlen
 from learner.policy.logprobs import Head, sampled_logprobs
 from learner.policy.residual import narrow_residual
+from learner.policy.row_form import choose_form
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError, Interrupted
 from pipeline.runtime.processor import fast_dtype

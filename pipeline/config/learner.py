@@ -117,8 +117,9 @@ class LearnerConfig(Section):
     packing: Literal["auto", "padded", "packed"] = "auto"
     """Layout of the rows of a forward pass. ``padded``: rows of similar length, padded to the longest. ``packed``: rows
     end to end without padding; each attends only to itself, and a common prefix (the prompt of a group, the turns
-    before a branch) is computed only once. ``packed`` needs a decoder with full attention in every layer. ``auto``:
-    ``packed`` if the model supports it, except on a GPU in float32. Results are equal up to rounding."""
+    before a branch) is computed only once. ``packed`` needs a decoder with full or sliding attention in every layer, on
+    a GPU without sinks and capped scores. ``auto``: ``packed`` if the model supports it, except on a GPU in float32.
+    Results are equal up to rounding."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more compute."""
     offload: bool = False

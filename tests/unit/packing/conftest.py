@@ -68,11 +68,11 @@ def branching_rows(groups, seed) -> tuple[Row, ...]:
 
 @pytest.fixture
 def policy_of():
-    """A float32 policy on the CPU whose rows are laid out as ``form`` says."""
+    """A float32 policy on the CPU, of the tiny Llama unless told, whose rows are laid out as ``form`` says."""
 
-    def build(form: Form, **options) -> Policy:
+    def build(form: Form, model=None, **options) -> Policy:
         packing = "packed" if form.packed else "padded"
-        policy = Policy(tiny_model(), learner_config(packing=packing, **options), torch.device("cpu"))
+        policy = Policy(model or tiny_model(), learner_config(packing=packing, **options), torch.device("cpu"))
         policy.form = form
         return policy
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 
 from learner.data.microbatch import SHARED_TOKENS_MIN, Form
 from learner.policy.attention import NAME, packed_attention
@@ -11,13 +11,6 @@ from pipeline.errors import ConfigurationError
 
 def policy_with(kit, model, **options):
     return Policy(model, kit.learner_config(**options), torch.device("cpu"))
-
-
-def sliding_model():
-    return MistralForCausalLM(
-        MistralConfig(vocab_size=23, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-                      num_key_value_heads=1, sliding_window=4)
-    )  # fmt: skip
 
 
 def test_full_attention_decoders_are_packed(kit):
@@ -53,12 +46,6 @@ def test_padded_rows_leave_the_attention_as_it_is(kit):
     before = model.config._attn_implementation
     assert policy_with(kit, model, packing="padded").form == Form()
     assert model.config._attn_implementation == before
-
-
-def test_a_sliding_window_is_padded_and_asking_for_more_is_an_error(kit):
-    assert policy_with(kit, sliding_model()).form == Form()
-    with pytest.raises(ConfigurationError, match="sliding window"):
-        policy_with(kit, sliding_model(), packing="packed")
 
 
 def test_a_model_whose_layers_see_other_rows_is_padded(kit):

@@ -121,8 +121,10 @@ def test_a_row_that_is_the_beginning_of_another_and_equal_rows_are_scored_alike(
 
 
 def slow_varlen(q, k, v, from_q, from_k, max_q, max_k, *, scale, window_size, enable_gqa):
-    """Variable-length flash attention, written out: causal, aligned to the last key."""
-    assert window_size == (-1, 0) and from_q.dtype == from_k.dtype == torch.int32
+    """Variable-length flash attention, written out: causal, aligned to the last key, ``left`` keys before a query's
+    own."""
+    left, right = window_size
+    assert right == 0 and from_q.dtype == from_k.dtype == torch.int32
     assert max_q == int(from_q.diff().max()) and max_k == int(from_k.diff().max())
     repeat = q.shape[1] // k.shape[1]
     assert enable_gqa or repeat == 1
@@ -131,6 +133,8 @@ def slow_varlen(q, k, v, from_q, from_k, max_q, max_k, *, scale, window_size, en
         keys, values = (x[c:d].repeat_interleave(repeat, 1) for x in (k, v))
         z = torch.einsum("qhd,khd->hqk", q[a:b], keys) * scale
         allowed = torch.ones(b - a, d - c, dtype=torch.bool).tril(int((d - c) - (b - a)))
+        if left >= 0:
+            allowed = allowed.triu(int((d - c) - (b - a)) - left)
         out.append(torch.einsum("hqk,khd->qhd", z.masked_fill(~allowed, -torch.inf).softmax(-1), values))
     return torch.cat(out)
 
@@ -184,13 +188,15 @@ def test_a_packed_model_is_called_as_any_other(kit, policy_of):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: variable-length attention has no CPU form")
-def test_variable_length_attention_on_a_gpu(kit):
-    from transformers import LlamaConfig, LlamaForCausalLM
+@pytest.mark.parametrize("window", [None, 4], ids=["full", "sliding"])
+def test_variable_length_attention_on_a_gpu(kit, window):
+    from transformers import MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)
-    shape = LlamaConfig(vocab_size=23, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                        num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.1)  # fmt: skip
-    model = LlamaForCausalLM(shape)
+    shape = MistralConfig(vocab_size=23, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+                          num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
+                          initializer_range=0.1, sliding_window=window)  # fmt: skip
+    model = MistralForCausalLM(shape)
     rows = grouped_rows(10)
     found = {}
     for packing in ("padded", "packed"):
