@@ -135,7 +135,8 @@ def packed_attention(
                         block, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
                     )
                 )
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    return out.transpose(1, 2), None
 
 
 def _written_out(

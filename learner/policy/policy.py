@@ -100,6 +100,11 @@ def peak_of(chip: str) -> float | None:
     return next((1e12 * teraflops for name, teraflops in PEAK_TERAFLOPS.items() if name in chip), None)
 
 
+def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The longest list of modules: the decoder layers of every architecture in transformers."""
+    return max((list(m) for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len, default=[])
+
+
 def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """A copy of ``array`` on a GPU, for which the host does not wait; on a CPU the array itself."""
     tensor = torch.from_numpy(array)
@@ -232,9 +237,7 @@ class Backbone:
 
     @property
     def layers(self) -> list[torch.nn.Module]:
-        """The longest list of modules: the decoder layers of every architecture in transformers."""
-        lists = [list(m) for m in self.model.modules() if isinstance(m, torch.nn.ModuleList)]
-        return max(lists, key=len, default=[])
+        return layers_of(self.model)
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         self.model.train(self._config.gradient_checkpointing and torch.is_grad_enabled())

@@ -56,7 +56,7 @@ def choose_form(
         )
         return Form(padded_because="device")
     kind: Literal["model", "trial"] = "model"
-    reason = _unsupported(model)
+    reason = unsupported(model)
     if reason is None:
         reason = _probe(_trial_model(model, device), device, autocast, compute, varlen)
         if reason is None:
@@ -69,7 +69,7 @@ def choose_form(
     return Form(padded_because=kind)
 
 
-def _unsupported(model: Any) -> str | None:
+def unsupported(model: Any) -> str | None:
     """Reason for which the attention of this model cannot be replaced; None: it can."""
     name = type(model).__name__
     others = _kinds(model.config.get_text_config()) - _KINDS

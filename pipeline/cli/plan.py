@@ -49,7 +49,7 @@ def show_plan(
     found = plan(config, inventory)
     if not found.problems and (on_gpus := {place.role for place in found.places if place.gpus} & {"learner", "engine"}):
         roles = {role: role in on_gpus for role in ("learner", "engine")}
-        memory = load_main("learner.models.memory:estimate")(found.config, inventory.gpu_bytes, **roles)
+        memory = load_main("learner.policy.memory:estimate")(found.config, inventory.gpu_bytes, **roles)
         found = replace(found, reasons=(*found.reasons, *memory.sentences), problems=memory.problems)
     if as_json:
         import orjson

@@ -1,0 +1,396 @@
+"""Estimate of the GPU memory of learner and engines, from the ``config.json`` of a model and the run file.
+
+:func:`footprint` reads sizes from a forward pass over tensors without memory (``FakeTensorMode`` of PyTorch): which
+tensors autograd keeps of a token, and which copies of weights. :func:`learner_memory` adds them up. What they leave out
+(CUDA itself, fragmentation) is ``MARGIN`` of a GPU's memory. ``afterplay plan`` prints the estimate, and
+``scripts/memory_page.py`` makes the tables of docs/MEMORY.md with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from learner.data.microbatch import lay_out
+from learner.policy.attention import NAME, packed_inputs
+from learner.policy.logprobs import TILE
+from learner.policy.policy import DTYPES, layers_of
+from learner.policy.residual import narrow_residual
+from learner.policy.row_form import unsupported
+from pipeline.config import RunConfig
+from pipeline.config.learner import LoraConfig
+from pipeline.errors import ConfigurationError
+
+GIB = 2**30
+MARGIN = 0.1
+"""Share of a GPU's memory that an estimate must leave free."""
+ENGINE_SHARE = 0.92
+"""vLLM's own share of a GPU, where ``engine.gpu_memory_share`` is not set."""
+ENGINE_WORK_BYTES = 2 * GIB
+"""Activations and CUDA graphs of vLLM: an assumption."""
+HUB_SECONDS_MAX = 5.0
+MOMENT_BYTES = {("adamw", "float32"): 8, ("adamw", "bfloat16"): 4, ("adamw_8bit", "float32"): 2}
+"""Bytes of both moments of a trained weight, by ``learner.optimizer`` and ``optimizer_dtype``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer that computes in bfloat16."""
+
+    weights: int
+    trained: int
+    """Trained weights: all, or those of adapters."""
+    token_bytes: float
+    """Tensors that autograd keeps of a token."""
+    copies: float
+    """Bytes of the copies of weights that autograd keeps."""
+    cache_bytes: int
+    """Keys and values of a token in an engine's cache, in 16 bits."""
+    window: int | None
+    """Tokens of a sequence that the cache holds at most; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Sizes of a model, without its vision tower where it has one."""
+
+    layers: tuple[Layer, ...]
+    hidden: int
+    embedding_weights: int
+    head_weights: int
+    """Of an output layer of its own; 0: it is the embedding."""
+    other_weights: int
+    """Outside of the layers: norms."""
+
+    @property
+    def outer_weights(self) -> int:
+        return self.embedding_weights + self.head_weights + self.other_weights
+
+    @property
+    def weights(self) -> int:
+        return sum(layer.weights for layer in self.layers) + self.outer_weights
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Cache of one sequence of ``tokens``."""
+        return sum(layer.cache_bytes * min(tokens, layer.window or tokens) for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerMemory:
+    """Bytes on each GPU of the learner at the peak of an update."""
+
+    states: float
+    """Weights, gradients and moments."""
+    copies: float
+    """Weights in the compute type, or gathered from the other ranks, and their gradients before they are reduced."""
+    activations: float
+    logits: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return asdict(self)
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def footprint(raw: Mapping[str, Any], row_tokens: int, lora: LoraConfig | None = None) -> Footprint:
+    """Sizes of the model with the ``config.json`` ``raw``, which learns from rows of ``row_tokens``; ``lora``: by
+    adapters. Takes a few seconds. Raises :class:`ConfigurationError` for a model that transformers does not know or
+    that cannot be traced."""
+    kind = str(raw.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise ConfigurationError(f"transformers does not know the model_type {kind}")
+    try:
+        config = CONFIG_MAPPING[kind].from_dict({k: v for k, v in raw.items() if k != "quantization_config"})
+        return _footprint(config.get_text_config(), row_tokens, lora)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigurationError(f"a model of the type {kind} cannot be traced ({reason})") from error
+
+
+def _footprint(config: Any, row_tokens: int, lora: LoraConfig | None) -> Footprint:
+    whole = _without_memory(config)
+    layers, types = layers_of(whole), getattr(config, "layer_types", None)
+    kinds = [
+        (types and types[i], tuple((name, p.shape) for name, p in layer.named_parameters()))
+        for i, layer in enumerate(layers)
+    ]
+    examples = {kind: kinds.index(kind) for kind in kinds}
+    traced = _traced(_shortened(config, 1 + max(examples.values())), row_tokens, lora)
+    head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings().weight.numel()
+    own_head = 0 if head.weight is whole.get_input_embeddings().weight else head.weight.numel()
+    inner = sum(p.numel() for layer in layers for p in layer.parameters())
+    total = sum(p.numel() for p in whole.parameters())
+    return Footprint(
+        tuple(traced[examples[kind]] for kind in kinds),
+        config.hidden_size,
+        embedding,
+        own_head,
+        total - inner - embedding - own_head,
+    )
+
+
+def _without_memory(config: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _shortened(config: Any, count: int) -> Any:
+    """``config`` of a model with the first ``count`` layers only."""
+    config, before = deepcopy(config), config.num_hidden_layers
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == before:
+            setattr(config, name, value[:count])
+    config.num_hidden_layers = count
+    return config
+
+
+def _traced(config: Any, row_tokens: int, lora: LoraConfig | None) -> list[Layer]:
+    """The layers of a model, by two forward passes: of one row, and of two."""
+    model = _without_memory(config)
+    base = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
+    if lora is not None:
+        from learner.policy.lora import Adapters  # peft takes seconds to import
+
+        Adapters(model, lora)
+        for weight in model.parameters():
+            if not weight.requires_grad:
+                weight.data = weight.data.to(DTYPES[lora.frozen_dtype])
+    narrow_residual(model, torch.bfloat16)
+    packed = unsupported(model) is None
+    if packed:
+        model.set_attn_implementation(NAME)
+    trained = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers_of(model)]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _on_cpu(model)
+        one, two = (_kept(model, rows, row_tokens, packed=packed) for rows in (1, 2))
+    types = getattr(config, "layer_types", None) or ["full_attention"] * len(base)
+    return [
+        Layer(
+            base[i],
+            trained[i],
+            (two[i] - one[i]) / row_tokens,
+            max(0, 2 * one[i] - two[i]),
+            _cache_bytes(config, types[i]),
+            getattr(config, "sliding_window", None) if types[i] == "sliding_attention" else None,
+        )
+        for i in range(len(base))
+    ]
+
+
+def _on_cpu(model: torch.nn.Module) -> None:
+    """Move the weights of ``model`` from the meta device to one that autocast knows; within a ``FakeTensorMode``."""
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    moved = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    tensors[name] = (
+                        torch.nn.Parameter(moved, tensor.requires_grad) if tensors is module._parameters else moved
+                    )
+
+
+def _cache_bytes(config: Any, kind: str) -> int:
+    if not kind.endswith("attention") or kind.startswith("linear"):
+        return 0  # a state of constant size
+    if latent := getattr(config, "kv_lora_rank", None):
+        return int(2 * (latent + config.qk_rope_head_dim))
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(4 * (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * size)
+
+
+def _kept(model: Any, rows: int, row_tokens: int, *, packed: bool) -> list[int]:
+    """Bytes that autograd keeps of a forward pass, but for weights, by the layer that first keeps them."""
+    layers = layers_of(model)
+    kept, current = [0] * len(layers), -1
+    seen = {p.untyped_storage()._cdata for p in model.parameters()}
+    alive = []
+
+    def enter(i: int) -> Any:
+        def hook(*_: Any) -> None:
+            nonlocal current
+            current = i
+
+        return hook
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen and current >= 0:
+            seen.add(storage._cdata)
+            kept[current] += storage.nbytes()
+        alive.append(storage)  # an address that is free again would be seen twice
+        return tensor
+
+    hooks = [layer.register_forward_pre_hook(enter(i)) for i, layer in enumerate(layers)]
+    hooks += [layer.register_forward_hook(enter(-1)) for layer in layers]
+    if packed:  # as one row: on a GPU one call of attention does all rows
+        tokens = rows * row_tokens
+        inputs = packed_inputs(lay_out([np.zeros(tokens + 1, np.int32)], tokens), torch.device("cpu"), varlen=False)
+    else:
+        inputs = {"input_ids": torch.zeros((rows, row_tokens), dtype=torch.long), "use_cache": False}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        model.base_model(**inputs)
+    for hook in hooks:
+        hook.remove()
+    return kept
+
+
+def learner_memory(model: Footprint, config: RunConfig, ranks: int | None = None) -> LearnerMemory:
+    """Memory of one rank, without critic and reference, of several micro-batches an update."""
+    learner = config.learner
+    ranks, lora, checkpointing = ranks or learner.ranks, learner.lora.rank, learner.gradient_checkpointing
+    tokens = max(learner.tokens_per_microbatch, config.model.max_length)
+    moments = MOMENT_BYTES[learner.optimizer, learner.optimizer_dtype]
+    trained = sum(layer.trained for layer in model.layers) + (0 if lora else model.outer_weights)
+    frozen = model.weights * (2 if learner.lora.frozen_dtype == "bfloat16" else 4) if lora else 0
+    largest = max(layer.weights for layer in model.layers)
+    deepest = max(layer.token_bytes for layer in model.layers)
+    kept = sum(layer.token_bytes for layer in model.layers)
+    if checkpointing:
+        kept = 2 * model.hidden * len(model.layers) + deepest
+    vocabulary = model.embedding_weights // model.hidden
+    output = 12 * min(TILE["cuda"], tokens * vocabulary) + 10 * tokens * model.hidden
+    if ranks > 1:
+        # gathered in the compute type, one layer ahead; a gradient, and its float32 form for the reduction
+        layer = (4 if lora else 10) * largest
+        head = (2 if lora else 8) * model.head_weights + 2 * largest
+        copies = max(layer, head) if model.head_weights else layer + (4 if lora else 8) * model.embedding_weights
+    else:
+        copies = (
+            max(layer.copies for layer in model.layers)
+            if lora and checkpointing
+            else sum(layer.copies for layer in model.layers)
+        )
+        output += 0 if lora else 4 * model.embedding_weights
+    return LearnerMemory((trained * (8 + moments) + frozen) / ranks, copies, tokens * kept, output)
+
+
+def engine_bytes(model: Footprint, tensor_parallel: int = 1) -> float:
+    """Bytes on each GPU of a 16-bit engine before its cache."""
+    return 2 * model.weights / tensor_parallel + ENGINE_WORK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    sentences: tuple[str, ...]
+    problems: tuple[str, ...] = ()
+    """Sentences about parts that do not fit, with the changes that help most."""
+
+
+def estimate(config: RunConfig, gpu_bytes: int | None, *, learner: bool = True, engine: bool = True) -> Estimate:
+    """Memory of a run on GPUs of ``gpu_bytes`` (None: unknown), of the roles that are on GPUs there."""
+    lora, length = config.learner.lora, config.model.max_length
+    try:
+        raw = json.loads(_config_text(config))
+        model = footprint(raw, length, lora if lora.rank else None)
+    except (ConfigurationError, OSError, ValueError) as error:
+        return Estimate((f"GPU memory is not estimated: {error}",))
+    rank = learner_memory(model, config)
+    split = ", ".join(f"{name} {value / GIB:.1f}" for name, value in rank.parts.items())
+    tensor_parallel = config.placement.tensor_parallel
+    weights, rollout = engine_bytes(model, tensor_parallel), model.cache_bytes(length) / tensor_parallel
+    sentence = (
+        f"estimated GPU memory: learner {rank.total / GIB:.1f} GiB on each of {config.learner.ranks} ({split}); "
+        f"engine {weights / GIB:.1f} GiB and {rollout / GIB:.2f} GiB for each rollout of {length:,} tokens in its cache"
+    )
+    if gpu_bytes is None:
+        return Estimate((sentence,))
+    problems, split_share = [], config.engine.memory_share if config.engine.colocate == "split" else None
+    room = gpu_bytes * (1 - MARGIN if split_share is None or not engine else 1 - MARGIN / 2 - split_share)
+    if learner and rank.total > room:
+        problems.append(_learner_problem(raw, model, config, rank, room))
+    left = gpu_bytes * (config.engine.memory_share or ENGINE_SHARE) - weights
+    if engine and config.engine.kind == "vllm":
+        if left < rollout:
+            problems.append(_engine_problem(model, config, weights, left + weights))
+        else:
+            sentence += f", which has room for {int(left / rollout):,} of them"
+    return Estimate((sentence,), tuple(problems))
+
+
+def _learner_problem(
+    raw: Mapping[str, Any], model: Footprint, config: RunConfig, rank: LearnerMemory, room: float
+) -> str:
+    largest = max(rank.parts, key=rank.parts.__getitem__)
+    helpful = sorted(_remedies(raw, model, config, room), key=lambda change: change[1])[:3]
+    words = ", ".join(f"{change} ({total / GIB:.1f} GiB)" for change, total in helpful)
+    return (
+        f"the learner needs an estimated {rank.total / GIB:.1f} GiB on each of its {config.learner.ranks} GPUs, and "
+        f"may use {room / GIB:.1f}; its {largest} need {rank.parts[largest] / GIB:.1f}. The changes that help most, "
+        f"each alone: {words}"
+    )
+
+
+def _remedies(raw: Mapping[str, Any], model: Footprint, config: RunConfig, room: float) -> Iterator[tuple[str, float]]:
+    """Changes of the run file, and the memory of a rank with each of them."""
+    learner, lora = config.learner, config.learner.lora
+    changes: dict[str, dict[str, Any]] = {
+        "learner.gradient_checkpointing: true": {"gradient_checkpointing": True},
+        "learner.optimizer_dtype: bfloat16": {"optimizer_dtype": "bfloat16"} if learner.optimizer == "adamw" else {},
+        f"learner.tokens_per_microbatch: {config.model.max_length}": {
+            "tokens_per_microbatch": min(learner.tokens_per_microbatch, config.model.max_length)
+        },
+    }
+    adapters = lora.model_copy(update={"rank": lora.rank or 16, "frozen_dtype": "bfloat16"})
+    small = f"learner.lora: {{rank: {adapters.rank}, frozen_dtype: bfloat16}}"
+    changes[small] = {"lora": adapters}
+    before = learner_memory(model, config).total
+    for words, values in changes.items():
+        changed = model if words != small else footprint(raw, config.model.max_length, adapters)
+        total = learner_memory(changed, config.updated(learner=values)).total
+        if total < before:
+            yield words, total
+    alone = config.engine.colocate != "none" or learner.optimizer == "adamw_8bit"
+    counts = [n for n in (2, 4, 8, 16, 32, 64) if n > learner.ranks and not alone]
+    totals = {n: learner_memory(model, config, n).total for n in counts}
+    ranks = next((n for n in counts if totals[n] <= room), None)
+    if ranks is not None:
+        key = "learner.ranks" if config.placement.learner_gpus is None else "placement.learner_gpus"
+        yield f"{key}: {ranks}", totals[ranks]
+
+
+def _engine_problem(model: Footprint, config: RunConfig, weights: float, usable: float) -> str:
+    row = model.cache_bytes(config.model.max_length)
+    sizes = [n for n in (1, 2, 4, 8) if n > config.placement.tensor_parallel]
+    fitting = [n for n in sizes if engine_bytes(model, n) + row / n <= usable]
+    remedy = f"set placement.tensor_parallel to {fitting[0]}" if fitting else "take a smaller model or larger GPUs"
+    if config.engine.memory_share is not None:
+        remedy += ", or raise engine.gpu_memory_share"
+    return (
+        f"an engine needs an estimated {weights / GIB:.1f} GiB on each of its GPUs and "
+        f"{row / config.placement.tensor_parallel / GIB:.1f} GiB for a single rollout of model.max_length tokens, and "
+        f"vLLM may use {usable / GIB:.1f}: {remedy}, or lower model.max_length"
+    )
+
+
+def _config_text(config: RunConfig) -> str:
+    """``config.json`` of the model: of this machine, or else of the hub."""
+    from learner.models.prepare import model_folder
+
+    source, folder = config.model.source, model_folder(config)
+    if folder is not None:
+        return (Path(folder) / "config.json").read_text()
+    if source == "tiny" or source.startswith("package:"):
+        raise ConfigurationError(f"the model {source} is made when the run starts")
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    try:
+        request = Request(hf_hub_url(source, "config.json"), headers=build_hf_headers())
+        with urlopen(request, timeout=HUB_SECONDS_MAX) as answer:
+            return str(answer.read().decode())
+    except OSError as error:
+        raise ConfigurationError(f"config.json of {source} cannot be read from the hub ({error})") from error
