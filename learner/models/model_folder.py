@@ -1,7 +1,8 @@
 """Loads the causal language model of a Hugging Face folder: whole, or of each weight only this rank's shard.
 
 Shards: the model is made without memory for its weights (on the meta device), divided by FSDP, and then filled with
-slices that are read from the safetensors files. So a rank never holds more than its shard and the slice being copied.
+slices that are read from the safetensors files. So a rank never holds more than its shard and the slice being copied;
+where transformers converts weights (experts), of a merged weight only the experts of its shard.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import MergeModulelist
 
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.stored_names import Group, read_groups
 
 log = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
@@ -88,37 +91,58 @@ class ModelFolder:
                     module._parameters[name] = filled[parameter]
 
     def _reader(self, model: Any, wanted: list[list[str]]) -> Callable[[str, list[int], slice], Tensor]:
-        """A function that reads rows of a weight, called by the first of the names that it has in the model; from a
-        file, or where names in the files are others than the model's from the whole model."""
+        """A function that reads rows of a weight, called by the first of the names that it has in the model; from the
+        files, or where they have no weight that becomes one in the model, from the whole model."""
         files = self._files()
-        found = {own[0]: name for own in wanted for name in self._in_files(model, own, files)}
-        whole: dict[str, Tensor] | None = None
-        if len(found) < len(wanted) or get_model_conversion_mapping(model, add_legacy=False):
-            log.info("each rank reads the whole model: weights in %s have other names than the model's", self._path)
-            whole = self.read(torch.device("cpu")).state_dict()
-            found = {own[0]: name for own in wanted for name in self._in_files(model, own, whole)}
+        plain = {own: [name.replace(".base_layer.", ".") for name in names] for names in wanted for own in names[:1]}
+        transforms = get_model_conversion_mapping(model)
+        known = {name for names in plain.values() for name in names}
+        groups = {
+            name: group
+            for group in read_groups(transforms, files, known, f"{model.base_model_prefix}.")
+            for name in _results(group)
+        }
+        found = {own: (name, groups[name]) for own, names in plain.items() for name in names if name in groups}
+        if len(found) == len(plain):
+            model._weight_conversions = [transform for transform in transforms if transform.was_used()]
+            return lambda own, shape, rows: self._rows(*found[own], files, model, shape, rows)
+        log.info("each rank reads the whole model: not all weights have a name in the files of %s", self._path)
+        read = self.read(torch.device("cpu"))
+        model._weight_conversions = getattr(read, "_weight_conversions", None)
+        whole, prefix = read.state_dict(), f"{model.base_model_prefix}."
+        names = {own: [n for name in names for n in (name, prefix + name)] for own, names in plain.items()}
+        return lambda own, shape, rows: next(whole[name] for name in names[own] if name in whole)[rows]
 
-        def read(own: str, shape: list[int], rows: slice) -> Tensor:
-            name = found[own]
-            if whole is not None:
-                return whole[name][rows]
-            with safe_open(files[name], framework="pt") as file:
-                tensor = file.get_slice(name)
-                if tensor.get_shape() != shape:
-                    raise ConfigurationError(
-                        f"expected {name} of the shape {shape} in {files[name]}, got {tensor.get_shape()}"
-                    )
+    def _rows(
+        self, own: str, group: Group, files: Mapping[str, Path], model: Any, shape: list[int], rows: slice
+    ) -> Tensor:
+        """``rows`` of the weight ``own`` of ``shape``, which ``group`` becomes."""
+        if group.converter is None:
+            with safe_open(files[group.names[0]], framework="pt") as file:
+                tensor = file.get_slice(group.names[0])
+                self._check(own, group, shape, tensor.get_shape())
                 part: Tensor = tensor[rows]
                 return part
+        by_row = _stacks_rows(group)
+        tensors: dict[str, Tensor] = {}
+        for pattern in dict.fromkeys(group.patterns):
+            names = [name for name, p in zip(group.names, group.patterns, strict=True) if p == pattern]
+            if by_row:
+                self._check(own, group, shape, [len(names), *shape[1:]])
+                names = names[rows]
+            for name in names:
+                with safe_open(files[name], framework="pt") as file:
+                    tensors[name] = file.get_tensor(name)
+        if not tensors:
+            return torch.empty(0, *shape[1:])
+        result: Tensor = group.converted(tensors, model)[own]
+        self._check(own, group, shape, [shape[0] if by_row else len(result), *result.shape[1:]])
+        return result if by_row else result[rows]
 
-        return read
-
-    def _in_files(self, model: Any, own: list[str], files: Mapping[str, Any]) -> list[str]:
-        """The first name in ``files`` of a weight, whose names in the model are ``own``; empty: there is none."""
-        plain = [name.replace(".base_layer.", ".") for name in own]
-        prefix = f"{model.base_model_prefix}."
-        names = [*plain, *(prefix + name for name in plain), *(name.removeprefix(prefix) for name in plain)]
-        return [name for name in names if name in files][:1]
+    def _check(self, own: str, group: Group, expected: list[int], came: list[int]) -> None:
+        if came != expected:
+            name = own if group.converter is not None else group.names[0]
+            raise ConfigurationError(f"expected {name} of the shape {expected} in {self._path}, got {came}")
 
     def _files(self) -> dict[str, Path]:
         """The file of each weight by its name; empty where there are no safetensors files by their usual names."""
@@ -130,6 +154,21 @@ class ModelFolder:
             weights: dict[str, str] = orjson.loads(index.read_bytes())["weight_map"]
             return {name: self._path / file for name, file in weights.items()}
         return {}
+
+
+def _results(group: Group) -> list[str]:
+    """Names of the weights that a group becomes."""
+    if group.converter is None:
+        return [group.target]
+    first, *others = group.converter.target_patterns
+    return [group.target, *(group.target.replace(first, other) for other in others)]
+
+
+def _stacks_rows(group: Group) -> bool:
+    """True where each weight of a pattern is one row of the result."""
+    first, *others = group.converter.operations
+    dims = [getattr(op, name) for op in others for name in ("dim", "dim0", "dim1") if hasattr(op, name)]
+    return isinstance(first, MergeModulelist) and first.dim == 0 and len(dims) >= len(others) and 0 not in dims
 
 
 def _filled(empty: Any, read: Callable[[slice], Tensor], device: torch.device) -> torch.nn.Parameter:
