@@ -28,7 +28,6 @@ from actors.servers.progress import EngineActivity, EngineProgress
 from actors.servers.refusal import Refusal
 from pipeline.errors import DeltaMismatch
 
-
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 

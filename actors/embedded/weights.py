@@ -58,7 +58,8 @@ def patch_weights(model: Any, files: Sequence[Path]) -> None:
     """Bring the weights of ``model`` to the version of the last delta in ``files``. Converted weights are patched in
     copies by their names in files. Raises :class:`pipeline.errors.DeltaMismatch`, with all weights as they were."""
     state: dict[str, Tensor] = model.state_dict()
-    stored, converted = {}, {}
+    stored: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     for group in written_groups(model, state, get_model_conversion_mapping):
         tensors = group.converted(state, model)
         stored |= tensors

@@ -1,9 +1,9 @@
 """Weights of a model by their names in files, where those are others than in the model.
 
 transformers keeps the experts of a layer as one weight ``[E, …]``. In the files of a model, and for inference engines,
-each expert has weights of its own. The *transforms* of a model, ``get_model_conversion_mapping`` of transformers, convert
-one into the other, and rename weights. They are called here for one group of weights after another, so that no more
-than a group is ever converted at once. transformers itself is not imported: callers hand in what comes from there.
+each expert has weights of its own. The *transforms* of a model (``get_model_conversion_mapping`` of transformers)
+convert one into the other, and rename weights. They are called here for one group of weights after another, so that no
+more than a group is converted at once. transformers is not imported: callers hand in what comes from there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Every family of models of docs/MODELS.md, as a small random model: it trains, is saved, published and served."""
 
 import pytest
-import torch
 import transformers
 
 from pipeline.errors import ConfigurationError
@@ -15,7 +14,8 @@ from tests.support.families import (
     write_family,
 )
 
-NAMES = [name for name, family in FAMILIES.items() if not family.fails]
+NAMES = [name for name in FAMILIES if name != "Gemma 4"]
+"""The learner cannot read the sizes of Gemma 4's heads, which differ among layers."""
 UNSERVED = {"Qwen3.5", "gpt-oss (experts)", "DeepSeek V3 (experts)", "LFM2", "Nemotron 3"}
 """Families that transformers' continuous batching does not generate with."""
 
@@ -52,5 +52,5 @@ def test_adapters_train_and_are_published_merged(family, tmp_path):
     if name != "Nemotron 3":
         check_adapters(folder, tmp_path)
         return
-    with pytest.raises(ConfigurationError, match="learner.lora.targets: choose other layers: .*'out_proj'"):
+    with pytest.raises(ConfigurationError, match=r"learner\.lora\.targets: choose other layers: .*'out_proj'"):
         check_adapters(folder, tmp_path)
