@@ -26,7 +26,7 @@ from actors.embedded.sleep import TAGS, WEIGHTS, SleepMode
 from actors.embedded.weights import load_weights, patch_weights
 from actors.servers.progress import EngineActivity, EngineProgress
 from actors.servers.refusal import Refusal
-from pipeline.errors import DeltaMismatch
+from pipeline.errors import ConfigurationError, DeltaMismatch
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -285,12 +285,18 @@ class Generator:
 
 
 def load_model(options: EngineOptions) -> tuple[Any, tuple[int, ...]]:
-    """The model on its device in inference mode, and the tokens that end a completion."""
+    """The model on its device in inference mode, and the tokens that end a completion. Raises
+    :class:`ConfigurationError` where transformers cannot make it."""
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: Any = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
-    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, attn_implementation="sdpa")
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, attn_implementation="sdpa")
+    except ValueError as error:
+        raise ConfigurationError(
+            f"engine.kind: the embedded engine cannot load {options.model}: {error}; set engine.kind: vllm"
+        ) from error
     model = model.to(device).eval().requires_grad_(False)
     eos: Any = None
     if (options.model / "generation_config.json").exists():

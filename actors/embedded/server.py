@@ -34,10 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         await_model(options.model)
         check_embedded(options.model)
+        code = uvloop.run(serve(options))
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    code = uvloop.run(serve(options))
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def serve(options: EngineOptions) -> int:
-    """Serve until a signal, or until the sampling thread dies. Returns the exit code."""
+    """Serve until a signal, or until the sampling thread dies. Returns the exit code. Raises
+    :class:`ConfigurationError`."""
     from aiohttp import web
 
     from actors.embedded.generator import Generator

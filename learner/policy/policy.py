@@ -120,6 +120,8 @@ class Backbone:
         self.model = model.to(dtype=dtype) if is_empty(model) else model.to(device=device, dtype=dtype)
         _without_dropout(self.model)
         use_compute_type(self.model)
+        if getattr(self.model.config.get_text_config(), "attn_logit_softcapping", None):
+            self.model.set_attn_implementation("eager")  # scaled dot-product attention leaves the cap out
         self.device = device
         self.interrupt = interrupt or Interrupt()
         self.on_layer: Callable[[], None] = lambda: None

@@ -26,6 +26,8 @@ def check_embedded(folder: Path) -> None:
         reason = f"has layers of the kinds {others}"
     elif keys and keys != text.get("v_head_dim"):
         reason = f"has keys of the size {keys} and values of the size {text.get('v_head_dim')}"
+    elif text.get("attn_logit_softcapping"):
+        reason = "caps its attention scores"
     elif text.get("model_type") in _WITHOUT_SDPA:
         reason = "does not take scaled dot-product attention"
     else:

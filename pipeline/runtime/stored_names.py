@@ -48,8 +48,9 @@ def written_groups(model: Any, names: Iterable[str], mapper: Mapper) -> list[Gro
     used = getattr(model, "_weight_conversions", None)
     if used is None:  # no file says whether names there begin with the prefixes that a transform removes
         used = [t for t in mapper(model, add_legacy=False) if not hasattr(t, "prefix_to_remove")]
-    transforms = [transform.reverse_transform() for transform in reversed(used)]
-    converters, renamings = _divided(transforms)
+    if not used:
+        return [Group((name,), name) for name in names]
+    converters, renamings = _divided(transform.reverse_transform() for transform in reversed(used))
 
     def renamed(name: str) -> tuple[str, Any, str]:
         converter, pattern = None, ""

@@ -85,7 +85,7 @@ FAMILIES = {
     "Mistral 7B 0.1": Family("MistralConfig", "mistral_v1", WINDOW),
     "Mistral 7B 0.3": Family("MistralConfig", "mistral_v3", HEADS | {"sliding_window": None}),
     "Ministral 3": Family("Ministral3Config", "mistral_v13", HEADS),
-    "Gemma 2": Family("Gemma2Config", "gemma", MIXED),
+    "Gemma 2": Family("Gemma2Config", "gemma", MIXED | {"attn_logit_softcapping": 0.5}),
     "Gemma 3": Family("Gemma3TextConfig", "gemma3", MIXED),
     "Gemma 4": Family("Gemma4TextConfig", "gemma4", HEADS),
     "Phi-3.5": Family("Phi3Config", "phi3_5", {"sliding_window": 8}),
@@ -135,11 +135,13 @@ def rows(seed: int = 0) -> tuple[Row, ...]:
 
 
 def check_learning(folder: Path) -> Form:
-    """Rows have the same log-probabilities, entropies and gradients in each form that the model takes; the form that is
-    chosen."""
+    """Log-probabilities are those of transformers' plainest attention, and with entropies and gradients the same in
+    each form of rows that the model takes. Returns the form that is chosen."""
     policy = read_policy(folder)
     chosen = policy.form
     expected = _scores(policy, Form())
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    torch.testing.assert_close(expected["log-probs"], _plain_logprobs(plain.eval()), rtol=1e-4, atol=1e-4)
     assert all(torch.isfinite(value).all() for value in expected.values())
     assert all(value.any() for name, value in expected.items() if "expert" not in name and "bias" not in name)
     for form in (PACKED, SHARED) if chosen.packed else ():
@@ -229,6 +231,17 @@ def _scores(policy: Policy, form: Form) -> dict[str, Tensor]:
     (torch.linspace(-1, 2, len(logprobs)) * logprobs + 0.1 * entropy).sum().backward()
     gradients = {name: p.grad for name, p in policy.named_parameters if p.grad is not None}
     return {"log-probs": logprobs.detach(), "entropy": entropy.detach(), **gradients}
+
+
+@torch.no_grad()
+def _plain_logprobs(model: Any) -> Tensor:
+    """log π of the sampled tokens of :func:`rows`, a row at a time."""
+    found = []
+    for row in rows():
+        ids, sampled = torch.from_numpy(row.token_ids).long(), torch.from_numpy(row.loss_mask)[1:]
+        scores = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1] / 0.8, dim=-1)
+        found.append(scores.gather(1, ids[1:, None])[sampled, 0])
+    return torch.cat(found)
 
 
 async def _sampled(folder: Path, scratch: Path) -> tuple[list[tuple[list[int], list[float]]], dict[str, Tensor]]:
