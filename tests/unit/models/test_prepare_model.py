@@ -241,9 +241,7 @@ def test_a_model_that_the_embedded_engine_cannot_serve_is_refused_before_a_run(t
     refused = RunConfig.model_validate(config | {"engine": {"kind": "embedded"}})
     with pytest.raises(ConfigurationError, match=r"LlamaForCausalLM, which has layers of the kinds \['conv'\]"):
         check_before_run(refused)
-    check_before_run(
-        RunConfig.model_validate(config | {"engine": {"kind": "external", "urls": ["http://127.0.0.1:1"]}})
-    )
+    check_before_run(RunConfig.model_validate(config | {"engine": {"kind": "vllm"}}))
 
 
 @pytest.mark.slow
