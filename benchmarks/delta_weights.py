@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors.embedded.generator import load_weights
+from actors.embedded.weights import load_weights
 from actors.servers.deltas import patch
 from learner.data.rows import Batch, Row
 from learner.models.prepare import prepare_model

@@ -28,17 +28,23 @@ SMALL = "small"
 """Folder of a model that ranks load before they are measured."""
 
 
-def write_model(folder: Path, layers: int, hidden: int, vocabulary: int) -> None:
-    """A Llama-style decoder of random weights in bfloat16."""
+def write_model(folder: Path, layers: int, hidden: int, vocabulary: int, experts: int = 0) -> None:
+    """A decoder of random weights in bfloat16, Llama-style, or with ``experts`` as Qwen3's mixtures."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
-        num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, tie_word_embeddings=True,
-    )  # fmt: skip
-    model: Any = LlamaForCausalLM(config).to(torch.bfloat16)
+    shape = {
+        "vocab_size": vocabulary, "hidden_size": hidden, "num_hidden_layers": layers, "tie_word_embeddings": True,
+        "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64,
+    }  # fmt: skip
+    model: Any
+    if experts:
+        mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": hidden // 4}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **mixture, head_dim=64))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shape, intermediate_size=4 * hidden))
+    model.to(torch.bfloat16)
     model.save_pretrained(folder)
 
 
@@ -128,14 +134,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: a dense model")
     a = parser.parse_args()
     if a.work is not None:
         return run_rank(a.folder, a.work)
     with tempfile.TemporaryDirectory() as temporary:
         work, folder = Path(temporary), a.folder or Path(temporary) / "model"
         if a.folder is None:
-            write_model(folder, a.layers, a.hidden, a.vocabulary)
-        write_model(work / SMALL, layers=2, hidden=64, vocabulary=32)
+            write_model(folder, a.layers, a.hidden, a.vocabulary, a.experts)
+        write_model(work / SMALL, layers=2, hidden=64, vocabulary=32, experts=min(a.experts, 4))
         port = free_port()
         command = [sys.executable, __file__, str(folder), str(work)]
         ranks = [subprocess.Popen(command, env=environment(rank, a.ranks, port)) for rank in range(a.ranks)]

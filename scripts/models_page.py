@@ -6,69 +6,38 @@
 """
 
 import importlib.util
+import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from actors.rendering.renderer import Renderer  # noqa: E402
 from actors.tools.parsing.registry import format_of_template  # noqa: E402
-from learner.policy.policy import Backbone  # noqa: E402
-from pipeline.config.learner import LearnerConfig  # noqa: E402
 from pipeline.errors import ConfigurationError, PlugInError  # noqa: E402
 from pipeline.schema import Message  # noqa: E402
 from scripts.tables import update_tables  # noqa: E402
 from tests.support.chat_templates import ends_of, published, tokenizer_of  # noqa: E402
+from tests.support.families import (  # noqa: E402
+    FAMILIES,
+    check_adapters,
+    check_engine,
+    check_learning,
+    check_publication,
+    check_saving,
+    write_family,
+)
 
 DOCS = ROOT / "docs"
-SMALL = {
-    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-EXPERTS = {
-    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-    "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-}  # fmt: skip
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-}
-HEADS = {"head_dim": 8}
-FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "SmolLM2": ("LlamaConfig", "smollm2", HEADS),
-    "Llama 3.1, 3.2": ("LlamaConfig", "llama3_1", HEADS),
-    "Qwen2.5": ("Qwen2Config", "qwen2_5", {}),
-    "Qwen3": ("Qwen3Config", "qwen3", HEADS),
-    "Qwen3 (experts)": ("Qwen3MoeConfig", "qwen3", HEADS | EXPERTS),
-    "Qwen3.5": ("Qwen3_5TextConfig", "qwen3_5_think", HEADS),
-    "Mistral 7B 0.3": ("MistralConfig", "mistral_v3", HEADS | {"sliding_window": None}),
-    "Ministral 3": ("Ministral3Config", "mistral_v13", HEADS),
-    "Gemma 2": ("Gemma2Config", "gemma", HEADS),
-    "Gemma 3": ("Gemma3TextConfig", "gemma3", HEADS),
-    "Gemma 4": ("Gemma4TextConfig", "gemma4", HEADS),
-    "Phi-3.5": ("Phi3Config", "phi3_5", {"sliding_window": 128}),
-    "Granite 3": ("GraniteConfig", "granite3", {}),
-    "GLM-4.5 (experts)": ("Glm4MoeConfig", "glm4moe", HEADS | EXPERTS),
-    "gpt-oss (experts)": ("GptOssConfig", "gptoss", HEADS | EXPERTS),
-    "DeepSeek V3 (experts)": ("DeepseekV3Config", "deepseekv3", EXPERTS | LATENT),
-    "Command R": ("CohereConfig", "cohere", {}),
-    "Command R7B": ("Cohere2Config", "cohere2", HEADS),
-    "LFM2": ("Lfm2Config", "lfm2_v2", {"layer_types": ["conv", "full_attention"]}),
-    "Nemotron 3": ("NemotronHConfig", "nemotron_3_nano", HEADS | EXPERTS),
-}
-"""Configuration in transformers, template, and options of a small model."""
 FILLER = "</s>"
 """End token of the tokenizer that carries the templates; only some of them have it, too."""
 WEATHER = {"name": "weather", "description": "Weather.", "parameters": {"type": "object", "properties": {}}}
@@ -123,17 +92,25 @@ def row(name: str, source: str) -> list[str]:
     ]
 
 
-def built(config: str, options: dict[str, Any]) -> tuple[str, str, str]:
-    """Class of a small random model; whether the learner computes it forward and backward; the form of its rows."""
-    made = getattr(transformers, config)(**SMALL | options)
-    model = transformers.AutoModelForCausalLM.from_config(made)
+def outcomes(name: str, scratch: Path) -> Iterator[str]:
+    """Cells of a family: whether the learner computes it, the form of its rows, and what else is done with it."""
+    folder = write_family(name, scratch / "model")
     try:
-        learner = LearnerConfig(compute_dtype="float32", device="cpu")
-        form = Backbone(model, learner, torch.device("cpu")).form
-        model(input_ids=torch.arange(3, 19)[None], use_cache=False).logits.sum().backward()
+        form = check_learning(folder)
     except Exception as error:
-        return type(model).__name__, f"fails: {type(error).__name__}", "-"
-    return type(model).__name__, "yes", "packed" if form.packed else "padded"
+        yield from (f"fails: {type(error).__name__}", *["-"] * 5)
+        return
+    yield from ("yes", "packed" if form.packed else "padded")
+    for number, check in enumerate((check_saving, check_publication, check_engine, check_adapters)):
+        try:
+            check(folder, scratch / str(number))
+            yield "yes"
+        except ConfigurationError as error:
+            yield "no: " + re.sub(r"engine.kind: .*, which (.*): set .*|(learner.lora.targets).*", _reason, str(error))
+
+
+def _reason(found: re.Match[str]) -> str:
+    return found[1] or f"peft refuses a layer, name others in `{found[2]}`"
 
 
 def registered() -> str:
@@ -143,14 +120,18 @@ def registered() -> str:
 
 
 def families() -> Iterator[str]:
-    yield "| family | class in transformers | computes (random weights) | rows | tool calls |"
-    yield "|---|---|---|---|---|"
+    columns = ("computes", "rows", "checkpoint", "published", "embedded engine", "adapters", "tool calls")
+    yield f"| family | class in transformers | {' | '.join(columns)} |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     registry, templates = registered(), published()
-    for name, (config, template, options) in FAMILIES.items():
-        architecture, learner, rows = built(config, options)
+    for name, family in FAMILIES.items():
+        with TemporaryDirectory() as scratch:
+            cells = list(outcomes(name, Path(scratch)))
+            facts = json.loads((Path(scratch) / "model" / "config.json").read_text())
+        (architecture,) = facts["architectures"]
         assert f'"{architecture}"' in registry, f"the page says that vLLM has every class, but not {architecture}"
-        parser = row(template, templates[template])[-2]
-        yield f"| {name} | `{architecture}` | {learner} | {rows} | {parser} |"
+        parser = "-" if family.template is None else row(family.template, templates[family.template])[-2]
+        yield f"| {name} | `{architecture}` | {' | '.join(cells)} | {parser} |"
 
 
 def templates() -> Iterator[str]:
@@ -165,6 +146,7 @@ def templates() -> Iterator[str]:
 
 def main(*arguments: str) -> int:
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     logging.disable(logging.WARNING)
     check = "--check" in arguments
     stale = [

@@ -1,7 +1,7 @@
 """The generator behind the HTTP routes of the embedded engine: generate, cancel, pause, load weights, stamp, resume,
 sleep, wake.
 
-New weights are loaded from a safetensors folder into the live model, all of them or none.
+New weights are loaded into the live model (:mod:`actors.embedded.weights`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
@@ -25,44 +23,10 @@ from actors.embedded.batching import Batching
 from actors.embedded.options import EngineOptions
 from actors.embedded.requests import Bounds, EngineRequest, Span, VersionRecord
 from actors.embedded.sleep import TAGS, WEIGHTS, SleepMode
-from actors.servers.deltas import patch
+from actors.embedded.weights import load_weights, patch_weights
 from actors.servers.progress import EngineActivity, EngineProgress
 from actors.servers.refusal import Refusal
-from pipeline.errors import DeltaMismatch
-
-
-def load_weights(model: Any, folder: Path) -> int:
-    """Copy the tensors of ``folder/*.safetensors`` into ``model`` in place, cast to its dtype; returns how many.
-
-    Raises :class:`Refusal` (400) before anything changes when a tensor is missing, unknown or of another shape.
-    """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise Refusal(400, f"weights_path: no *.safetensors files in {folder}")
-    tensors: dict[str, torch.Tensor] = {}
-    try:
-        for file in files:
-            tensors.update(load_file(file))
-    except (OSError, SafetensorError) as error:
-        raise Refusal(400, f"weights_path: cannot read {file}: {error}") from error
-    state: dict[str, torch.Tensor] = model.state_dict()
-    covered = {state[name].data_ptr() for name in tensors if name in state}
-    missing = sorted(name for name, tensor in state.items() if name not in tensors and tensor.data_ptr() not in covered)
-    unknown = sorted(tensors.keys() - state.keys())
-    if missing or unknown:
-        raise Refusal(
-            400, f"weights_path: {folder} does not fit the model: missing {missing[:3]}, unknown {unknown[:3]}"
-        )
-    for name, tensor in tensors.items():
-        if tensor.shape != state[name].shape:
-            raise Refusal(
-                400, f"weights_path: {name} has shape {tuple(tensor.shape)}, the model has {tuple(state[name].shape)}"
-            )
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            state[name].copy_(tensor)
-    return len(tensors)
-
+from pipeline.errors import ConfigurationError, DeltaMismatch
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -256,7 +220,7 @@ class Generator:
             if WEIGHTS in self._rest.asleep or self._rest.discarded:
                 raise DeltaMismatch("the weights are asleep or discarded")
             with self._batching.frozen():
-                patch(self._model.state_dict(), files)
+                patch_weights(self._model, files)
                 self._batching.forget_cache()
 
         await self._in_control(load)
@@ -321,12 +285,18 @@ class Generator:
 
 
 def load_model(options: EngineOptions) -> tuple[Any, tuple[int, ...]]:
-    """The model on its device in inference mode, and the tokens that end a completion."""
+    """The model on its device in inference mode, and the tokens that end a completion. Raises
+    :class:`ConfigurationError` where transformers cannot make it."""
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: Any = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
-    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, attn_implementation="sdpa")
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, attn_implementation="sdpa")
+    except ValueError as error:
+        raise ConfigurationError(
+            f"engine.kind: the embedded engine cannot load {options.model}: {error}; set engine.kind: vllm"
+        ) from error
     model = model.to(device).eval().requires_grad_(False)
     eos: Any = None
     if (options.model / "generation_config.json").exists():

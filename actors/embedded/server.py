@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from actors.embedded.options import EngineOptions
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import end_with_supervisor
+from pipeline.runtime.embedded_models import check_embedded
 from pipeline.runtime.run_directory import await_model
 
 log = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ DRAIN_SECONDS = 1.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one engine to its end and exit. Exit code 0 after SIGTERM or SIGINT, 1 when sampling died or the address is
-    taken, 2 without a model."""
+    taken, 2 without a model that it can serve."""
     end_with_supervisor()
     options = EngineOptions.parse(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -32,10 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         await_model(options.model)
+        check_embedded(options.model)
+        code = uvloop.run(serve(options))
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    code = uvloop.run(serve(options))
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -43,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def serve(options: EngineOptions) -> int:
-    """Serve until a signal, or until the sampling thread dies. Returns the exit code."""
+    """Serve until a signal, or until the sampling thread dies. Returns the exit code. Raises
+    :class:`ConfigurationError`."""
     from aiohttp import web
 
     from actors.embedded.generator import Generator

@@ -150,7 +150,8 @@ def write_image(
     if image.shards is not None:
         image.shards.begin()
     with atomic_folder(target) as folder:
-        image.policy.model.save_pretrained(folder / "model", state_dict=dict(image.weights))
+        model, weights = image.policy.model, dict(image.weights)
+        model.save_pretrained(folder / "model", state_dict=weights, save_original_format=False)  # names are files' own
         _copy_tokenizer(initial_model, folder / "model")
         if image.adapters is not None and image.policy.adapters is not None:
             image.policy.adapters.save(folder / "adapter", image.adapters)

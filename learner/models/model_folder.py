@@ -1,13 +1,14 @@
 """Loads the causal language model of a Hugging Face folder: whole, or of each weight only this rank's shard.
 
 Shards: the model is made without memory for its weights (on the meta device), divided by FSDP, and then filled with
-slices that are read from the safetensors files. So a rank never holds more than its shard and the slice being copied.
+slices that are read from the safetensors files. So a rank never holds more than its shard and the slice being copied;
+where transformers converts weights (experts), of a merged weight only the experts of its shard.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import MergeModulelist
 
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.stored_names import Group, read_groups
 
 log = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+Read = Callable[[str, slice, list[int], Tensor], object]
+"""Copies rows of a weight, of its whole shape, into a tensor."""
 
 
 def is_empty(model: torch.nn.Module) -> bool:
@@ -79,46 +84,71 @@ class ModelFolder:
         filled = {}
         for tensor, own in names.items():
             if tensor.is_meta:
-                filled[tensor] = _filled(tensor, partial(read, own[0], list(tensor.shape)), device)
+                filled[tensor] = _filled(tensor, partial(read, own[0]), device)
             else:
-                tensor.copy_(read(own[0], list(tensor.shape), slice(None)))
+                read(own[0], slice(None), list(tensor.shape), tensor)
         for module in model.modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter in filled:
                     module._parameters[name] = filled[parameter]
 
-    def _reader(self, model: Any, wanted: list[list[str]]) -> Callable[[str, list[int], slice], Tensor]:
-        """A function that reads rows of a weight, called by the first of the names that it has in the model; from a
-        file, or where names in the files are others than the model's from the whole model."""
-        files = self._files()
-        found = {own[0]: name for own in wanted for name in self._in_files(model, own, files)}
-        whole: dict[str, Tensor] | None = None
-        if len(found) < len(wanted) or get_model_conversion_mapping(model, add_legacy=False):
-            log.info("each rank reads the whole model: weights in %s have other names than the model's", self._path)
-            whole = self.read(torch.device("cpu")).state_dict()
-            found = {own[0]: name for own in wanted for name in self._in_files(model, own, whole)}
+    def _reader(self, model: Any, wanted: list[list[str]]) -> Read:
+        """Reads rows of weights, called by the first of the names that they have in the model; from the files, or where
+        these have no weight that becomes one in the model, from the whole model."""
+        files, prefix = self._files(), f"{model.base_model_prefix}."
+        plain = {names[0]: [name.replace(".base_layer.", ".") for name in names] for names in wanted}
+        transforms = get_model_conversion_mapping(model)
+        known = {name for names in plain.values() for name in names}
+        groups = {name: g for g in read_groups(transforms, files, known, prefix) for name in _results(g)}
+        found = {own: (name, groups[name]) for own, names in plain.items() for name in names if name in groups}
+        if len(found) == len(plain):
+            model._weight_conversions = [transform for transform in transforms if transform.was_used()]
+            return lambda own, rows, shape, into: self._read(*found[own], files, model, rows, shape, into)
+        log.info("each rank reads the whole model: not all weights have a name in the files of %s", self._path)
+        read = self.read(torch.device("cpu"))
+        model._weight_conversions = getattr(read, "_weight_conversions", None)
+        whole = read.state_dict()
+        names = {own: [n for name in names for n in (name, prefix + name)] for own, names in plain.items()}
+        return lambda own, rows, _, into: into.copy_(next(whole[name] for name in names[own] if name in whole)[rows])
 
-        def read(own: str, shape: list[int], rows: slice) -> Tensor:
-            name = found[own]
-            if whole is not None:
-                return whole[name][rows]
-            with safe_open(files[name], framework="pt") as file:
-                tensor = file.get_slice(name)
-                if tensor.get_shape() != shape:
-                    raise ConfigurationError(
-                        f"expected {name} of the shape {shape} in {files[name]}, got {tensor.get_shape()}"
-                    )
-                part: Tensor = tensor[rows]
-                return part
+    def _read(
+        self, own: str, group: Group, files: Mapping[str, Path], model: Any, rows: slice, shape: list[int], into: Tensor
+    ) -> None:
+        """Copy ``rows`` of the weight ``own`` of ``shape``, which ``group`` becomes, one expert after another."""
+        if group.converter is None:
+            with safe_open(files[group.names[0]], framework="pt") as file:
+                tensor = file.get_slice(group.names[0])
+                self._check(own, group, shape, tensor.get_shape())
+                into.copy_(tensor[rows])
+                return
 
-        return read
+        def converted(names: Iterable[str]) -> Tensor:
+            tensors: dict[str, Tensor] = {}
+            for name in names:
+                with safe_open(files[name], framework="pt") as file:
+                    tensors[name] = file.get_tensor(name)
+            result: Tensor = group.converted(tensors, model)[own]
+            return result
 
-    def _in_files(self, model: Any, own: list[str], files: Mapping[str, Any]) -> list[str]:
-        """The first name in ``files`` of a weight, whose names in the model are ``own``; empty: there is none."""
-        plain = [name.replace(".base_layer.", ".") for name in own]
-        prefix = f"{model.base_model_prefix}."
-        names = [*plain, *(prefix + name for name in plain), *(name.removeprefix(prefix) for name in plain)]
-        return [name for name in names if name in files][:1]
+        if not _stacks_rows(group):
+            result = converted(group.names)
+            self._check(own, group, shape, list(result.shape))
+            into.copy_(result[rows])
+            return
+        of_pattern: dict[str, list[str]] = {}
+        for name, pattern in zip(group.names, group.patterns, strict=True):
+            of_pattern.setdefault(pattern, []).append(name)
+        for names in of_pattern.values():
+            self._check(own, group, shape, [len(names), *shape[1:]])
+        for row, experts in zip(into, list(zip(*of_pattern.values(), strict=True))[rows], strict=True):
+            result = converted(experts)
+            self._check(own, group, shape, [shape[0], *result.shape[1:]])
+            row.copy_(result[0])
+
+    def _check(self, own: str, group: Group, expected: list[int], came: list[int]) -> None:
+        if came != expected:
+            name = own if group.converter is not None else group.names[0]
+            raise ConfigurationError(f"expected {name} of the shape {expected} in {self._path}, got {came}")
 
     def _files(self) -> dict[str, Path]:
         """The file of each weight by its name; empty where there are no safetensors files by their usual names."""
@@ -132,14 +162,29 @@ class ModelFolder:
         return {}
 
 
-def _filled(empty: Any, read: Callable[[slice], Tensor], device: torch.device) -> torch.nn.Parameter:
+def _results(group: Group) -> list[str]:
+    """Names of the weights that a group becomes."""
+    if group.converter is None:
+        return [group.target]
+    first, *others = group.converter.target_patterns
+    return [group.target, *(group.target.replace(first, other) for other in others)]
+
+
+def _stacks_rows(group: Group) -> bool:
+    """True where each weight of a pattern is one row of the result."""
+    first, *others = group.converter.operations
+    dims = [getattr(op, name) for op in others for name in ("dim", "dim0", "dim1") if hasattr(op, name)]
+    return isinstance(first, MergeModulelist) and first.dim == 0 and len(dims) >= len(others) and 0 not in dims
+
+
+def _filled(empty: Any, read: Callable[[slice, list[int], Tensor], object], device: torch.device) -> torch.nn.Parameter:
     """A parameter like ``empty`` with its values, of a divided one those of this rank."""
-    if not isinstance(empty, DTensor):
-        whole = torch.empty(empty.shape, dtype=empty.dtype, device=device).copy_(read(slice(None)))
-        return torch.nn.Parameter(whole, requires_grad=empty.requires_grad)
-    local = torch.empty(empty.to_local().shape, dtype=empty.dtype, device=device)
-    local.copy_(read(own_rows(empty.shape[0], empty.device_mesh)))
-    return torch.nn.Parameter(divided(local, empty, empty.device_mesh), requires_grad=empty.requires_grad)
+    is_divided = isinstance(empty, DTensor)
+    rows = own_rows(empty.shape[0], empty.device_mesh) if isinstance(empty, DTensor) else slice(None)
+    local = torch.empty(empty.to_local().shape if is_divided else empty.shape, dtype=empty.dtype, device=device)
+    read(rows, list(empty.shape), local)
+    value = divided(local, empty, empty.device_mesh) if is_divided else local
+    return torch.nn.Parameter(value, requires_grad=empty.requires_grad)
 
 
 def own_rows(rows: int, mesh: DeviceMesh) -> slice:

@@ -41,6 +41,7 @@ from pipeline.config import RunConfig
 from pipeline.config.load import load
 from pipeline.errors import AfterplayError, ConfigurationError, DamagedFiles, Findings
 from pipeline.runtime.disk import FULL, wait_for_room
+from pipeline.runtime.embedded_models import check_embedded
 from pipeline.runtime.folders import CONTENTS, find_damage, set_aside
 from pipeline.runtime.run_directory import PREPARE_SECONDS_MAX, RunDirectory, read_json
 
@@ -202,6 +203,8 @@ def check_model(config: RunConfig, found: Findings, fresh: bool = False) -> None
         folder = model_folder(config)
         if folder is not None:
             _check_positions(config, folder)
+            if config.engine.kind == "embedded":
+                check_embedded(folder)
         elif config.model.source != "tiny" and not config.model.source.startswith("package:"):
             found.notes.append(f"model.source {config.model.source} is not on this machine: a run downloads it")
 

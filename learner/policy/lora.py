@@ -15,6 +15,7 @@ from typing import Any
 import peft
 import torch
 from peft.tuners.lora import LoraLayer
+from peft.utils import transformers_weight_conversion as conversion
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,7 +31,7 @@ class Adapters:
     """Freezes ``model`` and puts adapters into it; B begins at 0, so the policy begins unchanged.
 
     ``folder`` holds saved ones to resume from. Raises :class:`ConfigurationError` where no layer has the names of
-    ``config.targets``, :class:`StoreError` when the saved ones belong to another model or rank.
+    ``config.targets``, or peft refuses one, :class:`StoreError` when the saved ones belong to another model or rank.
     """
 
     def __init__(self, model: Any, config: LoraConfig, folder: Path | None = None) -> None:
@@ -42,9 +43,12 @@ class Adapters:
             bias="none",
             task_type="CAUSAL_LM",
         )
-        with warnings.catch_warnings(), _placeholders(model):
+        with warnings.catch_warnings(), _placeholders(model), _targets_as_given():
             warnings.simplefilter("ignore")  # peft warns of tied weights although the output layer gets no adapter
-            self._peft: peft.PeftModel = peft.get_peft_model(model, options)
+            try:
+                self._peft: peft.PeftModel = peft.get_peft_model(model, options)
+            except ValueError as error:
+                raise ConfigurationError(f"learner.lora.targets: choose other layers: {error}") from error
         self._deltas: dict[str, Any] = {
             name: m.get_delta_weight for name, m in model.named_modules() if isinstance(m, LoraLayer)
         }
@@ -118,6 +122,18 @@ def _placeholders(model: torch.nn.Module) -> Iterator[None]:
         for module, name, parameter in empty:
             parameter.requires_grad = False
             module._parameters[name] = parameter
+
+
+@contextmanager
+def _targets_as_given() -> Iterator[None]:
+    """Without peft's translation of names: in a mixture of experts it takes linear layers called ``gate_proj`` or
+    ``down_proj`` for the experts of transformers 4, and adapts the merged experts in their place."""
+    translate = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *args, **options: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = translate
 
 
 def _targets(model: Any, ends: tuple[str, ...]) -> set[str]:

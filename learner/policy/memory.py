@@ -24,10 +24,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from learner.data.microbatch import lay_out
 from learner.policy.attention import NAME, packed_inputs
+from learner.policy.experts import use_compute_type
 from learner.policy.logprobs import TILE
 from learner.policy.policy import DTYPES, layers_of
 from learner.policy.residual import narrow_residual
-from learner.policy.row_form import unsupported
+from learner.policy.row_form import capped, unsupported
 from pipeline.config import RunConfig
 from pipeline.config.learner import LoraConfig
 from pipeline.errors import ConfigurationError
@@ -169,10 +170,11 @@ def _traced(config: Any, row_tokens: int, lora: LoraConfig | None) -> list[Layer
         for weight in model.parameters():
             if not weight.requires_grad:
                 weight.data = weight.data.to(DTYPES[lora.frozen_dtype])
+    use_compute_type(model)
     narrow_residual(model, torch.bfloat16)
-    packed = unsupported(model) is None
-    if packed:
-        model.set_attn_implementation(NAME)
+    written_out = capped(model) or any(name.endswith("sinks") for name, _ in model.named_parameters())
+    packed = unsupported(model) is None and not written_out
+    model.set_attn_implementation(NAME if packed else "eager" if written_out else "sdpa")
     trained = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers_of(model)]
     with FakeTensorMode(allow_non_fake_inputs=True):
         _on_cpu(model)
@@ -248,7 +250,9 @@ def _kept(model: Any, rows: int, row_tokens: int, *, packed: bool) -> list[int]:
     return kept
 
 
-def learner_memory(model: Footprint, config: RunConfig, ranks: int | None = None) -> LearnerMemory:
+def learner_memory(
+    model: Footprint, config: RunConfig, ranks: int | None = None, tile: int = TILE["cuda"]
+) -> LearnerMemory:
     """Memory of one rank, without critic and reference, of several micro-batches an update."""
     learner = config.learner
     ranks, lora, checkpointing = ranks or learner.ranks, learner.lora.rank, learner.gradient_checkpointing
@@ -259,23 +263,27 @@ def learner_memory(model: Footprint, config: RunConfig, ranks: int | None = None
     largest = max(layer.weights for layer in model.layers)
     deepest = max(layer.token_bytes for layer in model.layers)
     kept = sum(layer.token_bytes for layer in model.layers)
-    if checkpointing:
-        kept = 2 * model.hidden * len(model.layers) + deepest
     vocabulary = model.embedding_weights // model.hidden
-    output = 12 * min(TILE["cuda"], tokens * vocabulary) + 10 * tokens * model.hidden
+    logits = 12 * min(tile, tokens * vocabulary) + 10 * tokens * model.hidden
     if ranks > 1:
         # gathered in the compute type, one layer ahead; a gradient, and its float32 form for the reduction
-        layer = (4 if lora else 10) * largest
         head = (2 if lora else 8) * model.head_weights + 2 * largest
-        copies = max(layer, head) if model.head_weights else layer + (4 if lora else 8) * model.embedding_weights
+        copies = (4 if lora else 10) * largest
+        if not model.head_weights:  # the embedding, whole in float32 for the time of a pass
+            head, copies = (x + (4 if lora else 8) * model.embedding_weights for x in (2 * largest, copies))
     else:
-        copies = (
-            max(layer.copies for layer in model.layers)
-            if lora and checkpointing
-            else sum(layer.copies for layer in model.layers)
-        )
-        output += 0 if lora else 4 * model.embedding_weights
-    return LearnerMemory((trained * (8 + moments) + frozen) / ranks, copies, tokens * kept, output)
+        logits += 0 if lora else 4 * model.embedding_weights
+        head = copies = sum(layer.copies for layer in model.layers)
+        if lora and checkpointing:
+            head, copies = 0, max(layer.copies for layer in model.layers)
+    states = (trained * (8 + moments) + frozen) / ranks
+    if checkpointing:
+        # the output layer, or a layer that is computed again
+        inputs = 2 * tokens * model.hidden * len(model.layers)
+        if head + logits > copies + tokens * deepest:
+            return LearnerMemory(states, head, inputs, logits)
+        return LearnerMemory(states, copies, inputs + tokens * deepest, 0)
+    return LearnerMemory(states, max(head, copies), tokens * kept, logits)
 
 
 def engine_bytes(model: Footprint, tensor_parallel: int = 1) -> float:

@@ -7,7 +7,7 @@ Dimensions: B rows, T padded length, S sampled tokens of a micro-batch, H hidden
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from learner.data.microbatch import MicroBatch, PassCost, collate, plan_rows, token_offsets
 from learner.data.rows import Row, TokenArray
@@ -25,12 +26,14 @@ from learner.distributed.ranks import ALONE, IDLE, Interrupt, Ranks
 from learner.models.model_folder import is_empty
 from learner.observability.timing import Stopwatch
 from learner.policy.attention import packed_inputs, packs_by_varlen
+from learner.policy.experts import use_compute_type
 from learner.policy.logprobs import Head, sampled_logprobs
 from learner.policy.residual import narrow_residual
 from learner.policy.row_form import choose_form
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError, Interrupted
 from pipeline.runtime.processor import fast_dtype
+from pipeline.runtime.stored_names import Group, written_groups
 
 if TYPE_CHECKING:
     from learner.policy.lora import Adapters
@@ -130,6 +133,7 @@ class Backbone:
     ) -> None:
         self.model = model.to(dtype=dtype) if is_empty(model) else model.to(device=device, dtype=dtype)
         _without_dropout(self.model)
+        use_compute_type(self.model)
         self.device = device
         self.interrupt = interrupt or Interrupt()
         self.on_layer: Callable[[], None] = lambda: None
@@ -355,8 +359,9 @@ class Policy(Backbone):
         return scores
 
     def weights(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
-        """All weights in ``dtype``, one after another, on the device; tied weights once, under the name that the model
-        loads them by. Adapters are added to the weights they belong to, under the names of a model without them.
+        """All weights in ``dtype``, one after another, on the device, by the names that they have in files; tied
+        weights once. Adapters are added to the weights they belong to. The weights of experts are parts of one that the
+        model has (:mod:`pipeline.runtime.stored_names`).
 
         With several ranks one weight at a time is made whole, and only rank 0 gets it. A weight that has the type
         already is the trained one itself. The ranks work together until the iterator has ended or is closed.
@@ -365,38 +370,65 @@ class Policy(Backbone):
 
     def description(self, dtype: DtypeName) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Name, type and shape of what :meth:`weights` gives, in its order. Not a collective."""
-        return [(self._public(name), _kind(tensor, dtype), tuple(tensor.shape)) for name, tensor in self._entries()]
+        entries, found = self._entries(), []
+        for group in self._groups(entries):
+            kinds = {name: self._kind(name, entries[name], dtype) for name in group.names}
+            empty = {name: torch.empty(entries[name].shape, dtype=kind, device="meta") for name, kind in kinds.items()}
+            found += [(name, t.dtype, tuple(t.shape)) for name, t in group.converted(empty, self.model).items()]
+        return found
 
     def snapshot(self, dtype: DtypeName) -> dict[str, Tensor]:
         """Copies of all :meth:`weights` on the CPU; with several ranks only rank 0 has them."""
         return {name: tensor.cpu().contiguous() for name, tensor in self._weights(dtype, copies=True)}
 
+    def own_weights(self) -> dict[str, Tensor]:
+        """The weights by the names of a model without adapters, tied ones once, those of several ranks as shards.
+        Adapters are added."""
+        return {self._public(name): self._merged(name, tensor) for name, tensor in self._entries().items()}
+
     def _weights(self, dtype: DtypeName, *, copies: bool) -> Iterator[tuple[str, Tensor]]:
         wanted = self.ranks.rank == 0
         with self.ranks.together("snapshot", facts={"dtype": dtype}):
-            for name, tensor in self._entries():
-                kind = _kind(tensor, dtype)
-                if self.adapters is not None:
-                    tensor = self.adapters.merged(name, tensor)
-                # cast on the device, and before the gather: a copy that also casts would move the float32 values
-                cast = self.ranks.whole(tensor.detach().to(kind, copy=copies and tensor.device.type == "cpu"))
+            entries = self._entries()
+            for group in self._groups(entries):
+                tensors = {}
+                for name in group.names:
+                    kind, tensor = self._kind(name, entries[name], dtype), self._merged(name, entries[name])
+                    # cast on the device, and before the gather: a copy that also casts would move the float32 values
+                    copy = copies and tensor.device.type == "cpu"
+                    tensors[name] = self.ranks.whole(tensor.detach().to(kind, copy=copy))
                 if wanted:
                     try:
-                        yield self._public(name), cast
+                        yield from group.converted(tensors, self.model).items()
                     except GeneratorExit:
                         if self.ranks.size == 1:
                             raise
                         wanted = False  # the other ranks make every weight whole all the same
 
+    def _kind(self, name: str, tensor: Tensor, dtype: DtypeName) -> torch.dtype:
+        """Type of a published weight. What transformers keeps in float32 (the bias that chooses experts) keeps it."""
+        kept = getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
+        return DTYPES[dtype] if tensor.is_floating_point() and not any(n in name for n in kept) else tensor.dtype
+
+    def _merged(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor if self.adapters is None else self.adapters.merged(name, tensor)
+
     def _public(self, name: str) -> str:
         return name if self.adapters is None else self.adapters.merged_name(name)
 
-    def _entries(self) -> Iterator[tuple[str, Tensor]]:
+    def _groups(self, entries: Mapping[str, Tensor]) -> list[Group]:
+        """The weights as they become weights of files."""
+        public = {self._public(name): name for name in entries}
+        groups = written_groups(self.model, public, get_model_conversion_mapping)
+        return [replace(group, names=tuple(public[name] for name in group.names)) for group in groups]
+
+    def _entries(self) -> dict[str, Tensor]:
         """The weights as they are trained, each once."""
         tied = set(
             getattr(self.model, "all_tied_weights_keys", None) or getattr(self.model, "_tied_weights_keys", None) or ()
         )
         seen: set[tuple[int, int]] = set()
+        found = {}
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for name, tensor in sorted(self.model.state_dict().items(), key=lambda item: item[0] in tied):
             divided = isinstance(parameters.get(name), DTensor)  # shards have no storage to tell them apart by
@@ -405,7 +437,8 @@ class Policy(Backbone):
                 continue
             seen.add(storage)
             if self.adapters is None or not self.adapters.owns(name):
-                yield name, tensor
+                found[name] = tensor
+        return found
 
     def adapter_snapshot(self, dtype: torch.dtype) -> dict[str, Tensor] | None:
         """Copies of the adapters alone on the CPU, by the names of peft's files; None without adapters."""
@@ -421,8 +454,3 @@ class Policy(Backbone):
         return Head(
             layer.weight, getattr(layer, "bias", None), float(scale), getattr(config, "final_logit_softcapping", None)
         )
-
-
-def _kind(tensor: Tensor, dtype: DtypeName) -> torch.dtype:
-    """Type of a published weight."""
-    return DTYPES[dtype] if tensor.is_floating_point() else tensor.dtype

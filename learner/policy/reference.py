@@ -21,7 +21,7 @@ from torch import Tensor
 
 from learner.data.microbatch import token_offsets
 from learner.data.rows import Row, TokenArray
-from learner.distributed.ranks import ALONE, Interrupt
+from learner.distributed.ranks import Interrupt
 from learner.observability.timing import Stopwatch
 from learner.policy.policy import Policy
 from pipeline.config.learner import ReferenceConfig
@@ -78,8 +78,7 @@ class FrozenCopy(Reference):
 
     def updated(self, updates: int) -> None:
         if self._refresh_every is not None and updates % self._refresh_every == 0:
-            divided = self._live.ranks is not ALONE
-            self._take(dict(self._live.model.state_dict()) if divided else self._live.snapshot("float32"))
+            self._take(self._live.own_weights())
 
     def state(self) -> dict[str, Tensor] | None:
         """Its weights where it is refreshed; else None."""

@@ -43,8 +43,7 @@ def choose_form(
 
     Raises :class:`ConfigurationError` where ``learner.packing`` is ``packed`` and the model does not allow it.
     """
-    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
-    if capped and model.config._attn_implementation == "sdpa":
+    if capped(model) and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
     if config.packing == "padded":
         return Form(padded_because="configured")
@@ -67,6 +66,11 @@ def choose_form(
         raise ConfigurationError(f"learner.packing is packed, but {reason}: set it to padded")
     log.info("rows are padded, not packed: %s", reason)
     return Form(padded_because=kind)
+
+
+def capped(model: Any) -> bool:
+    """True where attention scores are capped."""
+    return bool(getattr(model.config.get_text_config(), "attn_logit_softcapping", None))
 
 
 def unsupported(model: Any) -> str | None:

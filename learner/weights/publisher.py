@@ -10,7 +10,7 @@ import logging
 import re
 import shutil
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -334,10 +334,12 @@ def write_weights(model: Any, folder: Path, tensors: Mapping[str, Tensor]) -> in
     ``model`` gives configuration and names only: its weights, which training changes meanwhile, are not read.
     """
     with atomic_folder(folder) as scratch:
-        model.save_pretrained(scratch, state_dict=dict(tensors))
+        model.save_pretrained(scratch, state_dict=dict(tensors), save_original_format=False)  # names are files' own
         config = orjson.loads((scratch / "config.json").read_bytes())
-        found = {str(t.dtype).removeprefix("torch.") for t in tensors.values() if t.is_floating_point()}
-        config["dtype"] = "float32" if len(found) != 1 else found.pop()
+        sizes = Counter[torch.dtype]()
+        for tensor in tensors.values():
+            sizes[tensor.dtype] += tensor.numel() * tensor.is_floating_point()
+        config["dtype"] = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
         (scratch / "config.json").write_bytes(orjson.dumps(config, option=orjson.OPT_INDENT_2))
         return sum(path.stat().st_size for path in scratch.iterdir())
 

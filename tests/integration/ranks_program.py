@@ -72,7 +72,8 @@ def run(folder: Path, cases: dict, group: RankGroup | None) -> None:
     for name, case in cases.items():
         torch.manual_seed(case.get("seed", 0))
         source = None if "load" not in case else folder / case["load"] / "u000002"
-        trainer = make_trainer(config_of(case), folder / "model", source, group)
+        model = folder / case.get("model", "model")
+        trainer = make_trainer(config_of(case), model, source, group)
         if source is not None:
             restore_training(source, trainer)
         if rank:
@@ -88,7 +89,7 @@ def run(folder: Path, cases: dict, group: RankGroup | None) -> None:
         found = train(trainer, case, range(trainer.updates, 2 if "save" in case else 4))
         if "save" in case:
             state = CheckpointState(trainer.updates, trainer.updates, {})
-            save_checkpoint(folder / case["save"], trainer, state, folder / "model", keep=3)
+            save_checkpoint(folder / case["save"], trainer, state, model, keep=3)
             found = {**found, "updates": found["updates"] + train(trainer, case, range(2, 4))["updates"]}
         weights = trainer.policy.snapshot("float32")
         if group is not None:

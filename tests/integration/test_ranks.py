@@ -10,6 +10,7 @@ import orjson
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.integration.ranks_program import run
 from tests.support.fork_server import ForkServer
@@ -35,6 +36,7 @@ CASES = {
     "sequence_ratios": {"sections": {"loss": {"policy": "gspo"}}},
     "masks": {"sections": {"loss": {"off_policy": "second_moment"}, "replay": {"ess_guard": {"enabled": True}}}},
     "adapters": {"sections": {"loss": {"kl": "loss"}}, "learner": {"lora": LORA}},
+    "experts": {"model": "experts", "sections": GAE},
     "not_finite": {"poison": 1},
     "groups": {
         "groups": 4,
@@ -66,7 +68,11 @@ PARTS = {
 def by_ranks(size: int) -> dict:
     """What ``size`` processes run: the cases, a run that saves, and runs that go on from others' checkpoints."""
     cases = {**CASES, **ROUNDED}
-    for name, parts in (("saved", PARTS), ("adapters_saved", {"learner": {"lora": LORA}})):
+    for name, parts in (
+        ("saved", PARTS),
+        ("adapters_saved", {"learner": {"lora": LORA}}),
+        ("experts_saved", {"model": "experts"}),
+    ):
         if size < 4:
             cases[name] = {**parts, "save": f"{name}{size}"}
         for before in {1: [2], 2: [1, 2], 4: [2]}[size]:
@@ -103,12 +109,26 @@ def train(server: ForkServer, size: int, folder: Path) -> None:
             process.wait()
 
 
+def experts_model() -> Qwen3MoeForCausalLM:
+    """Of six experts a layer, four ranks have two, two, two and none."""
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=23, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+            head_dim=8, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, initializer_range=0.4,
+            max_position_embeddings=128,
+        )
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, fork_server):
     """What one, two and four processes found: ``ranksN/CASE.json`` and ``.safetensors``."""
     folder = tmp_path_factory.mktemp("ranks")
     tiny_model().save_pretrained(folder / "model")
-    (folder / "model" / "tokenizer.json").write_text("{}")
+    experts_model().save_pretrained(folder / "experts")
+    for name in ("model", "experts"):
+        (folder / name / "tokenizer.json").write_text("{}")
     torch.set_num_threads(1)
     of_one = by_ranks(1)
     for size in (2, 4):
@@ -164,7 +184,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2), (2, 4)])
-@pytest.mark.parametrize("name", ["saved", "adapters_saved"])
+@pytest.mark.parametrize("name", ["saved", "adapters_saved", "experts_saved"])
 def test_another_number_of_ranks_goes_on_from_a_checkpoint(folder, before, after, name):
     came = found(folder, after, f"{name}_from{before}")
     assert_same(came, found(folder, 1, name), slice(2, None))

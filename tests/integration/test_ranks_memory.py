@@ -9,14 +9,16 @@ import pytest
 from benchmarks.loading_memory import ROOT, SMALL, environment, free_port, write_model
 
 SLACK = 24 << 20
-"""Of the allocator, of collectives and of modules that are imported late."""
+"""Of the allocator, of collectives and of modules that are imported late; twice that for experts, whose files hold many
+small weights (the same for 16 and 32 layers)."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_rank_loads_its_shard_and_never_more_than_a_layer_beside_it(tmp_path, fork_server):
-    write_model(tmp_path / "model", layers=16, hidden=512, vocabulary=1024)
-    write_model(tmp_path / SMALL, layers=2, hidden=64, vocabulary=32)
+@pytest.mark.parametrize("experts", [0, 16])
+def test_a_rank_loads_its_shard_and_never_more_than_a_layer_beside_it(tmp_path, fork_server, experts):
+    write_model(tmp_path / "model", layers=16, hidden=512, vocabulary=1024, experts=experts)
+    write_model(tmp_path / SMALL, layers=2, hidden=64, vocabulary=32, experts=min(experts, 4))
     port, program = free_port(), str(ROOT / "benchmarks" / "loading_memory.py")
     ranks = []
     try:
@@ -37,4 +39,4 @@ def test_a_rank_loads_its_shard_and_never_more_than_a_layer_beside_it(tmp_path, 
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert found["model"] > 250 << 20
-        assert found["anonymous"] <= found["shard"] + found["layer"] + SLACK, found
+        assert found["anonymous"] <= found["shard"] + found["layer"] + SLACK * (1 + bool(experts)), found

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import re
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -224,3 +227,27 @@ def test_a_run_with_another_model_is_refused_and_starts_over_with_fresh(tmp_path
     with pytest.raises(ConfigurationError, match=r"expected the model of the run.*start over with --fresh"):
         check_before_run(changed)
     assert check_before_run(changed, fresh=True) == []
+
+
+def test_a_model_that_the_embedded_engine_cannot_serve_is_refused_before_a_run(tmp_path: Path, folder: Path) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    facts = json.loads((folder / "config.json").read_text()) | {"layer_types": ["full_attention", "conv"]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(facts))
+    config = {
+        "run": {"directory": tmp_path, "name": "r"},
+        "model": {"source": str(tmp_path / "model"), "max_length": 64},
+        "sampling": {"max_tokens": 4},
+    }
+    refused = RunConfig.model_validate(config | {"engine": {"kind": "embedded"}})
+    with pytest.raises(ConfigurationError, match=r"LlamaForCausalLM, which has layers of the kinds \['conv'\]"):
+        check_before_run(refused)
+    check_before_run(RunConfig.model_validate(config | {"engine": {"kind": "vllm"}}))
+
+
+@pytest.mark.slow
+def test_the_embedded_engine_refuses_such_a_model_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}')
+    command = [sys.executable, "-m", "actors.embedded.server", "--model", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.strip().splitlines()[-1].startswith("error: engine.kind: the embedded engine cannot generate")

@@ -8,8 +8,9 @@ import peft  # noqa: F401  its import takes seconds
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from learner.checkpoints.checkpoint import CheckpointState, restore_training, save_checkpoint
 from learner.data.microbatch import collate
@@ -31,6 +32,9 @@ CONFIGS = {
     "llama_scaled_positions": LlamaConfig(**SHAPE, tie_word_embeddings=False, rope_parameters=SCALED),
     "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=False),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE, head_dim=8, num_experts=12, num_experts_per_tok=2, moe_intermediate_size=8, tie_word_embeddings=False
+    ),
 }
 CPU = torch.device("cpu")
 
@@ -171,9 +175,50 @@ def test_weights_of_another_shape_are_an_error(tmp_path):
         ModelFolder(folder).fill(ModelFolder(folder).empty(), CPU)
 
 
-def test_norms_keep_their_float32_weights_under_bfloat16(kit, tmp_path, group):
+def test_a_rank_reads_the_experts_of_its_rows_alone(tmp_path, monkeypatch):
+    """Of 12 experts those of 4 … 6: from the files of these, in the order of their numbers, into one weight."""
+    folder = written(tmp_path, CONFIGS["qwen3_moe"])
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    seen = []
+
+    class File:
+        def __init__(self, *arguments, **options):
+            self._file = safe_open(*arguments, **options)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return None
+
+        def __getattr__(self, name):
+            return getattr(self._file, name)
+
+        def get_tensor(self, name):
+            seen.append(name)
+            return self._file.get_tensor(name)
+
+    monkeypatch.setattr("learner.models.model_folder.safe_open", File)
+    own = [f"model.layers.1.mlp.experts.{kind}" for kind in ("gate_up_proj", "down_proj")]
+    reader = ModelFolder(folder)
+    model = reader.empty()
+    read = reader._reader(model, [[name] for name in own])
+    for name in own:
+        seen.clear()
+        shape = list(expected[name].shape)
+        came = torch.empty(3, *shape[1:])
+        read(name, slice(4, 7), shape, came)
+        assert torch.equal(came, expected[name][4:7])
+        assert {int(n.split(".")[5]) for n in seen} == {4, 5, 6} and len(seen) == (6 if "gate" in name else 3)
+        read(name, slice(12, 12), shape, torch.empty(0, *shape[1:]))
+        with pytest.raises(ConfigurationError, match=r"of the shape \[13, .* got \[12, "):
+            read(name, slice(0, 3), [13, *shape[1:]], came)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_norms_keep_their_float32_weights_under_bfloat16(kit, tmp_path, group, name):
     """What bfloat16 cannot hold of a norm's weight changes the log-probabilities of several ranks as those of one."""
-    folder = written(tmp_path, CONFIGS["qwen3"])
+    folder = written(tmp_path, CONFIGS[name])
     config = kit.run_config({"compute_dtype": "bfloat16"})
     policy, alone = make_policy(config, folder, None, group), make_policy(config, folder, None)
     seen = {}
