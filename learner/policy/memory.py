@@ -70,7 +70,7 @@ class Footprint:
     hidden: int
     embedding_weights: int
     head_weights: int
-    """Of an output layer of its own; 0: it is the embedding."""
+    """Weights of an output layer of its own; 0: it is the embedding."""
     other_weights: int
     """Outside of the layers: norms."""
 
