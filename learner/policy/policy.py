@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from learner.data.microbatch import MicroBatch, PassCost, collate, plan_rows, token_offsets
 from learner.data.rows import Row, TokenArray
@@ -339,22 +339,37 @@ class Policy(Backbone):
         """Copies of all :meth:`weights` on the CPU; with several ranks only rank 0 has them."""
         return {name: tensor.cpu().contiguous() for name, tensor in self._weights(dtype, copies=True)}
 
+    def shards(self, dtype: DtypeName) -> dict[str, Tensor]:
+        """Copies on the CPU of this rank's shards of all weights in ``dtype``, and of what is not divided, by the names
+        that :meth:`snapshot` has. Adapters are added. All ranks must call it."""
+        return {
+            name: (part.redistribute(placements=[Shard(0)]) if isinstance(part, DTensor) else part).cpu().contiguous()
+            for name, part in self._parts(dtype, copies=True)
+        }
+
     def _weights(self, dtype: DtypeName, *, copies: bool) -> Iterator[tuple[str, Tensor]]:
         wanted = self.ranks.rank == 0
         with self.ranks.together("snapshot", facts={"dtype": dtype}):
-            for name, tensor in self._entries():
-                kind = _kind(tensor, dtype)
-                if self.adapters is not None:
-                    tensor = self.adapters.merged(name, tensor)
-                # cast on the device, and before the gather: a copy that also casts would move the float32 values
-                cast = self.ranks.whole(tensor.detach().to(kind, copy=copies and tensor.device.type == "cpu"))
+            for name, part in self._parts(dtype, copies=copies):
+                whole = self.ranks.whole(part)
                 if wanted:
                     try:
-                        yield self._public(name), cast
+                        yield name, whole
                     except GeneratorExit:
                         if self.ranks.size == 1:
                             raise
                         wanted = False  # the other ranks make every weight whole all the same
+
+    def _parts(self, dtype: DtypeName, *, copies: bool) -> Iterator[tuple[str, Tensor]]:
+        """The weights in ``dtype``, of divided ones this rank's shards, on the device; with ``copies`` none of them is
+        a trained one on the CPU."""
+        for name, tensor in self._entries():
+            kind = _kind(tensor, dtype)
+            if self.adapters is not None:
+                tensor = self.adapters.merged(name, tensor)
+            # cast on the device, and before the gather: a copy that also casts would move the float32 values
+            cast = tensor.detach().to(kind, copy=copies and tensor.device.type == "cpu")
+            yield self._public(name), cast
 
     def _public(self, name: str) -> str:
         return name if self.adapters is None else self.adapters.merged_name(name)
