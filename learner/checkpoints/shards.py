@@ -14,6 +14,7 @@ import io
 import logging
 import random
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ from pipeline.runtime.disk import disk_fault
 if TYPE_CHECKING:
     from learner.training.trainer import Trainer
 
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # of every load with no_dist
 log = logging.getLogger(__name__)
 FOLDER = "shards"
 _MARK = "shard:"

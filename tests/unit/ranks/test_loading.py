@@ -7,15 +7,12 @@ import numpy as np
 import peft  # noqa: F401  its import takes seconds
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from learner.checkpoints.checkpoint import CheckpointState, restore_training, save_checkpoint
 from learner.data.microbatch import collate
 from learner.data.rows import Batch
-from learner.distributed.collectives import RankGroup
-from learner.distributed.ranks import Interrupt
 from learner.models.model_folder import ModelFolder
 from learner.policy.fsdp import norms_of
 from learner.policy.policy import Policy
@@ -33,13 +30,6 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=False),
 }
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield RankGroup(CPU, Interrupt(), 10.0)
-    dist.destroy_process_group()
 
 
 def written(folder, config, dtype=torch.float32, **options):
