@@ -1,8 +1,10 @@
 """Checkpoints written beside training: nobody waits for the disk, and nothing is reported before it is durable."""
 
+import threading
 import weakref
 
 import anyio
+import anyio.to_thread
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
@@ -65,18 +67,18 @@ async def test_training_goes_on_while_a_checkpoint_is_written(trainer, train, in
 
 async def test_a_durable_checkpoint_leaves_no_copy_in_memory(trainer, initial, tmp_path):
     """Else the next image would be made beside it."""
-    writer = writer_of(tmp_path / "c", initial, [])
-    with anyio.fail_after(30):
+    writer, gone = writer_of(tmp_path / "c", initial, []), threading.Event()
+    with anyio.fail_after(60):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(writer.run)
             async with writer.slot(trainer.updates) as take:
                 image = image_of(trainer)
-                copies = weakref.WeakSet(image.weights.values())
+                weakref.finalize(next(iter(image.weights.values())), gone.set)
                 take(image)
                 del image
-            assert copies
+            assert not gone.is_set()
             await writer.idle()
-            assert not copies
+            assert await anyio.to_thread.run_sync(gone.wait, 30)
             tasks.cancel_scope.cancel()
 
 
