@@ -59,7 +59,7 @@ class Shards:
 
     tensors: dict[str, DTensor]
     weights: dict[str, Tensor]
-    """Of the policy; those that are not divided are whole."""
+    """Shards of the policy's weights; a tensor that is not divided is whole."""
     group: RankGroup
 
     def begin(self) -> None:

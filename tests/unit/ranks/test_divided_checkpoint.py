@@ -71,7 +71,7 @@ def test_the_model_folder_of_several_ranks_is_byte_for_byte_that_of_one(kit, ini
 def test_files_of_bounded_size_hold_the_whole_model_for_any_number_of_ranks(
     kit, initial, tmp_path, group, name, monkeypatch
 ):
-    """Of a layer's size at most, since a layer is never divided."""
+    """Memory for one file at a time is at most that of a layer, since a layer is never divided."""
     monkeypatch.setattr(model_files, "FILE_BYTES_MAX", 1000)
     folder, config, most = initial(name), kit.run_config(), []
     trainer = make_trainer(config, folder, None, group)
