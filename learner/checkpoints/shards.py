@@ -63,7 +63,7 @@ class Shards:
     group: RankGroup
 
     def begin(self) -> None:
-        """Rank 0: an attempt at the checkpoint begins, or goes on. Tells the others that it is still there."""
+        """Rank 0: an attempt at the checkpoint begins, or continues. Tells the others that it is still there."""
         self.group.broadcast_text("")
 
     def write(self, folder: Path, model: Any) -> None:
