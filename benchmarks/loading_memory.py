@@ -1,4 +1,4 @@
-"""Resident memory of each rank of a learner while it loads its model, against its shard and one layer.
+"""Memory of each rank of a learner while it loads its model and makes a checkpoint, against its shard and one layer.
 
 ::
 
@@ -6,7 +6,8 @@
     python -m benchmarks.loading_memory --ranks 2 --layers 4 --hidden 512
 
 Each rank is a process of its own (gloo). It is measured from before the model is made until its shard is filled:
-anonymous memory, which is what loading needs, and all resident pages, those of the files among them.
+anonymous memory, which is what loading needs, and all resident pages, those of the files among them. The same of a
+checkpoint without moments: anonymous memory of its image, for which training waits, and beside that of its files.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -77,25 +79,42 @@ class Peak:
 
 
 def run_rank(folder: Path, work: Path) -> None:
-    """Load the policy as a rank of a learner does, and write what it took into ``work``."""
+    """Load the policy and save it as a rank of a learner does, and write what it took into ``work``."""
     import torch
 
+    from learner.checkpoints.checkpoint import CheckpointState, take_image, write_image
     from learner.distributed.collectives import RankGroup, join, leave, process_rank
+    from learner.distributed.ranks import Interrupt
     from learner.process.build import make_policy
+    from learner.training.trainer import Trainer
     from pipeline.config import RunConfig
 
     torch.set_num_threads(1)
     config = RunConfig.model_validate({"learner": {"device": "cpu"}})
     process = process_rank(config.learner)
     device = join(process, config.learner)
-    group = RankGroup(device, threading.Event(), 600.0)
+    group = RankGroup(device, Interrupt(), 600.0)
     make_policy(config, work / SMALL, None, group)  # imports and buffers of the first time
     group.everyones({}, {})
     peak = Peak()
     policy = make_policy(config, folder, None, group)
     group.everyones({}, {})
     anonymous, pages = peak.stop()
+    trainer = Trainer(policy, config)
+    if group.rank:
+        group.receive()  # rank 0 sends the command to make an image
+    peak, start = Peak(), time.perf_counter()
+    image = take_image(trainer, CheckpointState(0, 0, {}))
+    waited = time.perf_counter() - start
+    copied, peak = peak.stop()[0], Peak()
+    if group.rank == 0:
+        write_image(work / "checkpoints", image, folder, 1)
+    elif image.shards is not None:
+        image.shards.follow()
     found = {
+        "image": copied,
+        "files": peak.stop()[0],
+        "milliseconds": round(1000 * waited),
         "anonymous": anonymous,
         "resident": pages,
         "shard": sum(p.to_local().numel() * 4 for p in policy.parameters),  # type: ignore[attr-defined]
@@ -118,11 +137,11 @@ def free_port() -> int:
 
 
 def table(found: list[dict[str, int]]) -> list[str]:
-    lines = [f"{'rank':>4}{'shard':>9}{'layer':>9}{'anonymous':>11}{'resident':>10}   MiB; the model has "
-             f"{found[0]['model'] / 2**20:.0f}"]  # fmt: skip
+    columns = "shard", "layer", "anonymous", "resident", "image", "files"
+    lines = [f"MiB; the model has {found[0]['model'] / 2**20:.0f}, training waited {found[0]['milliseconds']} ms",
+             f"{'rank':>4}" + "".join(f"{column:>11}" for column in columns)]  # fmt: skip
     for rank, one in enumerate(found):
-        shard, layer, anonymous, pages = (one[k] / 2**20 for k in ("shard", "layer", "anonymous", "resident"))
-        lines.append(f"{rank:4}{shard:9.0f}{layer:9.0f}{anonymous:11.0f}{pages:10.0f}")
+        lines.append(f"{rank:4}" + "".join(f"{one[column] / 2**20:11.0f}" for column in columns))
     return lines
 
 

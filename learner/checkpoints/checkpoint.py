@@ -7,7 +7,8 @@
       adapter/      with learner.lora: the adapters alone, float32, as peft has them; training resumes from these
       training.pt   random state, optimizer (checkpoint.optimizer), and where there are such: critic, average of the
                     weights, refreshed reference policy, adaptive KL coefficient (tensors and plain values only)
-      shards/       with several ranks (learner.ranks): what of training.pt is divided among them, written by all
+      shards/       with several ranks (learner.ranks): what of training.pt is divided among them, written by all;
+                    model/ is then several files if it is large
       state.json    counters
       contents.json    size and digest of every file; written last
     checkpoints/best    the best evaluated one, with evaluation.keep_best (learner/checkpoints/best.py)
@@ -35,7 +36,6 @@ import torch
 from torch import Tensor
 
 from learner.checkpoints.shards import (
-    FOLDER,
     Shards,
     divide_state,
     mapped,
@@ -99,6 +99,7 @@ class CheckpointImage:
 
     state: CheckpointState
     weights: dict[str, Tensor]
+    """With several ranks this rank's shards of them."""
     adapters: dict[str, Tensor] | None
     training: dict[str, Any]
     shards: Shards | None
@@ -112,7 +113,7 @@ class CheckpointImage:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the weights, less than the files have."""
+        """Bytes of the weights of all ranks, less than the files have."""
         return sum(tensor.nbytes for tensor in self.weights.values())
 
 
@@ -126,10 +127,10 @@ def take_image(trainer: Trainer, state: CheckpointState) -> CheckpointImage:
         if trainer.saves_optimizer:
             training["optimizer"] = trainer.optimizer.state_dict()
         training |= {name: part for name, (part, _) in _parts(trainer).items()}
-        training, shards = mapped(training, _copy), None
+        training, shards, weights = mapped(training, _copy), None, policy.shards("float32")
         if isinstance(policy.ranks, RankGroup):
-            training, shards = divide_state(training, policy.ranks)
-        weights, adapters = policy.snapshot("float32"), policy.adapter_snapshot(torch.float32)
+            training, shards = divide_state(training, weights, policy.ranks)
+        adapters = policy.adapter_snapshot(torch.float32)
     return CheckpointImage(state, weights, adapters, training, shards, policy)
 
 
@@ -150,14 +151,14 @@ def write_image(
     if image.shards is not None:
         image.shards.begin()
     with atomic_folder(target) as folder:
-        model, weights = image.policy.model, dict(image.weights)
-        model.save_pretrained(folder / "model", state_dict=weights, save_original_format=False)  # names are files' own
-        _copy_tokenizer(initial_model, folder / "model")
+        torch.save(image.training, folder / "training.pt")
         if image.adapters is not None and image.policy.adapters is not None:
             image.policy.adapters.save(folder / "adapter", image.adapters)
-        torch.save(image.training, folder / "training.pt")
-        if image.shards is not None:
-            image.shards.write(folder / FOLDER)
+        if image.shards is None:
+            image.policy.model.save_pretrained(folder / "model", state_dict=dict(image.weights))
+        else:
+            image.shards.write(folder, image.policy.model)
+        _copy_tokenizer(initial_model, folder / "model")
         state = orjson.dumps(image.state.as_json(), option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
         (folder / "state.json").write_bytes(state)
         write_contents(folder)

@@ -3,6 +3,9 @@
 State of the trainer that is divided among ranks (moments of the optimizer, critic, average, reference) goes to
 ``shards/``, each rank writing its shards; ``training.pt`` keeps a mark in its place, and everything else. A learner of
 any number of ranks reads both, and a checkpoint of one rank, which has no ``shards/``.
+
+The policy's weights go the same way to a folder that rank 0 makes ``model/`` of and removes before the checkpoint
+appears: they are on the disk once, and no rank has all of them in memory.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import io
 import logging
 import random
+import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import zeros as divided_zeros
 
+from learner.checkpoints.model_files import write_model
 from learner.distributed.collectives import RankGroup
 from learner.models import model_folder
 from learner.models.model_folder import own_rows
@@ -34,10 +40,13 @@ from pipeline.runtime.disk import disk_fault
 if TYPE_CHECKING:
     from learner.training.trainer import Trainer
 
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # of every load with no_dist
 log = logging.getLogger(__name__)
 FOLDER = "shards"
 _MARK = "shard:"
 """Beginning of the text that replaces a tensor of ``shards/`` in ``training.pt``."""
+_WEIGHTS = "weights"
+"""Folder of the policy's shards, in a checkpoint that is not complete yet."""
 _DURABLE = "durable"
 """In place of a folder: there is nothing left to write."""
 OTHERS = "random_others"
@@ -49,15 +58,17 @@ class Shards:
     """Copies of this rank's shards, on the CPU."""
 
     tensors: dict[str, DTensor]
+    weights: dict[str, Tensor]
+    """Shards of the policy's weights; a tensor that is not divided is whole."""
     group: RankGroup
 
     def begin(self) -> None:
-        """Rank 0: an attempt at the checkpoint begins. Tells the others that it is still there."""
+        """Rank 0: an attempt at the checkpoint begins, or continues. Tells the others that it is still there."""
         self.group.broadcast_text("")
 
-    def write(self, folder: Path) -> None:
-        """Rank 0: write into ``folder``, with the others. Returns when all have written, to disk; raises
-        :class:`StoreError` on account of the first rank that could not."""
+    def write(self, folder: Path, model: Any) -> None:
+        """Rank 0: write into the checkpoint's ``folder``: ``shards/`` with the others, to disk, and then ``model/``,
+        which belongs to ``model``. Raises :class:`StoreError` on account of the first rank that could not write."""
         self.group.broadcast_text(str(folder))
         try:
             self._save(folder)
@@ -65,6 +76,12 @@ class Shards:
             causes = [cause for cause, _ in error.failures.values()]
             cause = next((cause for cause in causes if disk_fault(cause, folder)), causes[0])
             raise StoreError(f"the shards of a checkpoint could not be written: {cause}") from cause
+
+        def read(tensors: dict[str, Tensor]) -> None:
+            load_shards(tensors, storage_reader=FileSystemReader(folder / _WEIGHTS), no_dist=True)
+
+        write_model(model, folder / "model", self.weights, read, self.begin)
+        shutil.rmtree(folder / _WEIGHTS)
 
     def finish(self) -> None:
         """Rank 0: the checkpoint is durable."""
@@ -81,12 +98,17 @@ class Shards:
                     log.warning("the shards in %s were not written: %s", text, error)
 
     def _save(self, folder: Path) -> None:
-        writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-        save_shards(dict(self.tensors), storage_writer=writer, process_group=self.group.saving)
+        state: dict[str, Any] = {FOLDER: self.tensors, _WEIGHTS: self.weights}
+        for name, tensors in state.items():
+            writer = FileSystemWriter(folder / name, single_file_per_rank=True, sync_files=name == FOLDER)
+            save_shards(dict(tensors), storage_writer=writer, process_group=self.group.saving)
 
 
-def divide_state(training: dict[str, Any], group: RankGroup) -> tuple[dict[str, Any], Shards]:
-    """``training`` with marks in place of divided tensors, and those tensors. Collective: gathers random states."""
+def divide_state(
+    training: dict[str, Any], weights: dict[str, Tensor], group: RankGroup
+) -> tuple[dict[str, Any], Shards]:
+    """``training`` with marks in place of divided tensors, and those tensors beside ``weights``. Collective: gathers
+    random states."""
     tensors: dict[str, DTensor] = {}
 
     def take(path: str, value: Any) -> Any:
@@ -100,7 +122,7 @@ def divide_state(training: dict[str, Any], group: RankGroup) -> tuple[dict[str, 
     torch.save(training["random"], buffer)
     states = group.everyones({}, {"state": np.frombuffer(buffer.getvalue(), np.uint8)})
     marked[OTHERS] = [torch.load(io.BytesIO(arrays["state"].tobytes()), weights_only=True) for _, arrays in states[1:]]
-    return marked, Shards(tensors, group)
+    return marked, Shards(tensors, weights, group)
 
 
 def restored_state(path: Path, saved: dict[str, Any], trainer: Trainer) -> dict[str, Any]:

@@ -57,22 +57,23 @@ class CheckpointWriter:
             image, self._image = self._image, None
             if image is None:
                 continue
-            start = time.perf_counter()
+            start, updates = time.perf_counter(), image.updates
             write = partial(write_image, self.root, image, self.initial_model, self.keep, self.protected)
-            what = f"the checkpoint of step {image.updates}"
+            what = f"the checkpoint of step {updates}"
             try:
                 await when_room(write, self.root, what, image.n_bytes, abandon=True)
             except Exception as error:
                 self.failure = error
                 raise
+            del image, write  # the next one is made before this line is reached again
             seconds = time.perf_counter() - start
-            self.saved = {"updates": image.updates, "seconds": seconds}
+            self.saved = {"updates": updates, "seconds": seconds}
             self.metrics.checkpoint_duration_seconds.observe(seconds)
             self._durable_at = time.monotonic()
             self.metrics.checkpoint_age_seconds.set_function(lambda: time.monotonic() - self._durable_at)
-            log.info("checkpoint of %d updates is durable after %.1f s", image.updates, seconds)
+            log.info("checkpoint of %d updates is durable after %.1f s", updates, seconds)
             self.writing = None  # the next line wakes tasks that wait for this checkpoint
-            await self.durable(image.updates)
+            await self.durable(updates)
             self._become_idle()
 
     @asynccontextmanager

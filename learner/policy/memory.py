@@ -196,13 +196,16 @@ def _traced(config: Any, row_tokens: int, lora: LoraConfig | None) -> list[Layer
 def _on_cpu(model: torch.nn.Module) -> None:
     """Move the weights of ``model`` from the meta device to one that autocast knows; within a ``FakeTensorMode``."""
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    moved = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    tensors[name] = (
-                        torch.nn.Parameter(moved, tensor.requires_grad) if tensors is module._parameters else moved
-                    )
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                module._parameters[name] = torch.nn.Parameter(_moved(weight), weight.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = _moved(buffer)
+
+
+def _moved(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def _cache_bytes(config: Any, kind: str) -> int:
@@ -267,10 +270,11 @@ def learner_memory(
     logits = 12 * min(tile, tokens * vocabulary) + 10 * tokens * model.hidden
     if ranks > 1:
         # gathered in the compute type, one layer ahead; a gradient, and its float32 form for the reduction
-        head = (2 if lora else 8) * model.head_weights + 2 * largest
-        copies = (4 if lora else 10) * largest
+        head: float = (2 if lora else 8) * model.head_weights + 2 * largest
+        copies: float = (4 if lora else 10) * largest
         if not model.head_weights:  # the embedding, whole in float32 for the time of a pass
-            head, copies = (x + (4 if lora else 8) * model.embedding_weights for x in (2 * largest, copies))
+            head += (4 if lora else 8) * model.embedding_weights
+            copies += (4 if lora else 8) * model.embedding_weights
     else:
         logits += 0 if lora else 4 * model.embedding_weights
         head = copies = sum(layer.copies for layer in model.layers)

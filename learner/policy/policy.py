@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from learner.data.microbatch import MicroBatch, PassCost, collate, plan_rows, token_offsets
@@ -386,17 +386,24 @@ class Policy(Backbone):
         Adapters are added."""
         return {self._public(name): self._merged(name, tensor) for name, tensor in self._entries().items()}
 
+    def shards(self, dtype: DtypeName) -> dict[str, Tensor]:
+        """Copies on the CPU of this rank's shards of all weights in ``dtype``, and of what is not divided, by the names
+        that :meth:`own_weights` has. Adapters are added. All ranks must call it."""
+        parts = {self._public(n): self._part(n, tensor, dtype, copies=True) for n, tensor in self._entries().items()}
+        return {
+            name: (part.redistribute(placements=[Shard(0)]) if isinstance(part, DTensor) else part).cpu().contiguous()
+            for name, part in parts.items()
+        }
+
     def _weights(self, dtype: DtypeName, *, copies: bool) -> Iterator[tuple[str, Tensor]]:
         wanted = self.ranks.rank == 0
         with self.ranks.together("snapshot", facts={"dtype": dtype}):
             entries = self._entries()
             for group in self._groups(entries):
-                tensors = {}
-                for name in group.names:
-                    kind, tensor = self._kind(name, entries[name], dtype), self._merged(name, entries[name])
-                    # cast on the device, and before the gather: a copy that also casts would move the float32 values
-                    copy = copies and tensor.device.type == "cpu"
-                    tensors[name] = self.ranks.whole(tensor.detach().to(kind, copy=copy))
+                tensors = {
+                    name: self.ranks.whole(self._part(name, entries[name], dtype, copies=copies))
+                    for name in group.names
+                }
                 if wanted:
                     try:
                         yield from group.converted(tensors, self.model).items()
@@ -409,6 +416,13 @@ class Policy(Backbone):
         """Type of a published weight. What transformers keeps in float32 (the bias that chooses experts) keeps it."""
         kept = getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
         return DTYPES[dtype] if tensor.is_floating_point() and not any(n in name for n in kept) else tensor.dtype
+
+    def _part(self, name: str, tensor: Tensor, dtype: DtypeName, *, copies: bool) -> Tensor:
+        """A published weight, of a divided one this rank's shard, on the device; with ``copies`` not a trained one on
+        the CPU itself."""
+        kind = self._kind(name, tensor, dtype)
+        # cast on the device, and before the gather: a copy that also casts would move the float32 values
+        return self._merged(name, tensor).detach().to(kind, copy=copies and tensor.device.type == "cpu")
 
     def _merged(self, name: str, tensor: Tensor) -> Tensor:
         return tensor if self.adapters is None else self.adapters.merged(name, tensor)

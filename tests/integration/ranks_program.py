@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import orjson
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from learner.checkpoints import model_files
 from learner.checkpoints.checkpoint import CheckpointState, restore_training, save_checkpoint
 from learner.data.rows import Batch
 from learner.distributed.collectives import RankGroup, join, leave, process_rank
@@ -23,6 +24,7 @@ from learner.process.rank_processes import execute_commands, shard_writer
 from learner.training.trainer import Trainer
 from learner.weights import nccl_transfer, vllm_transfer
 from pipeline.errors import EngineUnavailable
+from pipeline.runtime.folders import find_damage
 from tests.support.nccl_endpoint import BroadcastEndpoint, NcclPeer, work_of
 from tests.support.shared_memory_endpoint import RecordingClient, SharedMemoryEndpoint
 from tests.unit.learner.conftest import make_rows, run_config
@@ -86,19 +88,30 @@ def run(folder: Path, cases: dict, group: RankGroup | None) -> None:
             group.end()
             draws(group)
             continue
+        resumed = source is None or holds(source, trainer.policy.snapshot("float32"))
         found = train(trainer, case, range(trainer.updates, 2 if "save" in case else 4))
         if "save" in case:
             state = CheckpointState(trainer.updates, trainer.updates, {})
-            save_checkpoint(folder / case["save"], trainer, state, model, keep=3)
+            expected = trainer.policy.snapshot("float32")
+            path = save_checkpoint(folder / case["save"], trainer, state, model, keep=3)
+            files = len(list((path / "model").glob("*.safetensors")))
+            found |= {"same": holds(path, expected), "files": files, "damage": find_damage(path),
+                      "names": sorted(file.name for file in path.iterdir())}  # fmt: skip
             found = {**found, "updates": found["updates"] + train(trainer, case, range(2, 4))["updates"]}
         weights = trainer.policy.snapshot("float32")
         if group is not None:
             group.end()
-        found["random"] = draws(group)
+        found |= {"random": draws(group), "resumed": resumed}
         out = folder / f"ranks{size}"
         out.mkdir(exist_ok=True)
         save_file(weights, out / f"{name}.safetensors")
         (out / f"{name}.json").write_bytes(orjson.dumps(found))
+
+
+def holds(checkpoint: Path, weights: dict[str, torch.Tensor]) -> bool:
+    """True where the model of a checkpoint has these bits."""
+    saved = {k: t for file in (checkpoint / "model").glob("*.safetensors") for k, t in load_file(file).items()}
+    return saved.keys() == weights.keys() and all(torch.equal(saved[name], t) for name, t in weights.items())
 
 
 def transfers(trainer: Trainer, group: RankGroup) -> list[dict]:
@@ -166,6 +179,7 @@ def draws(group: RankGroup | None) -> list[float]:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     vllm_transfer.ipc_endpoint = SharedMemoryEndpoint
+    model_files.FILE_BYTES_MAX = 4096
     config = run_config({"ranks_timeout_seconds": 60})
     process = process_rank(config.learner)
     device = join(process, config.learner)

@@ -192,6 +192,19 @@ def test_another_number_of_ranks_goes_on_from_a_checkpoint(folder, before, after
 
 
 @pytest.mark.slow
+def test_the_model_of_a_checkpoint_has_the_bits_of_the_weights_in_training(folder):
+    for name, parts in (("saved", []), ("adapters_saved", ["adapter"])):
+        for size, of_several in ((1, []), (2, ["shards"])):
+            facts = found(folder, size, name)[0]
+            assert facts["same"] and facts["damage"] == "" and (facts["files"] > 1) == (size > 1)
+            assert facts["names"] == sorted(
+                ["contents.json", "model", "state.json", "training.pt", *parts, *of_several]
+            )
+    for before, after in ((1, 2), (2, 1), (2, 2), (2, 4)):
+        assert found(folder, after, f"saved_from{before}")[0]["resumed"]
+
+
+@pytest.mark.slow
 def test_the_random_state_goes_with_the_checkpoint(folder):
     drawn = {size: found(folder, size, "saved")[0]["random"] for size in (1, 2)}
     for before, after in ((1, 2), (2, 1), (2, 2), (2, 4)):

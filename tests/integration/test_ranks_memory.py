@@ -1,4 +1,4 @@
-"""Memory of two ranks while they load their model."""
+"""Memory of two ranks while they load their model, and while they save it."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ small weights (the same for 16 and 32 layers)."""
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("experts", [0, 16])
-def test_a_rank_loads_its_shard_and_never_more_than_a_layer_beside_it(tmp_path, fork_server, experts):
+def test_a_rank_loads_and_copies_its_shard_and_never_more_than_a_layer_beside_it(tmp_path, fork_server, experts):
     write_model(tmp_path / "model", layers=16, hidden=512, vocabulary=1024, experts=experts)
     write_model(tmp_path / SMALL, layers=2, hidden=64, vocabulary=32, experts=min(experts, 4))
     port, program = free_port(), str(ROOT / "benchmarks" / "loading_memory.py")
@@ -40,3 +40,5 @@ def test_a_rank_loads_its_shard_and_never_more_than_a_layer_beside_it(tmp_path, 
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert found["model"] > 250 << 20
         assert found["anonymous"] <= found["shard"] + found["layer"] + SLACK * (1 + bool(experts)), found
+        assert found["image"] <= found["shard"] + found["layer"] + SLACK, found
+        assert rank == 0 or found["files"] <= SLACK, "rank 0 makes the model folder"

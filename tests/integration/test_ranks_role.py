@@ -7,12 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import anyio
 import pytest
+import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from learner.checkpoints import checkpoint
+from learner.checkpoints import checkpoint, shards
 from learner.checkpoints.checkpoint import find_checkpoints, read_state
 from learner.process.rank_processes import RankZero
 from learner.process.recorder import MetricsLog
@@ -130,27 +132,30 @@ async def test_a_stop_ends_all_ranks_and_a_killed_rank_ends_the_others_with_word
 
 
 async def test_two_ranks_wait_for_a_full_disk_wherever_a_checkpoint_meets_it(world, children, monkeypatch):
-    """Before, within and after the part that all ranks write together; each time they try again together."""
+    """Before, within and after the part that all ranks write together, and while rank 0 makes ``model/`` of it; each
+    time they try again together."""
     met = []
 
-    def full_once(owner, name):
+    def full_once(owner, name, at=lambda *values: True):
         original = getattr(owner, name)
 
         def write(*values, **named):
-            if name not in met:
+            if name not in met and at(*values):
                 met.append(name)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return original(*values, **named)
 
         monkeypatch.setattr(owner, name, write)
 
-    full_once(checkpoint, "_copy_tokenizer")
+    full_once(torch, "save", at=lambda value, file, *_: isinstance(file, Path))
     full_once(FileSystemWriter, "write_data")
+    full_once(shards, "load_shards")
+    full_once(checkpoint, "_copy_tokenizer")
     full_once(checkpoint, "write_contents")
     async with world() as w:
         _, run = w.learner()
         await run()
-    assert met == ["_copy_tokenizer", "write_data", "write_contents"]
+    assert met == ["save", "write_data", "load_shards", "_copy_tokenizer", "write_contents"]
     assert [line["step"] for line in w.lines()] == [1, 2, 3]
     found = find_checkpoints(w.directory.checkpoints)
     assert [read_state(path).updates for path in found] == [3, 2]

@@ -1,6 +1,10 @@
 """Checkpoints written beside training: nobody waits for the disk, and nothing is reported before it is durable."""
 
+import threading
+import weakref
+
 import anyio
+import anyio.to_thread
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
@@ -59,6 +63,23 @@ async def test_training_goes_on_while_a_checkpoint_is_written(trainer, train, in
     restore_training(find_checkpoints(root)[0], again)
     assert all(torch.equal(saved[name], t) for name, t in again.policy.snapshot("float32").items())
     assert all(torch.equal(a, s["exp_avg"]) for a, s in zip(moments, again.optimizer.state.values(), strict=True))
+
+
+async def test_a_durable_checkpoint_leaves_no_copy_in_memory(trainer, initial, tmp_path):
+    """Else the next image would be made beside it."""
+    writer, gone = writer_of(tmp_path / "c", initial, []), threading.Event()
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(writer.run)
+            async with writer.slot(trainer.updates) as take:
+                image = image_of(trainer)
+                weakref.finalize(next(iter(image.weights.values())), gone.set)
+                take(image)
+                del image
+            assert not gone.is_set()
+            await writer.idle()
+            assert await anyio.to_thread.run_sync(gone.wait, 30)
+            tasks.cancel_scope.cancel()
 
 
 async def test_at_most_one_write_is_under_way(trainer, train, initial, tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import numpy as np
 import peft  # noqa: F401  its import takes seconds
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
@@ -15,8 +14,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from learner.checkpoints.checkpoint import CheckpointState, restore_training, save_checkpoint
 from learner.data.microbatch import collate
 from learner.data.rows import Batch
-from learner.distributed.collectives import RankGroup
-from learner.distributed.ranks import Interrupt
 from learner.models.model_folder import ModelFolder
 from learner.policy.fsdp import float32_modules
 from learner.policy.policy import Policy
@@ -37,13 +34,6 @@ CONFIGS = {
     ),
 }
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield RankGroup(CPU, Interrupt(), 10.0)
-    dist.destroy_process_group()
 
 
 def written(folder, config, dtype=torch.float32, **options):
