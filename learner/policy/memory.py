@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -115,7 +116,10 @@ def footprint(raw: Mapping[str, Any], row_tokens: int, lora: LoraConfig | None =
     if kind not in CONFIG_MAPPING:
         raise ConfigurationError(f"transformers does not know the model_type {kind}")
     try:
-        config = CONFIG_MAPPING[kind].from_dict({k: v for k, v in raw.items() if k != "quantization_config"})
+        with NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump({key: value for key, value in raw.items() if key != "quantization_config"}, file)
+            file.flush()
+            config = CONFIG_MAPPING[kind].from_json_file(file.name)
         return _footprint(config.get_text_config(), row_tokens, lora)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
@@ -129,8 +133,10 @@ def _footprint(config: Any, row_tokens: int, lora: LoraConfig | None) -> Footpri
         (types and types[i], tuple((name, p.shape) for name, p in layer.named_parameters()))
         for i, layer in enumerate(layers)
     ]
-    examples = {kind: kinds.index(kind) for kind in kinds}
-    traced = _traced(_shortened(config, 1 + max(examples.values())), row_tokens, lora)
+    # one layer more, and the last of each kind: the first one also keeps what all layers share
+    count = min(len(kinds), 2 + max(kinds.index(kind) for kind in kinds))
+    examples = {kind: i for i, kind in enumerate(kinds[:count])}
+    traced = _traced(_shortened(config, count), row_tokens, lora)
     head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings().weight.numel()
     own_head = 0 if head.weight is whole.get_input_embeddings().weight else head.weight.numel()
     inner = sum(p.numel() for layer in layers for p in layer.parameters())
@@ -266,6 +272,7 @@ def learner_memory(
     largest = max(layer.weights for layer in model.layers)
     deepest = max(layer.token_bytes for layer in model.layers)
     kept = sum(layer.token_bytes for layer in model.layers)
+    one_copy = max(layer.copies for layer in model.layers)
     vocabulary = model.embedding_weights // model.hidden
     logits = 12 * min(tile, tokens * vocabulary) + 10 * tokens * model.hidden
     if ranks > 1:
@@ -277,17 +284,17 @@ def learner_memory(
             copies += (4 if lora else 8) * model.embedding_weights
     else:
         logits += 0 if lora else 4 * model.embedding_weights
-        head = copies = sum(layer.copies for layer in model.layers)
-        if lora and checkpointing:
-            head, copies = 0, max(layer.copies for layer in model.layers)
+        head = copies = one_copy if lora and checkpointing else sum(layer.copies for layer in model.layers)
     states = (trained * (8 + moments) + frozen) / ranks
-    if checkpointing:
-        # the output layer, or a layer that is computed again
-        inputs = 2 * tokens * model.hidden * len(model.layers)
-        if head + logits > copies + tokens * deepest:
-            return LearnerMemory(states, head, inputs, logits)
-        return LearnerMemory(states, copies, inputs + tokens * deepest, 0)
-    return LearnerMemory(states, max(head, copies), tokens * kept, logits)
+    if not checkpointing:
+        return LearnerMemory(states, max(head, copies), tokens * kept, logits)
+    inputs = 2 * tokens * model.hidden * len(model.layers)
+    peaks = [
+        LearnerMemory(states, copies, inputs, 0),  # autocast holds its copies to the end of the forward pass
+        LearnerMemory(states, head if ranks > 1 else 0, inputs, logits),
+        LearnerMemory(states, copies if ranks > 1 else one_copy, inputs + tokens * deepest, 0),
+    ]
+    return max(peaks, key=lambda peak: peak.total)
 
 
 def engine_bytes(model: Footprint, tensor_parallel: int = 1) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.models.memory import GIB, MARGIN, Shape, engine_bytes, learner_memory
+from learner.policy.memory import GIB, MARGIN, engine_bytes, footprint, learner_memory
 from pipeline.config import RunConfig
 from pipeline.config.load import load
 from pipeline.supervisor import preflight
@@ -17,11 +17,14 @@ from pipeline.supervisor.inventory import Inventory, Node
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "RECIPES.md").read_text()
 QWEN = {
-    "recipe_math": (48, Shape(28, 1536, 8960, 12, 2, 128, 151_936, True)),
-    "recipe_tools": (48, Shape(36, 2560, 9728, 32, 8, 128, 151_936, True)),
-    "recipe_program": (24, Shape(24, 896, 4864, 14, 2, 64, 151_936, True)),
+    "recipe_math": (48, ("qwen2", 28, 1536, 8960, 12, 2)),
+    "recipe_tools": (48, ("qwen3", 36, 2560, 9728, 32, 8)),
+    "recipe_program": (24, ("qwen2", 24, 896, 4864, 14, 2)),
 }
-"""Memory of the GPU in GiB, and the shape in the ``config.json`` of the model."""
+"""Memory of the GPU in GiB, and the values of ``SHAPE`` in the ``config.json`` of the model."""
+SHAPE = (
+    "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
+)  # fmt: skip
 
 
 def recipe(name: str, folder: Path) -> RunConfig:
@@ -64,7 +67,11 @@ def test_recipe_installs_the_extras_that_it_uses(name: str) -> None:
 def test_memory_on_the_page_is_the_estimate_and_fits(name: str, tmp_path: Path) -> None:
     gib, shape = QWEN[name]
     config = recipe(name, tmp_path)
-    learner, engine = learner_memory(shape, config).total / GIB, engine_bytes(shape) / GIB
+    raw = dict(zip(SHAPE, shape, strict=True)) | {"vocab_size": 151_936, "tie_word_embeddings": True}
+    raw |= {"head_dim": 128} if raw["model_type"] == "qwen3" else {}
+    lora = config.learner.lora
+    model = footprint(raw, config.model.max_length, lora if lora.rank else None)
+    learner, engine = learner_memory(model, config).total / GIB, engine_bytes(model) / GIB
     assert learner < gib * (1 - MARGIN)
     assert config.engine.memory_share is not None and engine < gib * config.engine.memory_share
     row = next(line for line in PAGE.splitlines() if line.startswith(f"| `configs/{name}.yaml`"))
