@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,20 @@ def request_of(config: RunConfig) -> dict[str, Any]:
     return {"source": model.source, "tiny": tiny, "chat_template": template}
 
 
+def max_position(facts: Mapping[str, Any]) -> int | None:
+    """Longest sequence of a model with this ``config.json``, tokens; None where it sets no bound.
+
+    With LongRoPE the length before it was extended: beyond it transformers scales all rows of a pass by the longest
+    one, and vLLM every row, so that learner and engine would disagree about short ones.
+    """
+    facts = facts.get("text_config") or facts
+    rope = facts.get("rope_parameters") or facts.get("rope_scaling") or {}
+    most = facts.get("max_position_embeddings")
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        most = rope.get("original_max_position_embeddings") or facts.get("original_max_position_embeddings") or most
+    return most if isinstance(most, int) and most > 0 else None
+
+
 def inspect_folder(path: Path, source: str, request: dict[str, Any], trust_remote_code: bool) -> ModelInfo:
     """Load configuration and tokenizer as the engines will and count the weights.
 
@@ -121,6 +136,6 @@ def inspect_folder(path: Path, source: str, request: dict[str, Any], trust_remot
         architecture=(model_config.architectures or ["?"])[0],
         parameters=parameters,
         vocabulary_size=int(model_config.vocab_size),
-        max_position=int(getattr(model_config, "max_position_embeddings", 0) or 1_048_576),
+        max_position=max_position(model_config.to_dict()) or 1_048_576,
         eos_token_ids=eos_ids,
     )

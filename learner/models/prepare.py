@@ -24,7 +24,7 @@ from typing import Any
 from filelock import FileLock
 
 from learner.models.cache import acquire, cache_folder, fill_from_cache, newest_entry
-from learner.models.info import MANIFEST, ModelInfo, inspect_folder, request_of
+from learner.models.info import MANIFEST, ModelInfo, inspect_folder, max_position, request_of
 from learner.models.sources import (
     TEMPLATES,
     find_in_package,
@@ -259,9 +259,8 @@ def _cached(repository: str) -> Path | None:
 
 
 def _check_positions(config: RunConfig, folder: Path) -> None:
-    facts = read_json(folder / "config.json") or {}
-    most = facts.get("max_position_embeddings") or (facts.get("text_config") or {}).get("max_position_embeddings")
-    if isinstance(most, int) and config.model.max_length > most:
+    most = max_position(read_json(folder / "config.json") or {})
+    if most is not None and config.model.max_length > most:
         raise ConfigurationError(
             f"model.max_length: expected at most the {most} positions of {config.model.source!r}, got "
             f"{config.model.max_length}: set model.max_length: {most}"

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from actors.adapters.games import NumberGuess
 from learner.checkpoints.checkpoint import _copy_tokenizer
 from learner.models.cache import fill_from_cache
-from learner.models.info import MANIFEST, ModelInfo
+from learner.models.info import MANIFEST, ModelInfo, max_position
 from learner.models.prepare import prepare_model
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
@@ -164,6 +164,21 @@ def test_cached_models_keep_their_folders_and_a_template_of_the_run_file_replace
     template.write_text("{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}")
     info = prepare_model(tiny(source=str(source), chat_template=str(template)), tmp_path / "model")
     assert AutoTokenizer.from_pretrained(info.path).chat_template == template.read_text()
+
+
+@pytest.mark.parametrize(
+    ("rope", "most"),
+    [
+        ({"type": "longrope"}, 4096),
+        ({"rope_type": "longrope"}, 4096),
+        ({"rope_type": "llama3"}, 131_072),
+        (None, 131_072),
+    ],
+)
+def test_an_extension_that_depends_on_the_rows_beside_does_not_lengthen_a_model(rope: Any, most: int) -> None:
+    facts = {"max_position_embeddings": 131_072, "original_max_position_embeddings": 4096, "rope_scaling": rope}
+    assert max_position(facts) == max_position({"text_config": facts}) == most
+    assert max_position({}) is None
 
 
 @pytest.mark.parametrize(
