@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.case import Facts, Machine, attempt
 from benchmarks.learner_step.case import Case, make_rows
-from benchmarks.learner_step.model import make_config, make_model
+from benchmarks.learner_step.model import make_config, make_model, step_flops
 from benchmarks.learner_step.sides import Clock, bare_steps, learner_steps, make_trainer, run_config, timed
 from learner.data.microbatch import PassCost
 from learner.data.rows import Batch, Row
@@ -52,7 +52,8 @@ def study(
     compiled: bool = False,
 ) -> Iterator[tuple[str, Facts]]:
     """``settings``: of the section ``learner``. ``if_fits``: not run where the predicted memory is more than there is.
-    ``compiled``: the decoder layers by ``torch.compile``; the learner's step alone."""
+    ``compiled``: the decoder layers by ``torch.compile``; the learner's step alone. With checkpointing it needs one
+    call of attention for all rows, as a GPU has it: PyTorch refuses recomputation of a call a row."""
     if machine.small:
         shape, rows = "tiny-moe" if shape == "moe" else "tiny", SMALL_ROWS
     case = Case(model=shape, **rows, steps=1 if machine.small else 2, tokens_per_microbatch=rows["longest"],
@@ -128,10 +129,9 @@ def product_flops(machine: Machine) -> float:
 def step_facts(clock: Clock, rows: Sequence[Row], cost: PassCost, flops: float) -> Facts:
     seconds = statistics.median(clock.wall[1:])
     tokens = sum(len(row) for row in rows)
-    operations = cost.learning * sum(cost.prefix(len(row)) + cost.sampled * row.n_sampled for row in rows)
     return {
         "gib": clock.peak_mib() / 1024,
-        "mfu": operations / flops / seconds,
+        "mfu": step_flops(cost, rows) / flops / seconds,
         "tokens_per_second": tokens / seconds,
         "tokens": tokens,
         "seconds": seconds,

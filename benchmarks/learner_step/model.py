@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from learner.data.microbatch import PassCost
 from learner.data.rows import Row
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -58,15 +57,7 @@ def write_model(shape: str, folder: Path, **changes: Any) -> None:
     make_model(shape, **changes).save_pretrained(folder)
 
 
-def step_flops(config: Any, rows: Sequence[Row]) -> float:
-    """Multiplications and additions of the model for one step, forward and backward (three times the forward pass):
-    6 for each weight of the layers and token, 6 for each weight of the output layer and sampled token, and causal
-    attention over half of each row's square. Recomputation is not counted, nor is anything saved by sharing."""
-    h = config.hidden_size
-    head = getattr(config, "head_dim", None) or h // config.num_attention_heads
-    width = head * config.num_attention_heads
-    layer = 2 * h * (width + head * config.num_key_value_heads) + 3 * h * config.intermediate_size
-    lengths = np.asarray([len(row) for row in rows], dtype=np.float64)
-    sampled = sum(row.n_sampled for row in rows)
-    per_layer = 6 * layer * lengths.sum() + 6 * width * (lengths**2).sum()
-    return float(config.num_hidden_layers * per_layer + 6 * h * config.vocab_size * sampled)
+def step_flops(cost: PassCost, rows: Sequence[Row]) -> int:
+    """Multiplications and additions of the model for one step, forward and backward. Recomputation is not counted, nor
+    is anything saved by sharing."""
+    return cost.learning * sum(cost.prefix(len(row)) + cost.sampled * row.n_sampled for row in rows)
