@@ -1,36 +1,23 @@
-"""Check of the learner on one GPU within ten minutes: is it right, how fast is it, how far from the limits of the chip?
+"""First hour on a GPU: does what is predicted for the learner hold there, how fast is it, does a whole run work?
 
 ::
 
-    python -m benchmarks.gpu --seconds 540          # on the GPU machine: no network, no vLLM, random weights
-    python -m benchmarks.gpu                        # without a GPU: the same parts on small shapes, a minute or two
+    python -m benchmarks.gpu --minutes 25        # no network, random weights
+    python -m benchmarks.gpu                     # without a GPU: the same cases on small shapes
+    python -m benchmarks.gpu --compile           # then: the models with torch.compile of their decoder layers
 
-Parts are ordered by worth. One that does not fit into the time left is skipped, and one that fails is a line of the
-table. Results are written after every part, so a run that is cut keeps what it has. Parts whose packages are missing
-are left out, with their names. Models have random weights in the shapes of Qwen2.5-0.5B, 1.5B and 7B and of Qwen3-0.6B.
+Each case has a process of its own and a share of the minutes. One that fails, crashes or takes longer is recorded as
+that. Results are written after every part, and a second call goes on behind the cases that the file holds; ``--only``
+repeats some.
 
-* ``chip``: rate of a large bfloat16 product; bandwidth of the memory and to the host. MFU is the share of this rate,
-  not of a data sheet; recomputation and shared prompts do not count as work.
-* ``layouts``: are padded, packed and shared rows the same function, and repeatable to the bit? Padded rows in bfloat16
-  may have a gradient within 0.1 of the one in float32 (norm of the difference over the norm); packed and shared rows,
-  and their log-probabilities, may be 1.5 times as far from float32. A control in which rows see each other must fail.
-* ``step``: a learner step and the bare Hugging Face step: tokens/s, MFU, peak memory. The row of 16,384 tokens has the
-  length, shape and recomputation of a row of prime-rl's results (:func:`benchmarks.gpu.steps.long_rows`).
-* ``weights``: seconds of a snapshot, its folder, its upload; of a learner that leaves the device
-* ``ranks``: FSDP2 with one rank: gradient, snapshot, a checkpoint and the step after resuming
-* ``loop``: a whole run; the embedded engine and the learner take turns on the GPU
-* ``head``: log-probabilities of 16,384 tokens against the time of their products alone
-* ``kernels``: shares of products, attention and the rest in one step
+* ``0.6b-16k``, ``1.7b-4k``, ``7b-lora``, ``7b-full``, ``moe`` (:mod:`benchmarks.gpu.learner`): Qwen3-0.6B, Qwen3-1.7B,
+  Qwen2.5-7B and two layers of Qwen3-30B-A3B. ``7b-full`` has bfloat16 moments and runs where the prediction fits.
+  prime-rl publishes 11,900 tokens/s and 12.5 GiB for 0.6B, rows of 16,384 tokens and recomputation on one H100
+  (its ``benchmarks/results/BENCHMARKS.md``, 16 January 2026): an order of magnitude, not a race.
+* ``loop`` (:mod:`benchmarks.gpu.loop`): a whole run, in which vLLM and the learner take turns on the GPU; without vLLM
+  or a GPU the embedded engine
+* ``layouts`` (:mod:`benchmarks.gpu.layouts`): are padded, packed and shared rows the same function?
+* ``ranks`` (:mod:`benchmarks.gpu.ranks`): FSDP2 with one rank
 
-Needed are PyTorch 2.11, transformers and this repository; for the learner's parts also pydantic and orjson; for
-``loop`` every dependency in ``pyproject.toml``, and transformers 5.19. For a machine without a network, wheels of what
-an image with PyTorch 2.11 and transformers 5.17 may lack (16 MB, Python 3.12) can be brought::
-
-    pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \\
-      --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --dest wheels \\
-      pydantic==2.14.3 pydantic-core==2.50.4 annotated-types==0.8.0 typing-inspection==0.4.5 \\
-      typing-extensions==4.16.0 orjson==3.13.0 pyzmq==27.3.0 transformers==5.19.0
-    # there, in the repository:
-    python3 -m pip install --no-index --no-deps --target site wheels/*.whl
-    PYTHONPATH=site PYTHONUNBUFFERED=1 python3 -m benchmarks.gpu --seconds 540 --out runs/gpu
+Needed are the dependencies in ``pyproject.toml``; for the turns of the loop also vLLM.
 """

@@ -1,17 +1,19 @@
-"""The command: runs the parts in the order of their worth within the time, and prints and writes what they find."""
+"""The command: walks the cases in order, each in a process and a share of the time, and writes what they find."""
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
-import importlib
-import importlib.util
+import json
+import os
 import platform
+import signal
 import subprocess
+import sys
+import threading
 import time
-import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,136 +22,212 @@ import torch
 import transformers
 
 from benchmarks import gpu
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.report import Facts, Report
+from benchmarks.gpu.case import MARK, Case, Facts, Machine
 
 ROOT = Path(__file__).parents[2]
-IMPORTED_AS = {"pyyaml": "yaml", "pyzmq": "zmq"}
-OVERRUN_SECONDS = 20.0
-"""A part that still runs this long after the end is cut, with a traceback of where it was."""
+SECONDS_MIN = 5.0
+"""Time left with which no other case begins."""
+LORA = {"lora": {"rank": 16, "frozen_dtype": "bfloat16"}}
+LONG = {"groups": 4, "rollouts": 1, "prompt": 64, "response": 10**9, "longest": 16_384}
+GROUPS = {"groups": 8, "rollouts": 8, "prompt": 400, "response": 800, "longest": 4096}
+FEW = {**GROUPS, "groups": 3}
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """``function``: ``module:name`` of a generator of cases and facts; imported when its turn comes, because packages
-    may be missing. ``seconds``: it is skipped where less is left."""
-
-    name: str
-    function: str
-    seconds: float
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def run(self, bench: Bench) -> Iterator[tuple[str, Facts]]:
-        module, _, name = self.function.partition(":")
-        function: Callable[..., Iterator[tuple[str, Facts]]] = getattr(
-            importlib.import_module(f"benchmarks.gpu.{module}"), name
-        )
-        return function(bench, **self.options)
-
-    @property
-    def title(self) -> str:
-        return " ".join(map(str, self.options.values())) or self.function.partition(":")[2].replace("_", " ")
+def study(name: str, weight: float, shape: str, rows: dict[str, int], settings: Facts, **options: bool) -> Case:
+    options_all = {"shape": shape, "rows": rows, "settings": settings, **options}
+    return Case(name, "benchmarks.gpu.learner:study", weight, options_all)
 
 
-def step(shape: str, side: str, seconds: float) -> Part:
-    return Part("step", f"steps:{'bare' if side.startswith('bare') else 'learner'}", seconds,
-                {"shape": shape, "side": side})  # fmt: skip
-
-
-PARTS = (
-    Part("chip", "chip:limits", 10),
-    Part("layouts", "layouts:equality", 20),
-    step("1.5b", "learner", 40),
-    step("1.5b", "bare_selecting", 30),
-    Part("step", "steps:long_rows", 30),
-    Part("weights", "weights:publication", 30, {"shape": "1.5b"}),
-    Part("ranks", "ranks:one_rank", 20),
-    Part("loop", "loop:turns", 60),
-    Part("head", "chip:head", 20),
-    Part("weights", "weights:turns", 40, {"shape": "1.5b"}),
-    Part("kernels", "steps:kernels", 30, {"shape": "1.5b"}),
-    step("7b", "learner", 60),
-    step("0.5b", "learner", 20),
-    step("0.5b", "bare_selecting", 20),
-    step("0.5b", "learner_packed", 20),
-    step("0.5b", "learner_padded", 20),
-    step("0.5b", "bare", 20),
+MODELS = (
+    study("0.6b-16k", 180, "0.6b", LONG, {}, checkpointing=True),
+    study("1.7b-4k", 180, "1.7b", GROUPS, {}),
+    study("7b-lora", 240, "7b", FEW, LORA, checkpointing=True),
+    study("7b-full", 240, "7b", FEW, {"optimizer_dtype": "bfloat16"}, checkpointing=True, if_fits=True),
+    study("moe", 120, "moe", GROUPS, {}),
 )
-SMALL = tuple(part for part in PARTS if part.options.get("shape") != "0.5b")
-"""Without a GPU each kind of case once: all shapes are the same there."""
+CASES = (
+    *MODELS,
+    Case("loop", "benchmarks.gpu.loop:turns", 300),
+    Case("layouts", "benchmarks.gpu.layouts:equality", 120),
+    Case("ranks", "benchmarks.gpu.ranks:one_rank", 120),
+)
+COMPILED = tuple(replace(c, name=f"{c.name}-compiled", options={**c.options, "compiled": True}) for c in MODELS)
 
 
-def about(bench: Bench) -> Facts:
-    facts: Facts = {"device": platform.processor() or platform.machine()}
-    if bench.cuda:
-        properties = torch.cuda.get_device_properties(0)
-        facts = {
-            "device": properties.name,
-            "memory_gib": round(properties.total_memory / 2**30),
-            "cuda": torch.version.cuda,
-        }
-    versions = {
+class Results:
+    """Parts and end of each case, in a file that is complete after every part."""
+
+    def __init__(self, path: Path, about: Facts) -> None:
+        """Raises :class:`SystemExit` where the file is of another machine."""
+        self._path = path
+        held = json.loads(path.read_text()) if path.is_file() else {"about": about, "cases": {}}
+        differing = [name for name in ("device", "shapes") if held["about"][name] != about[name]]
+        if differing:
+            raise SystemExit(f"{path} has another {' and '.join(differing)} than this machine: give another --out")
+        self.cases: dict[str, dict[str, Any]] = held["cases"]
+        self._about = about
+
+    def begin(self, case: str) -> None:
+        self.cases[case] = {"revision": self._about["revision"], "parts": {}}
+
+    def add(self, case: str, part: str, facts: Facts) -> None:
+        self.cases[case]["parts"][part] = facts
+        self._write()
+
+    def end(self, case: str, how: str) -> None:
+        self.cases[case]["ended"] = how
+        self._write()
+
+    def ended(self, case: str) -> bool:
+        """False for a case that was interrupted with the walk."""
+        return "ended" in self.cases.get(case, {})
+
+    def failures(self) -> list[str]:
+        found = [f"{name}: {case['ended']}" for name, case in self.cases.items() if case.get("ended", "done") != "done"]
+        parts = (
+            (f"{name} {part}", facts) for name, case in self.cases.items() for part, facts in case["parts"].items()
+        )
+        return found + [f"{where}: {facts['failed']}" for where, facts in parts if "failed" in facts]
+
+    def _write(self) -> None:
+        scratch = self._path.with_suffix(".part")
+        scratch.write_text(json.dumps({"about": self._about, "cases": self.cases}, indent=1) + "\n")
+        os.replace(scratch, self._path)
+
+
+class Walk:
+    """Runs cases one after the other until ``seconds`` are over. What a case leaves of its share is for the others."""
+
+    def __init__(
+        self,
+        results: Results,
+        machine: Machine,
+        folder: Path,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        timer: Callable[[float, Callable[[], None]], threading.Timer] = threading.Timer,
+    ) -> None:
+        self._results = results
+        self._machine = machine
+        self._folder = folder
+        self._clock = clock
+        self._timer = timer
+        self._end = clock() + seconds
+
+    def run(self, cases: Sequence[Case]) -> None:
+        for i, case in enumerate(cases):
+            left = self._end - self._clock()
+            if left < SECONDS_MIN:
+                print(f"the time is over; the same command goes on with: {', '.join(c.name for c in cases[i:])}")
+                return
+            self._one(case, left * case.weight / sum(c.weight for c in cases[i:]))
+
+    def _one(self, case: Case, seconds: float) -> None:
+        print(f"\n{case.name}, at most {seconds:.0f} s", flush=True)
+        self._results.begin(case.name)
+        arguments = [case.function, case.options, asdict(replace(self._machine, seconds=seconds))]
+        command = [sys.executable, "-m", "benchmarks.gpu.case", json.dumps(arguments)]
+        late = threading.Event()
+        log = self._folder / f"{case.name}.log"
+        with (
+            log.open("w") as errors,
+            subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, errors="replace",
+                             stderr=errors, start_new_session=True) as process,
+        ):  # fmt: skip
+
+            def stop() -> None:
+                late.set()
+                kill_session(process)
+
+            timer = self._timer(seconds, stop)
+            timer.start()
+            try:
+                for line in process.stdout or ():
+                    if line.startswith(MARK):
+                        part, facts = json.loads(line.removeprefix(MARK))
+                        self._results.add(case.name, part, facts)
+                        print(f"  {part}: {shown(facts)}", flush=True)
+                code = process.wait()
+            finally:
+                timer.cancel()
+                kill_session(process)
+        lines = log.read_text(errors="replace").strip().splitlines()
+        failure = f"failed with exit code {code}: {lines[-1][:500] if lines else ''} ({log})"
+        how = "done" if code == 0 else f"not done within its {seconds:.0f} s ({log})" if late.is_set() else failure
+        self._results.end(case.name, how)
+        print(f"  {how}", flush=True)
+
+
+def kill_session(process: subprocess.Popen[str]) -> None:
+    """The process and what it has started."""
+    with suppress(ProcessLookupError, PermissionError):  # macOS refuses where only zombies are left
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name.replace('_', ' ')} {shown(v)}" for name, v in value.items() if name != "longest")
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
+
+
+def table(cases: dict[str, dict[str, Any]]) -> list[str]:
+    lines = [
+        "| model | predicted GiB | measured GiB | MFU | tokens/s | of the bare step | published in s |",
+        "|---" * 7 + "|",
+    ]
+    for name, case in cases.items():
+        parts = case["parts"]
+        if "predicted" not in parts:
+            continue
+        step, published = parts.get("learner", {}), parts.get("publication", {})
+        bare = cases.get(name.removesuffix("-compiled"), case)["parts"].get("bare", {})
+        rate, other = step.get("tokens_per_second"), bare.get("tokens_per_second")
+        seconds = sum(value for part, value in published.items() if part.endswith("_seconds"))
+        cells = [parts["predicted"]["gib"], step.get("gib"), step.get("mfu"), rate, rate and other and rate / other,
+                 seconds or None]  # fmt: skip
+        lines.append(f"| {' | '.join([name, *('–' if cell is None else shown(cell) for cell in cells)])} |")
+    return lines
+
+
+def about(machine: Machine) -> Facts:
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "device": torch.cuda.get_device_name() if machine.cuda else platform.processor() or platform.machine(),
+        "shapes": "small" if machine.small else "full",
+        "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
+        "revision": git.stdout.strip() or "unknown",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
     }
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    shapes = "small" if bench.small else "full"
-    return {**facts, **versions, "revision": git.stdout.strip() or "unknown", "shapes": shapes,
-            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M")}  # fmt: skip
-
-
-def missing_packages() -> list[str]:
-    """Dependencies of the project that cannot be imported here."""
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    names = [line.partition(";")[0].partition(">")[0].strip() for line in declared]
-    return [name for name in names if importlib.util.find_spec(IMPORTED_AS.get(name, name)) is None]
-
-
-def run_part(part: Part, bench: Bench, report: Report) -> None:
-    """Add what the part finds, or why it found nothing."""
-    if bench.seconds_left < (part.seconds if not bench.small else 1.0):
-        report.add(part.name, part.title, {"skipped": f"{bench.seconds_left:.0f} s left, it needs {part.seconds:g}"})
-        return
-    try:
-        for case, facts in part.run(bench):
-            report.add(part.name, case, facts)
-    except ModuleNotFoundError as error:
-        report.add(part.name, part.title, {"not_run": f"needs the package {error.name}"})
-    except Exception as error:  # out of memory, a missing kernel: the other parts are still worth their time
-        report.add(part.name, part.title, {"failed": f"{type(error).__name__}: {error}"[:500]})
-
-
-def check(bench: Bench, parts: Sequence[Part], path: Path) -> Report:
-    report = Report(path, about(bench))
-    if missing := missing_packages():
-        report.add("packages", "missing", {"names": " ".join(missing), "see": "the docstring of benchmarks.gpu"})
-    for part in parts:
-        bench.clean()
-        run_part(part, bench, report)
-    return report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(gpu.__doc__ or "").split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=540.0, help="for everything")
+    parser.add_argument("--minutes", type=float, default=25.0, help="for all cases of this call")
+    parser.add_argument("--only", nargs="+", choices=[c.name for c in (*CASES, *COMPILED)], metavar="CASE",
+                        help="these, also where they have been run: %(choices)s")  # fmt: skip
+    parser.add_argument("--compile", action="store_true", help="torch.compile of the decoder layers: models once more")
     parser.add_argument("--shapes", choices=["full", "small"], help="default: full on a GPU, else small")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: the GPU, if there is one")
-    parser.add_argument("--only", nargs="+", choices=sorted({part.name for part in PARTS}), help="parts")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of gpu.json")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of gpu.json and the cases' logs")
     a = parser.parse_args(arguments)
     device = a.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    small = (a.shapes or ("full" if device == "cuda" else "small")) == "small"
+    machine = Machine(device, small=(a.shapes or ("full" if device == "cuda" else "small")) == "small")
     a.out.mkdir(parents=True, exist_ok=True)
-    faulthandler.dump_traceback_later(a.seconds + OVERRUN_SECONDS, exit=True)
-    transformers.utils.logging.disable_progress_bar()
-    bench = Bench(device, small, time.monotonic() + a.seconds)
-    parts = [part for part in (SMALL if small else PARTS) if not a.only or part.name in a.only]
-    report = check(bench, parts, a.out / "gpu.json")
-    faulthandler.cancel_dump_traceback_later()
-    bad = [f"{finding['part']} {finding['case']}" for finding in report.findings if "failed" in finding]
-    print(f"\n{len(report.findings)} findings in {a.out / 'gpu.json'}" + (f"; failed: {', '.join(bad)}" if bad else ""))
-    return 1 if bad else 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    results = Results(a.out / "gpu.json", about(machine))
+    cases = [c for c in (*CASES, *COMPILED) if a.only and c.name in a.only]
+    if not a.only:
+        cases = [c for c in (*CASES, *(COMPILED if a.compile else ())) if not results.ended(c.name)]
+    Walk(results, machine, a.out, 60 * a.minutes).run(cases)
+    print("\n" + "\n".join(table(results.cases)))
+    failures = results.failures()
+    print("\n".join(("", *failures, f"{len(results.cases)} cases in {a.out / 'gpu.json'}")))
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

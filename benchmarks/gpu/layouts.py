@@ -9,7 +9,8 @@ comparison could not fail.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.report import Facts
+from benchmarks.gpu.case import Facts, Machine, attempt
 from benchmarks.learner_step.case import Case, make_rows
 from benchmarks.learner_step.model import make_model
 from benchmarks.learner_step.sides import make_trainer
@@ -36,20 +36,20 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def small_case(bench: Bench) -> Case:
-    shape = "tiny" if bench.small else "0.5b"
+def small_case(machine: Machine) -> Case:
+    shape = "tiny" if machine.small else "0.5b"
     return Case(model=shape, groups=3, rollouts=4, prompt=60, response=80, longest=512, steps=1,
-                tokens_per_microbatch=4096, compute_dtype="bfloat16", device=bench.device, threads=0,
+                tokens_per_microbatch=4096, compute_dtype="bfloat16", device=machine.device, threads=0,
                 checkpointing=False)  # fmt: skip
 
 
-def small_model(bench: Bench) -> Any:
-    layers = {} if bench.small else {"num_hidden_layers": 4}
-    return make_model(small_case(bench).model, bench.device, **layers)
+def small_model(machine: Machine) -> Any:
+    layers = {} if machine.small else {"num_hidden_layers": 4}
+    return make_model(small_case(machine).model, machine.device, **layers)
 
 
-def equality(bench: Bench) -> Iterator[tuple[str, Facts]]:
-    case, model = small_case(bench), small_model(bench)
+def equality(machine: Machine) -> Iterator[tuple[str, Facts]]:
+    case, model = small_case(machine), small_model(machine)
     rows = make_rows(case, model.config.vocab_size)
 
     def scored(shared: bool = True, **options: Any) -> Scored:
@@ -62,11 +62,7 @@ def equality(bench: Bench) -> Iterator[tuple[str, Facts]]:
     rounded = scored(packing="padded")
     yield "padded", rounded.facts(exact, exact) | {"repeatable": rounded.same(scored(packing="padded"))}
     for name, options in FORMS.items():
-        try:
-            first = scored(**options)
-            yield name, first.facts(exact, rounded) | {"repeatable": first.same(scored(**options))}
-        except Exception as error:  # the other forms are still worth their time
-            yield name, {"failed": f"{type(error).__name__}: {error}"[:300]}
+        yield attempt(name, partial(form_facts, scored, options, exact, rounded))
     AttentionInterface.register(NAME, lambda *a, runs=None, **k: packed_attention(*a, **k))
     try:
         trainer = make_trainer(case, copy.deepcopy(model), packing="padded", grad_clip=1e9)
@@ -75,6 +71,11 @@ def equality(bench: Bench) -> Iterator[tuple[str, Facts]]:
         yield "control: rows see each other", Scored.of(trainer, rows).facts(exact, rounded) | {"expected": "outside"}
     finally:
         AttentionInterface.register(NAME, packed_attention)
+
+
+def form_facts(scored: Callable[..., Scored], options: dict[str, Any], exact: Scored, rounded: Scored) -> Facts:
+    first = scored(**options)
+    return first.facts(exact, rounded) | {"repeatable": first.same(scored(**options))}
 
 
 class Scored:

@@ -1,24 +1,17 @@
-"""All processes of a run: the embedded engine and the learner take turns on the one device.
-
-Needs the packages of the whole project, and transformers as new as the embedded engine asks for.
-"""
+"""All processes of a run: the engine and the learner take turns on the one device."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
-import transformers
-from transformers import ContinuousBatchingConfig
-
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.report import Facts
+from benchmarks.gpu.case import Facts, Machine
 from pipeline.runtime.run_directory import RunDirectory
 from pipeline.store.ledger import read_ledger
 
@@ -30,29 +23,27 @@ GPU = ("engine.device=cuda", "engine.dtype=bfloat16", "learner.device=cuda", "le
        "publish.dtype=bfloat16", "model.tiny.hidden_size=1024", "model.tiny.layers=16",
        "model.tiny.heads=16")  # fmt: skip
 """A decoder of 200 M parameters, so that moving it takes a time that can be seen."""
-LEFT_SECONDS = 15.0
-"""Of the check, for reading the results."""
+VLLM = ("engine.kind=vllm", "engine.sleep_level=2", "importance.anchor=proximal", "model.max_length=256")
+LEFT_SECONDS = 30.0
+"""Of the case's share, for stopping the run and reading its results."""
 
 
-def turns(bench: Bench) -> Iterator[tuple[str, Facts]]:
-    if "page_size" not in {field.name for field in fields(ContinuousBatchingConfig)}:
-        version = transformers.__version__
-        yield "not run", {"needs": "transformers 5.19, whose batching the embedded engine uses", "found": version}
-        return
-    settings = SETTINGS + (GPU if bench.cuda else ())
+def turns(machine: Machine) -> Iterator[tuple[str, Facts]]:
+    vllm = machine.cuda and importlib.util.find_spec("vllm") is not None
+    yield "engine", {"kind": "vllm" if vllm else "embedded"}
+    settings = SETTINGS + (GPU if machine.cuda else ()) + (VLLM if vllm else ())
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "pipeline.cli.app", "run", str(RUN_FILE)]
         for setting in (*settings, f"run.directory={scratch}"):
             command += ["--set", setting]
-        seconds_max = min(300.0, max(30.0, bench.seconds_left - LEFT_SECONDS))
         with (Path(scratch) / "output").open("w+") as output:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
             try:
-                code: int | str = process.wait(seconds_max)
+                code: int | str = process.wait(machine.seconds - LEFT_SECONDS)
             except subprocess.TimeoutExpired:
                 process.terminate()  # the supervisor stops its children
-                process.wait(60)
-                code = f"none within {seconds_max:.0f} s"
+                process.wait()
+                code = f"none within {machine.seconds - LEFT_SECONDS:.0f} s"
             output.seek(0)
             said = output.read()
         yield f"{UPDATES} updates", found(RunDirectory(Path(scratch) / "turns"), code, said)
@@ -63,7 +54,7 @@ def found(directory: RunDirectory, code: int | str, said: str) -> Facts:
     facts: Facts = {"exit": code, "updates": len(steps)}
     if steps:
         facts["last_update_seconds"] = {name: round(s, 3) for name, s in steps[-1]["seconds"].items() if s > 0.001}
-    facts["times_asleep"] = len(re.findall(r"asleep \(level", _text(directory.logs / "engine-0.log")))
+    facts["times_asleep"] = len(re.findall(r"asleep \(level|to fall asleep", _text(directory.logs / "engine-0.log")))
     if directory.store_file.is_file():
         facts["faults_of_the_ledger"] = len(read_ledger(directory.store_file).audit())
     if code != 0:

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch.distributed import HashStore
 
-from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.case import Facts, Machine
 from benchmarks.gpu.layouts import distance, form_of, gradients_of, small_case, small_model
-from benchmarks.gpu.report import Facts
 from benchmarks.learner_step.case import make_rows
 from benchmarks.learner_step.sides import make_trainer, run_config
 from learner.checkpoints.checkpoint import CheckpointState, restore_training, save_checkpoint
@@ -30,8 +29,8 @@ from learner.training.trainer import Trainer
 WAIT_SECONDS = 60.0
 
 
-def one_rank(bench: Bench) -> Iterator[tuple[str, Facts]]:
-    case, model = small_case(bench), small_model(bench)
+def one_rank(machine: Machine) -> Iterator[tuple[str, Facts]]:
+    case, model = small_case(machine), small_model(machine)
     config = run_config(case, ranks_timeout_seconds=WAIT_SECONDS)
     rows = make_rows(case, model.config.vocab_size)
     plain = gradients_of(make_trainer(case, copy.deepcopy(model)), rows)

@@ -10,12 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import learner_step
 from benchmarks.learner_step.case import Case, make_rows
 from benchmarks.learner_step.model import SHAPES, step_flops, write_model
 from benchmarks.learner_step.sides import BARE, SIDES
+from learner.policy.policy import pass_cost
 
 VOCABULARY = 49_152
 """Of all shapes here: what the recorded results had."""
@@ -81,7 +83,7 @@ def main() -> None:
         if not (folder / "config.json").is_file():
             layers = {} if a.layers is None else {"num_hidden_layers": a.layers}
             write_model(a.shape, folder, vocab_size=VOCABULARY, tie_word_embeddings=True, **layers)
-    device = a.device or _device()
+    device = a.device or ("cuda" if torch.cuda.is_available() else "cpu")
     case = Case(str(folder), a.groups, a.rollouts, a.prompt, a.response, a.longest, a.steps, a.tokens_per_microbatch,
                 a.compute_dtype, device, a.threads, a.checkpointing)  # fmt: skip
     found: dict[str, dict[str, Any]] = {}
@@ -91,14 +93,10 @@ def main() -> None:
             found[side] = measured
             print(f"{side:16} {measured['seconds']:.2f} s/step {measured['stages'] or ''}", flush=True)
     config = AutoConfig.from_pretrained(folder)
-    print("\n".join(table(found, step_flops(config, make_rows(case, config.vocab_size)), a.peak_tflops)))
+    with torch.device("meta"):
+        cost = pass_cost(AutoModelForCausalLM.from_config(config))
+    print("\n".join(table(found, step_flops(cost, make_rows(case, config.vocab_size)), a.peak_tflops)))
     (a.directory / "result.json").write_text(json.dumps({"case": asdict(case), "sides": found}, indent=1))
-
-
-def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 if __name__ == "__main__":
