@@ -37,13 +37,16 @@ MIDDLE = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024, "tie_word_embeddings": False,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "n_routed_experts": 8, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 WINDOWS = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
+PLAIN = ("Llama", "Qwen2", "Qwen3", "Mistral", "Phi3", "Glm4", "Olmo2", "SmolLM3", "Granite")
 MEASURED = {
-    "LlamaConfig": MIDDLE,
-    "Glm4Config": MIDDLE,
-    "Gemma3TextConfig": MIDDLE | WINDOWS,
-    "Qwen3MoeConfig": MIDDLE | EXPERTS,
+    **{f"{name}Config": MIDDLE for name in PLAIN},
+    **{f"{name}Config": MIDDLE | WINDOWS for name in ("Olmo3", "Gemma3Text")},
+    **{f"{name}Config": MIDDLE | EXPERTS for name in ("Qwen3Moe", "Glm4Moe")},
 }
 
 
