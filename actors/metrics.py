@@ -114,6 +114,13 @@ class ActorMetrics(MetricSet):
         lessons=("yes", "no"),
     )
 
+    sandboxes_total = counter(
+        "Sandboxes of agent programs; outcome = started, failed (to start) or ended (both kinds). started + failed - "
+        "ended are live.",
+        env="environments",
+        outcome=("started", "failed", "ended"),
+    )
+
     tool_calls_total = counter(
         "Tool calls; outcome = ok, refused (by the tool), unreadable, unknown, bad_arguments, too_many, "
         "timeout, raised, wrong_value or release_failed.",
@@ -123,12 +130,13 @@ class ActorMetrics(MetricSet):
     tool_duration_seconds = histogram("Time of one tool call.", LAT, tool=())
 
     door_calls_total = counter(
-        "Calls of agent programs to the gateway; route = chat, generate, models, lease (ask for a task) or finish; "
-        "outcome = ok, limit (of the episode), refused (wrong call), too_many, engine (no answer) or hung_up (the "
+        "Calls of agent programs to the gateway; route = chat, messages, responses, generate, count (tokens of a "
+        "prompt), models, lease (ask for a task) or finish; outcome = ok, repeated (the request came before, and has "
+        "that reply), limit (of the episode), refused (wrong call), too_many, engine (no answer) or hung_up (the "
         "program did not wait).",
         env="environments",
-        route=("chat", "generate", "models", "lease", "finish"),
-        outcome=("ok", "limit", "refused", "too_many", "engine", "hung_up"),
+        route=("chat", "messages", "responses", "generate", "count", "models", "lease", "finish"),
+        outcome=("ok", "repeated", "limit", "refused", "too_many", "engine", "hung_up"),
     )
     hung_calls = gauge(
         "Blocking calls of an environment, its tools or programs that hang: nobody waits for them, and they do not "

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from actors.environments.base import Environment, Episode, Reply, Step, tool
     from actors.tools.base import ToolError, ToolResult
-    from afterplay.commands import evaluate, load, train
+    from afterplay.commands import evaluate, load, retrain, train
     from afterplay.run import Run
     from pipeline.errors import AfterplayError, ConfigurationError, RunFailed
     from pipeline.schema import Message, Task, Trajectory
@@ -48,6 +48,7 @@ __all__ = [
     "evaluate",
     "load",
     "reply",
+    "retrain",
     "tool",
     "train",
 ]
@@ -55,7 +56,7 @@ __all__ = [
 _HOMES = {
     "actors.environments.base": ("Environment", "Episode", "Reply", "Step", "tool"),
     "actors.tools.base": ("ToolError", "ToolResult"),
-    "afterplay.commands": ("evaluate", "load", "train"),
+    "afterplay.commands": ("evaluate", "load", "retrain", "train"),
     "afterplay.run": ("Run",),
     "pipeline.errors": ("AfterplayError", "ConfigurationError", "RunFailed"),
     "pipeline.schema": ("Message", "Task", "Trajectory"),

@@ -1,17 +1,20 @@
-"""``train``, ``evaluate`` and ``load``: commands of ``afterplay`` as functions. Each run is processes of its own."""
+"""``train``, ``evaluate``, ``retrain`` and ``load``: commands of ``afterplay`` as functions. Each run is processes of
+its own; an update is made again in this one."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from afterplay.run import Run, Supervised, reason_in
 from afterplay.run_file import Config, EnvironmentName, assignments, read_run_file
 from pipeline.errors import ConfigurationError, RunFailed
-from pipeline.runtime.children import ChildGroup, OrphanReaper, module_command
+from pipeline.runtime.children import ChildGroup, OrphanReaper, module_command, wait_passively
+from pipeline.runtime.plugins import load_main, resolve
 from pipeline.runtime.run_directory import RunDirectory, read_json
 from pipeline.store.evaluation_results import read_results
 from pipeline.supervisor.run import empty_directory, run_lock
@@ -112,3 +115,34 @@ def evaluate(
         outcome = read_json(RunDirectory(Path(made[-1])).outcome_file) if made else None
         raise RunFailed((outcome or {}).get("reason") or reason_in(child.stdout + child.stderr, code))
     return results[-1]
+
+
+def retrain(
+    run: Run | str | Path, *, step: int | None = None, updates: int | None = None, **overrides: Any
+) -> list[Any]:
+    """Make steps of a run, or of a bundle, again in this process, as ``afterplay retrain`` does: the learner as a
+    library.
+
+    ``overrides`` are as of :func:`train`; where the run file names a function, a function may stand:
+    ``loss={"policy": my_loss}``. Each element has ``step``, its ``line`` of ``metrics.jsonl`` beside the ``recorded``
+    one, ``batch`` (rows and trajectories), ``report`` (``report.statistics.values`` are arrays by token), and
+    ``differences`` from what the run computed, None with ``overrides``. Steps between the checkpoint and ``step`` come
+    first.
+
+    Blocks. Raises :class:`ConfigurationError` for a step that cannot be made again, and for keys that an update does
+    not read.
+    """
+    resolve.cache_clear()  # a notebook may have defined a function again
+    wait_passively()
+    target = run.directory if isinstance(run, Run) else Path(run)
+    with load_main("learner.process.bundle:open_source")(target) as source:
+        return list(load_main("learner.process.retrain:retrain")(source, step, updates, assignments(_named(overrides))))
+
+
+def _named(value: Any) -> Any:
+    """Functions by the name that this process finds them under."""
+    if isinstance(value, Mapping):
+        return {key: _named(inner) for key, inner in value.items()}
+    if inspect.isfunction(value):
+        return f"{value.__module__}:{value.__qualname__}"
+    return value

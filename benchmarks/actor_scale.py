@@ -2,8 +2,7 @@
 
 ::
 
-    python -m benchmarks.actor_scale                                # the whole table, 8 minutes
-    python -m benchmarks.actor_scale --loops tool_agent --peer verl # verl's tool agent beside it
+    python -m benchmarks.actor_scale  # the whole table, 8 minutes
 
 Two agent loops: ``multi_turn``, where the environment answers every reply, and ``tool_agent``, where every reply but
 the last calls the calculator. The engine is a stub in this process that answers after a fixed latency, the same for
@@ -18,43 +17,34 @@ same process spends in the same time without episodes (the probe, the watching o
 ``idle``. Lag is how late a 10 ms timer fires. ``gc max`` is the longest collection of cyclic garbage, which holds all
 episodes: the actor keeps it short (:mod:`actors.process.role`), and so does this process; ``--plain-gc`` leaves it as
 Python has it. The goal is below 1 ms of CPU a turn and below 50 ms of lag at 1,000 episodes.
-
-``--peer verl`` runs the same turns with the same texts and latency in verl's own ``ToolAgentLoop``, in a process of
-its own (:mod:`benchmarks.actor_scale_verl` says what is measured there), and prints its rows below. verl wants other
-versions of torch's and transformers' packages than Afterplay has, so ``AFTERPLAY_VERL_PYTHON`` may name the interpreter
-that has it; without verl the rows are omitted and a line reports it. verl has no loop in which an environment answers
-every reply.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import AsyncIterator
+import asyncio
+import gc
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
+import numpy as np
+import psutil
 
 from actors.engine.pool import EnginePool
 from actors.environments import Environment, Episode, Reply, Step
 from actors.environments.host import EnvironmentHost
 from actors.metrics import ActorMetrics
-from actors.process.role import gc_policy
 from actors.rendering.renderer import Renderer
-from actors.rendering.tool_messages import with_system_text
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
-from actors.tools.base import schema_of_tool
 from actors.tools.calculator import Calculator
 from benchmarks.actor_turns import tokenizer
-from benchmarks.episode_load import Load, Play, measure, settle
 from pipeline.config import RunConfig
+from pipeline.runtime.garbage_collection import gc_policy
 from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.schema import Message, Order, Task, TrajectoryStatus
 from pipeline.schema.codec import encode_trajectory
@@ -66,10 +56,135 @@ TURNS_PER_EPISODE = 6
 QUESTION = "What is 3 + 4? Reply with only the number."
 AGAIN = "That is not right. Try again. Reply with only the number."
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12345 * 678"}}\n</tool_call>'
-PEER_PYTHON = "AFTERPLAY_VERL_PYTHON"
-PEER_SECONDS_MAX = 600
-NOT_IMPORTABLE = 3
-"""Exit code of the peer's process where verl cannot be imported."""
+IDLE_SECONDS = 2.0
+PROBE_SECONDS = 0.01
+SETTLE_EPISODES = 5
+SETTLE_FROM = 10**9
+"""Their numbers, so that no two episodes have the same."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """One row of the table."""
+
+    episodes: int
+    """At once."""
+    latency_seconds: float
+    cpu_ms: float
+    """A turn, without what the same process spends in the same time without episodes."""
+    idle_ms: float
+    """Spent without episodes, in ms of CPU a second: the lag probe, the watching of engines."""
+    turns_per_second: float
+    lag_ms: tuple[float, float, float]
+    """50th and 99th percentile and the longest."""
+    collection_ms: float
+    """The longest single collection of cyclic garbage, in wall time; nothing else runs meanwhile."""
+    kib: float
+    """Growth of the resident set while all episodes were in progress, for each of them."""
+    turns: int
+    tokens: float
+    """All tokens of an episode."""
+
+
+Play = Callable[[int], Awaitable[tuple[int, int]]]
+"""Runs one episode by its number: (turns, tokens of the whole conversation)."""
+
+
+async def settle(play: Play) -> None:
+    """Do now what happens once a process, before anything is measured."""
+    for number in range(SETTLE_EPISODES):
+        await play(SETTLE_FROM + number)
+
+
+async def measure(play: Play, concurrency: int, episodes: int, latency_seconds: float) -> Load:
+    """Play ``episodes``, ``concurrency`` at once, begun evenly over one latency of the engine."""
+    probe = _Probe(concurrency)
+    watching = asyncio.create_task(probe.watch())
+    try:
+        idle = await _cpu_share(IDLE_SECONDS)
+        probe.begin()
+        left, turns, tokens = iter(range(episodes)), 0, 0
+
+        async def worker(delay_seconds: float) -> None:
+            nonlocal turns, tokens
+            await asyncio.sleep(delay_seconds)
+            for number in left:
+                played, said = await play(number)
+                turns, tokens = turns + played, tokens + said
+
+        wall, cpu = time.perf_counter(), time.process_time()
+        async with asyncio.TaskGroup() as group:
+            for i in range(concurrency):
+                group.create_task(worker(latency_seconds * i / concurrency))
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    finally:
+        watching.cancel()
+        probe.close()
+    return Load(
+        episodes=concurrency,
+        latency_seconds=latency_seconds,
+        cpu_ms=(cpu - idle * wall) / turns * 1e3,
+        idle_ms=idle * 1e3,
+        turns_per_second=turns / wall,
+        lag_ms=probe.lag_ms(),
+        collection_ms=probe.collection_seconds_max * 1e3,
+        kib=probe.grown_kib(),
+        turns=turns,
+        tokens=tokens / episodes,
+    )
+
+
+async def _cpu_share(seconds: float) -> float:
+    """CPU seconds a second of a process that only waits."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    await asyncio.sleep(seconds)
+    return (time.process_time() - cpu) / (time.perf_counter() - wall)
+
+
+class _Probe:
+    """Measures lateness of a 10 ms timer, duration of collections and growth of the resident set."""
+
+    def __init__(self, concurrency: int) -> None:
+        self._concurrency = concurrency
+        self._process = psutil.Process()
+        self._lags: list[float] = []
+        self._before = self._highest = 0
+        self._collecting_since = 0.0
+        self.collection_seconds_max = 0.0
+        gc.callbacks.append(self._collected)
+
+    def begin(self) -> None:
+        """Forget what was seen so far."""
+        gc.collect()
+        self._lags.clear()
+        self.collection_seconds_max = 0.0
+        self._before = self._highest = self._process.memory_info().rss
+
+    async def watch(self) -> None:
+        while True:
+            due = time.perf_counter() + PROBE_SECONDS
+            await asyncio.sleep(PROBE_SECONDS)
+            self._lags.append(time.perf_counter() - due)
+            if len(self._lags) % 50 == 0:
+                self._highest = max(self._highest, self._process.memory_info().rss)
+
+    def lag_ms(self) -> tuple[float, float, float]:
+        median, high, worst = np.percentile(self._lags, [50, 99, 100]) * 1e3
+        return float(median), float(high), float(worst)
+
+    def grown_kib(self) -> float:
+        highest = max(self._highest, self._process.memory_info().rss)
+        return max(0, highest - self._before) / self._concurrency / 1024
+
+    def close(self) -> None:
+        gc.callbacks.remove(self._collected)
+
+    def _collected(self, phase: str, information: dict[str, int]) -> None:
+        if phase == "start":
+            self._collecting_since = time.perf_counter()
+        else:
+            seconds = time.perf_counter() - self._collecting_since
+            self.collection_seconds_max = max(self.collection_seconds_max, seconds)
 
 
 class Talk(Environment):
@@ -150,8 +265,8 @@ def print_row(name: str, load: Load) -> None:
     print(f"{name:>14} " + " ".join(f"{number:>11}" for number in numbers), flush=True)
 
 
-async def ours(renderer: Renderer, loop: str, options: argparse.Namespace) -> None:
-    """Afterplay's rows of one loop."""
+async def rows(renderer: Renderer, loop: str, options: argparse.Namespace) -> None:
+    """The rows of one loop."""
     for concurrency in options.episodes:
         latency = latency_of(concurrency, options)
         async with playing(renderer, loop, 0.0, options.tokens) as play:
@@ -177,36 +292,6 @@ def latency_of(concurrency: int, options: argparse.Namespace) -> float:
     return max(options.latency, concurrency / options.rate) if options.rate else float(options.latency)
 
 
-def verls(renderer: Renderer, options: argparse.Namespace) -> None:
-    """verl's rows, or why there are none."""
-    schema = schema_of_tool(Calculator(), "the benchmark")
-    opening = with_system_text([Message("user", QUESTION)], [schema])
-    said = {"call": CALL, "answer": "7 " * options.tokens, "result": str(12345 * 678)}
-    rows = [(n, options.each * n, latency_of(n, options)) for n in options.episodes]
-    python = os.environ.get(PEER_PYTHON, sys.executable)
-    with tempfile.TemporaryDirectory() as folder:
-        renderer.tokenizer.save_pretrained(folder)
-        asked = {"tokenizer": folder, "schema": schema, "turns": TURNS_PER_EPISODE, "rows": rows, **said}
-        asked["messages"] = [message.as_template_input() for message in opening]
-        asked["plain_gc"] = options.plain_gc
-        command = [python, "-m", "benchmarks.actor_scale_verl"]
-        done = subprocess.run(
-            command,
-            input=json.dumps(asked),
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=options.peer_seconds_max,
-            cwd=Path(__file__).parent.parent,
-        )
-    if done.returncode == NOT_IMPORTABLE:
-        print(f"verl: not measured, it cannot be imported by {python} (set {PEER_PYTHON}): {done.stdout.strip()}")
-        return
-    done.check_returncode()
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            print_row("verl tool_agent", Load(**json.loads(line)))
-
-
 async def main(options: argparse.Namespace) -> None:
     renderer = Renderer(tokenizer())
     print(
@@ -214,9 +299,7 @@ async def main(options: argparse.Namespace) -> None:
     )
     print_heads()
     for loop in options.loops:
-        await ours(renderer, loop, options)
-    if options.peer == "verl":
-        verls(renderer, options)
+        await rows(renderer, loop, options)
 
 
 if __name__ == "__main__":
@@ -227,7 +310,5 @@ if __name__ == "__main__":
     parser.add_argument("--rate", type=float, default=500.0, help="turns/s asked for at most; 0: no limit")
     parser.add_argument("--each", type=int, default=2, help="episodes that each place plays, one after another")
     parser.add_argument("--tokens", type=int, default=4)
-    parser.add_argument("--peer", choices=("verl",), help="another project's loop beside it")
-    parser.add_argument("--peer-seconds-max", type=float, default=PEER_SECONDS_MAX)
     parser.add_argument("--plain-gc", action="store_true", help="collect garbage as Python does by itself")
     anyio.run(main, parser.parse_args(), backend_options={"use_uvloop": True})

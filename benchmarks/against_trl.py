@@ -3,7 +3,7 @@ clip.
 
 ::
 
-    pip install 'trl>=1.16,<1.17'          # or the extra: pip install -e '.[benchmarks]'
+    pip install 'trl>=1.16,<1.17'
     python -m benchmarks.against_trl --steps 10
 
 Both sides train SmolLM2-135M on "What is a + b?" with 8 tasks of 8 rollouts a step, at most 24 new tokens, temperature

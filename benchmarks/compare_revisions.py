@@ -70,8 +70,15 @@ BENCHMARKS: dict[str, Benchmark] = {
         {f"CPU, turn, {n:,} episodes": rf"\s{n} +{COST}" for n in (1, 100, 2000)},
     ),
     "actor_scale": Benchmark(
-        ("-m", "benchmarks.actor_scale", "--loops", "multi_turn", "--episodes", "1000"),
-        {"CPU, turn": rf"multi_turn +\S+ +\S+ +{COST}"},
+        ("-m", "benchmarks.actor_scale", "--episodes", "100", "--latency", "0.4"),
+        {
+            figure: rf"{loop}{column}"
+            for loop in ("multi_turn", "tool_agent")
+            for figure, column in (
+                (f"CPU, {loop}", rf" +\S+ +\S+ +{COST}"),
+                (f"wall, {loop}", rf" +\S+ +\S+ +\S+ +\S+ +{RATE}"),
+            )
+        },
     ),
 }  # fmt: skip
 

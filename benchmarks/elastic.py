@@ -30,7 +30,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from actors.engine.client import read_report
+from actors.engine.answers import read_report
 from pipeline.config.load import load
 from pipeline.runtime.engine_addresses import EngineRegistry
 from tests.support.run_handle import RunHandle, start_run

@@ -328,8 +328,10 @@ class Memory(threading.Thread):
 
 
 def pids_of(run: RunHandle) -> dict[str, int]:
+    """Of the roles, which stay; preparation and preflight end while the run goes on."""
     states = read_json(run.directory.processes_file) or {}
-    return {name: int(state["pid"]) for name, state in states.items() if state.get("pid")}
+    ends = ("prepare", "preflight")
+    return {name: int(state["pid"]) for name, state in states.items() if state.get("pid") and name not in ends}
 
 
 def log_bytes(run: RunHandle) -> int:
@@ -444,7 +446,8 @@ ENGINE_BODIES = (
 )
 METRICS_ROUTES = (("GET", "/metrics"), ("GET", "/metrics"), ("GET", "/healthz"), ("GET", "/x"), ("POST", "/metrics"))
 GATEWAY_ROUTES = (
-    *(("POST", path) for path in ("/v1/chat/completions", "/inference/v1/generate", "/sessions", "/sessions/x/finish")),
+    *(("POST", path) for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/inference/v1/generate")),
+    *(("POST", path) for path in ("/sessions", "/sessions/x/finish")),
     *(("POST", path) for path in ("/sessions/x/v1/chat/completions", "/sessions/\xff/v1/chat/completions")),
     *(("GET", path) for path in ("/sessions/x", "/v1/models", "/health", "/sessions", "/docs")),
 )

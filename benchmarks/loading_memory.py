@@ -4,6 +4,7 @@
 
     python -m benchmarks.loading_memory                     # 8 ranks on the CPU, about 1.3 GB of float32 weights
     python -m benchmarks.loading_memory --ranks 2 --layers 4 --hidden 512
+    python -m benchmarks.loading_memory --ranks 1 --lora    # adapters over frozen weights in bfloat16, one rank
 
 Each rank is a process of its own (gloo). It is measured from before the model is made until its shard is filled:
 anonymous memory, which is what loading needs, and all resident pages, those of the files among them. The same of a
@@ -78,9 +79,10 @@ class Peak:
         return self.largest[0] - self.start[0], self.largest[1] - self.start[1]
 
 
-def run_rank(folder: Path, work: Path) -> None:
+def run_rank(folder: Path, work: Path, *, lora: bool) -> None:
     """Load the policy and save it as a rank of a learner does, and write what it took into ``work``."""
     import torch
+    from torch.distributed.tensor import DTensor
 
     from learner.checkpoints.checkpoint import CheckpointState, take_image, write_image
     from learner.distributed.collectives import RankGroup, join, leave, process_rank
@@ -90,24 +92,28 @@ def run_rank(folder: Path, work: Path) -> None:
     from pipeline.config import RunConfig
 
     torch.set_num_threads(1)
-    config = RunConfig.model_validate({"learner": {"device": "cpu"}})
+    adapters = {"lora": {"rank": 8, "frozen_dtype": "bfloat16"}} if lora else {}
+    config = RunConfig.model_validate({"learner": {"device": "cpu", **adapters}})
     process = process_rank(config.learner)
     device = join(process, config.learner)
-    group = RankGroup(device, Interrupt(), 600.0)
+    group = RankGroup(device, Interrupt(), 600.0) if process.world_size > 1 else None
     make_policy(config, work / SMALL, None, group)  # imports and buffers of the first time
-    group.everyones({}, {})
+    if group is not None:
+        group.everyones({}, {})
     peak = Peak()
     policy = make_policy(config, folder, None, group)
-    group.everyones({}, {})
+    if group is not None:
+        group.everyones({}, {})
     anonymous, pages = peak.stop()
+    weights = list(policy.model.parameters())
     trainer = Trainer(policy, config)
-    if group.rank:
+    if group is not None and group.rank:
         group.receive()  # rank 0 sends the command to make an image
     peak, start = Peak(), time.perf_counter()
     image = take_image(trainer, CheckpointState(0, 0, {}))
     waited = time.perf_counter() - start
     copied, peak = peak.stop()[0], Peak()
-    if group.rank == 0:
+    if process.rank == 0:
         write_image(work / "checkpoints", image, folder, 1)
     elif image.shards is not None:
         image.shards.follow()
@@ -117,9 +123,9 @@ def run_rank(folder: Path, work: Path) -> None:
         "milliseconds": round(1000 * waited),
         "anonymous": anonymous,
         "resident": pages,
-        "shard": sum(p.to_local().numel() * 4 for p in policy.parameters),  # type: ignore[attr-defined]
-        "layer": sum(p.numel() * 4 for p in policy.layers[0].parameters()),
-        "model": sum(p.numel() * 4 for p in policy.parameters),
+        "shard": sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in weights),
+        "layer": sum(p.nbytes for p in policy.layers[0].parameters()),
+        "model": sum(p.nbytes for p in weights),
     }
     (work / f"rank{process.rank}.json").write_text(json.dumps(found))
     leave()
@@ -153,17 +159,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--lora", action="store_true", help="adapters of rank 8 over frozen weights in bfloat16")
     parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: a dense model")
     a = parser.parse_args()
     if a.work is not None:
-        return run_rank(a.folder, a.work)
+        return run_rank(a.folder, a.work, lora=a.lora)
     with tempfile.TemporaryDirectory() as temporary:
         work, folder = Path(temporary), a.folder or Path(temporary) / "model"
         if a.folder is None:
             write_model(folder, a.layers, a.hidden, a.vocabulary, a.experts)
         write_model(work / SMALL, layers=2, hidden=64, vocabulary=32, experts=min(a.experts, 4))
         port = free_port()
-        command = [sys.executable, __file__, str(folder), str(work)]
+        command = [sys.executable, __file__, str(folder), str(work), *(["--lora"] if a.lora else [])]
         ranks = [subprocess.Popen(command, env=environment(rank, a.ranks, port)) for rank in range(a.ranks)]
         if any([rank.wait() for rank in ranks]):
             sys.exit("a rank failed")

@@ -149,7 +149,7 @@ class Chain:
         mu = (self.log_pi_NT.detach() if of_pi else self.log_mu_NT).flatten()
         logprobs = self.log_pi_NT.detach().flatten().requires_grad_()
         flags = torch.full((n * length,), replayed)
-        advantages = torch.from_numpy(self.advantages_N).repeat_interleave(length)
+        advantages = torch.from_numpy(np.repeat(self.advantages_N, n * length // self.advantages_N.size))
         tokens = LossTokens(
             logprobs, torch.zeros_like(mu), mu, None, advantages, torch.ones_like(mu), torch.ones_like(flags), flags,
             flags, rows=torch.arange(n).repeat_interleave(length),

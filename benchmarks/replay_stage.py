@@ -1,9 +1,19 @@
 """The replay stage's own store with trajectories of 2,000 tokens in 8 turns: ingest, memory, reopening.
 
-Part of ``benchmarks.replay_store``; alone: ``python -m benchmarks.replay_stage --reopen 50000``. CPU time of planning a
-replay group with so many tasks in the pool, and of changing a task:
+    python -m benchmarks.replay_stage --reopen 50000
+
+Time to open a stage whose trajectories are rolled up but for those of its newest groups, and one of known tasks:
+
+    python -m benchmarks.replay_stage --rolled-up 10000000 --known 1000000 --json opening.json
+
+CPU time of planning a replay group with so many tasks in the pool, or a fresh one with so many known tasks, and of
+changing a task:
 
     python -m benchmarks.replay_stage --draws 50000 1000000 --json draws.json
+
+CPU time of the stage for an update, from the rollouts to the checkpoint, by values of ``replay.keep_trained``:
+
+    python -m benchmarks.replay_stage --kept 0 10 --json kept.json
 """
 
 from __future__ import annotations
@@ -32,21 +42,41 @@ from benchmarks.replay_ingest import bare, stage, trajectory
 from pipeline.config import RunConfig
 from pipeline.replay.difficulty import Difficulty
 from pipeline.replay.pool import Pool
-from pipeline.replay.replay import Planner
+from pipeline.replay.replay import Planner, Replay
 from pipeline.replay.selection import Draws
 from pipeline.replay.stored_groups import StoredGroups
 from pipeline.replay.transfer import PoolWriter
-from pipeline.schema import Order, Task
-from pipeline.stage.core import StageCore
+from pipeline.schema import SCHEMA_VERSION, Order, Task, TokenSpan, Turn
+from pipeline.schema.codec import encode_trajectory
+from pipeline.schema.orders import decode_request
+from pipeline.scorer.scorer import Scorer
+from pipeline.stage.core import RETAIN_GROUPS, StageCore
+from pipeline.store.effects import Send
+from pipeline.store.journal import Changes, group_row, order_row, task_row, trajectory_row
+from pipeline.store.records import (
+    Facts,
+    GroupRecord,
+    GroupState,
+    OrderKey,
+    OrderRecord,
+    OrderState,
+    Slot,
+    TrajectoryRecord,
+    TrajectoryState,
+)
 from pipeline.store.replay_records import PoolEntry, StoredGroup, TaskRecord
 from pipeline.store.store import ReplayStore
+from pipeline.tasks.sampler import TaskSampler
+from pipeline.transport.messages import Kind, WireMessage
 
 PER_TASK = 5
 BATCH = 64
 """Tasks of the batch, which are not drawn again."""
 ROUNDS, DRAWS = 7, 1000
-SAMPLINGS = ["priority", "normal", "uniform", "groups"]
-"""Values of ``replay.task_sampling``, and ``groups``: stored groups (``replay.mode: groups``) by priority."""
+KEPT_UPDATES, GROUPS = 40, 8
+SAMPLINGS = ["priority", "normal", "uniform", "groups", "informative"]
+"""Values of ``replay.task_sampling``; ``groups``: stored groups (``replay.mode: groups``) by priority;
+``informative``: fresh tasks without replay (``groups.tasks``)."""
 ROOT = Path(__file__).resolve().parents[1]
 
 Rows = list[tuple[str, str, str, str]]
@@ -79,6 +109,37 @@ def fill(path: Path, n: int) -> float:
     return float(path.stat().st_size)
 
 
+def fill_rolled_up(path: Path, n: int) -> None:
+    """A store of ``n`` trajectories, all rolled up but those of the newest :data:`RETAIN_GROUPS` groups."""
+    size = config(1).groups.n_rollout
+    last, first = n // size, max(0, n // size - RETAIN_GROUPS)
+    with ReplayStore(path, "OFF") as store:
+        for at in range(first, last, 1000):
+            changes = Changes(forgotten_groups=list(range(at, min(at + 1000, last))))
+            for number in changes.forgotten_groups:
+                update, slots = number // BATCH, [Slot() for _ in range(size)]
+                group = GroupRecord(number, Task(f"a/{number}", "a", number), update, 0.0, slots, GroupState.TRAINED)
+                group.update, group.ended_at = update, 1.0
+                changes.groups.append(group_row(group))
+                for slot in range(size):
+                    key = OrderKey(number, slot, 0)
+                    order = OrderRecord(key, "actor-0", 0, update, 1.0, OrderState.DELIVERED, ended_at=2.0)
+                    facts = Facts("complete", 8, 2000, 1500, update, update, 3.5, "actor-0", 20000, entropy=1.25)
+                    held = TrajectoryRecord(number * size + slot, key, facts, 2.5, TrajectoryState.TRAINED, reward=1.0)
+                    changes.orders.append(order_row(order))
+                    changes.trajectories.append(trajectory_row(held))
+            changes.meta = {"next_group": last, "consumed": last // BATCH, "policy_version": 0, "rolled_below": first}
+            store.commit(changes)
+
+
+def fill_known(path: Path, n: int) -> None:
+    """A store with records of ``n`` tasks."""
+    records = task_records(n, random.Random(0))
+    with ReplayStore(path, "OFF") as store:
+        for at in range(0, n, 10_000):
+            store.commit(Changes(tasks=[task_row(record) for record in records[at : at + 10_000]]))
+
+
 def rss_bytes() -> int:
     fields = Path("/proc/self/statm").read_text().split()
     return int(fields[1]) * 4096
@@ -87,11 +148,12 @@ def rss_bytes() -> int:
 def reopen(path: Path, n: int) -> None:
     """In a process of its own: seconds until the stage could serve, and what its memory grew by."""
     before = rss_bytes()
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     store = ReplayStore(path)
     core = StageCore(config(n), store.load())
-    elapsed = time.perf_counter() - started
-    print(json.dumps({"seconds": elapsed, "bytes": rss_bytes() - before, "held": len(core.replay.pool)}))
+    found: dict[str, object] = {"seconds": time.perf_counter() - started}
+    found["cpu_seconds"] = time.process_time() - cpu_started
+    print(json.dumps(found | {"bytes": rss_bytes() - before, "held": len(core.replay.pool)}))
     store.close()
 
 
@@ -100,7 +162,8 @@ def draw(n: int, samplings: list[str]) -> dict[str, object]:
     gc.disable()
     found: dict[str, object] = {"tasks": n, "batch": BATCH, "draws": DRAWS} | bare_draws(n)
     for sampling in samplings:
-        found[sampling] = draw_groups(n) if sampling == "groups" else draw_tasks(n, sampling)
+        special = {"groups": draw_groups, "informative": draw_fresh}.get(sampling)
+        found[sampling] = special(n) if special is not None else draw_tasks(n, sampling)
     return found
 
 
@@ -139,11 +202,37 @@ def entry_of(i: int, version: int) -> PoolEntry:
     return PoolEntry(i, f"t{i}", Task(f"a/{i}", "a", i), i, 1.0, 8, 2000, 1500, 20000, version, version, 1.0)
 
 
+def task_records(n: int, rng: random.Random) -> list[TaskRecord]:
+    """Of n tasks, each with a finished group of eight rollouts, from one to seven of them successes."""
+    tasks = (Task(f"a/{i}", "a", i) for i in range(n))
+    return [TaskRecord(task, s, s, 8 - s, visits=1) for task in tasks for s in [rng.randint(1, 7)]]
+
+
+def draw_fresh(n: int) -> dict[str, object]:
+    """Of n known tasks, a batch after the other, each draw with its admission; the change is a finished group."""
+    rng = random.Random(0)
+    rules = config(n, enabled=False).updated(groups={"tasks": "informative", "groups_per_step": BATCH})
+    rules.environments["a"] = rules.environments["a"].model_copy(update={"tasks": n})
+    records = task_records(n, rng)
+    replay, sampler = Replay(rules, tasks=records), TaskSampler(rules.environments, 0)
+    before, started = rss_bytes(), time.process_time()
+    replay.next_group(sampler, progress=0.5, version=1000)
+    built, held = time.process_time() - started, rss_bytes() - before
+    sampler.draw()  # shuffles the order of the pass
+    drawn = timed(lambda _: replay.next_group(sampler, progress=0.5, version=1000), range(DRAWS))
+
+    def change(record: TaskRecord) -> None:
+        replay.finished(record.task, fresh, version=1000)
+
+    fresh = [replace(entry_of(i, 1000), reward=float(i % 2)) for i in range(8)]
+    return measured(built, drawn, timed(change, rng.sample(records, DRAWS))) | {"tree_bytes": held}
+
+
 def draw_tasks(n: int, sampling: str) -> dict[str, object]:
     """Of a pool with a trajectory of each of n tasks."""
     rng = random.Random(0)
-    tasks = [Task(f"a/{i}", "a", i) for i in range(n)]
-    records = [TaskRecord(task, s, s, 8 - s, visits=1) for task in tasks for s in [rng.randint(1, 7)]]
+    records = task_records(n, rng)
+    tasks = [record.task for record in records]
     difficulty = Difficulty(config(n), {"a": n}, records)
     entries = [entry_of(i, rng.randrange(1000)) for i in range(n)]
     pool = Pool(config(n, capacity_bytes=2**50).replay, 1, entries)
@@ -202,6 +291,101 @@ def draws(sizes: list[int], samplings: list[str]) -> dict[str, object]:
     return {"python": platform.python_version(), "cores": os.cpu_count(), "sizes": found}
 
 
+def kept_update(keep: int) -> dict[str, float]:
+    """Milliseconds of CPU that core and store take for an update of ``GROUPS`` groups with ``replay.keep_trained:
+    keep``, and bytes of the store after :data:`KEPT_UPDATES`, with a checkpoint after every tenth."""
+    plain: dict[str, object] = {"enabled": False, "mode": "groups", "keep_trained": keep}
+    rules = config(1, **plain).updated(groups={"groups_per_step": GROUPS}, checkpoint={"every": 10})
+    rng, sent, cpu = np.random.default_rng(0), list[Send](), 0.0
+    with tempfile.TemporaryDirectory(dir=".") as folder, ReplayStore(Path(folder) / "s.sqlite", "FULL") as store:
+        core = StageCore(rules, store.load(), score_now=Scorer(rules.scorer).score_now)
+
+        def tell(peer: str, *messages: WireMessage) -> None:
+            nonlocal cpu
+            started = time.process_time()
+            for message in messages:
+                core.message(peer, message)
+            core.plan()
+            changes, effects = core.collect()
+            store.commit(changes)
+            cpu += time.process_time() - started
+            sent.extend(effect for effect in effects if isinstance(effect, Send))
+
+        def report(kind: Kind, **header: object) -> WireMessage:
+            return WireMessage(kind, {"number": core.control.applied + 1, **header})
+
+        slots = 2 * GROUPS * rules.groups.n_rollout
+        schema = {"schema_version": SCHEMA_VERSION}
+        core.peer_up("actor-0", {"role": "actor", "slots": slots, "holding": [], **schema})
+        hello = {"session": "s", "updates": 0, "policy_version": -1, "durable_updates": 0, "credit_groups": 2 * GROUPS}
+        core.peer_up("learner", {"role": "learner", **hello, **schema})
+        tell("learner", report(Kind.VERSION, policy_version=0, updates=0))
+        template, version = trajectory(Order("g000000.0.0", "g000000", Task("a/0", "a", 0), 0, 0, 0, 1.0), rng), 0
+        for update in range(KEPT_UPDATES):
+            placed: list[str] = []
+            while len(placed) < GROUPS:
+                orders = [decode_request(Order, one.header) for one in sent if one.kind is Kind.ORDER]
+                placed += [s.header["group_id"] for s in sent if s.kind is Kind.PLAN and s.header["update"] == update]
+                sent[:] = [s for s in sent if s.kind is Kind.PLAN and s.header["update"] != update]
+                answers = []
+                for order in orders:
+                    if order.policy_version != version:
+                        version = order.policy_version
+                        template = replace(template, turns=tuple(sampled_by(version, turn) for turn in template.turns))
+                    own = replace(template, trajectory_id=order.order_id, group_id=order.group_id, task=order.task)
+                    frames = encode_trajectory(replace(own, rewards={"environment": float(order.slot % 2)}))
+                    answers.append(WireMessage(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
+                for at in range(0, len(answers), 16):
+                    tell("actor-0", *answers[at : at + 16])
+            done = update + 1
+            tell("learner", report(Kind.CONSUMED, update=update, group_ids=sorted(placed)))
+            tell("learner", report(Kind.VERSION, policy_version=done, updates=done))
+            if done % 10 == 0:
+                tell("learner", report(Kind.CHECKPOINTED, updates=done))
+        n_bytes = store.path.stat().st_size
+    return {"keep_trained": keep, "cpu_ms": cpu / KEPT_UPDATES * 1e3, "store_bytes": n_bytes}
+
+
+def sampled_by(version: int, turn: Turn) -> Turn:
+    logprobs = turn.completion.behaviour_logprobs
+    assert logprobs is not None
+    return replace(turn, completion=TokenSpan.sampled(turn.completion.token_ids, logprobs, version))
+
+
+def kept(values: list[int], rounds: int) -> dict[str, object]:
+    """Rounds of all values in turn, each in a process of its own, the order reversed every second round."""
+    found = []
+    for i in range(rounds):
+        for keep in values[:: -1 if i % 2 else 1]:
+            command = [sys.executable, "-m", "benchmarks.replay_stage", "--kept-once", str(keep)]
+            done = subprocess.run(command, capture_output=True, check=True, text=True, cwd=ROOT)
+            found.append(json.loads(done.stdout))
+            print(found[-1], flush=True)
+    medians = {keep: statistics.median(f["cpu_ms"] for f in found if f["keep_trained"] == keep) for keep in values}
+    ratios = [medians[keep] / medians[values[0]] for keep in values]
+    return {"updates": KEPT_UPDATES, "groups": GROUPS, "cpu_ms": medians, "ratios": ratios, "rounds": found}
+
+
+def reopened(path: Path, n: int, rounds: int = 3) -> list[dict[str, float]]:
+    """Results of :func:`reopen`, one for each round."""
+    command = [sys.executable, "-m", "benchmarks.replay_stage", "--measure", str(path.absolute()), "--reopen", str(n)]
+    runs = [subprocess.run(command, capture_output=True, check=True, text=True, cwd=ROOT) for _ in range(rounds)]
+    return [json.loads(run.stdout) for run in runs]
+
+
+def opening(folder: Path, rolled_up: int | None, known: int | None) -> dict[str, object]:
+    """Seconds until a stage could serve, wall and CPU."""
+    found: dict[str, object] = {}
+    for what, fill_it, n in (("rolled-up trajectories", fill_rolled_up, rolled_up), ("tasks", fill_known, known)):
+        if n is not None:
+            path = folder / f"{what}.sqlite"
+            fill_it(path, n)
+            rounds = found[what] = reopened(path, n)
+            wall, cpu = (min(one[key] for one in rounds) for key in ("seconds", "cpu_seconds"))
+            print(f"{n:,} {what} | {wall:.2f} s | {cpu:.2f} s of CPU", flush=True)
+    return {"python": platform.python_version(), "cores": os.cpu_count(), "opening": found}
+
+
 def stage_rows(folder: Path, n: int) -> Rows:
     rate, parts = max((stage(folder / f"s{i}.sqlite", 4000, 16, "FULL") for i in range(3)), key=lambda found: found[0])
     size = int(parts["bytes"])
@@ -212,18 +396,7 @@ def stage_rows(folder: Path, n: int) -> Rows:
     ]  # fmt: skip
     path = folder / "pool.sqlite"
     on_disk = fill(path, n)
-    found = []
-    for _ in range(3):
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.replay_stage",
-            "--measure",
-            str(path.absolute()),
-            "--reopen",
-            str(n),
-        ]
-        found.append(json.loads(subprocess.run(command, capture_output=True, check=True, text=True, cwd=ROOT).stdout))
+    found = reopened(path, n)
     assert all(f["held"] == n for f in found), found
     best = min(found, key=lambda f: f["seconds"])
     rows += [
@@ -241,16 +414,30 @@ def run() -> None:
     parser.add_argument("--reopen", type=int, default=50_000)
     parser.add_argument("--folder", type=Path, default=Path("."))
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rolled-up", type=int, help="trajectories of a stage: measure its opening instead")
+    parser.add_argument("--known", type=int, help="tasks with a record: measure the opening instead")
     parser.add_argument("--draws", type=int, nargs="+", help="tasks in the pool: measure planning instead")
     parser.add_argument("--sampling", nargs="+", choices=SAMPLINGS, default=SAMPLINGS)
-    parser.add_argument("--json", type=Path, help="with --draws: write every round to this file")
+    parser.add_argument("--kept", type=int, nargs="+", help="values of replay.keep_trained: measure updates instead")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="with --kept")
+    parser.add_argument("--json", type=Path, help="all but --reopen: write every round to this file")
     parser.add_argument("--draw", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--kept-once", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.kept_once is not None:
+        print(json.dumps(kept_update(options.kept_once)))
+        return
     if options.draw:
         print(json.dumps(draw(options.draw, options.sampling)))
         return
-    if options.draws:
-        found = draws(options.draws, options.sampling)
+    if options.draws or options.kept or options.rolled_up or options.known:
+        if options.draws:
+            found = draws(options.draws, options.sampling)
+        elif options.kept:
+            found = kept(options.kept, options.rounds)
+        else:
+            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+                found = opening(Path(folder), options.rolled_up, options.known)
         if options.json:
             options.json.write_text(json.dumps(found, indent=1) + "\n")
         return

@@ -2,15 +2,15 @@
 
 ::
 
-    python -m benchmarks.replay_study --directory study                    # all of it, days on two cores
+    python -m benchmarks.replay_study --directory study --jobs 2           # all of it, days on two cores
     python -m benchmarks.replay_study --directory study --families locks --jobs 2 --minutes 50
     python -m benchmarks.replay_study --directory study --report           # what is known by now
 
 ``benchmarks/replay_study.yaml`` is the protocol: arms, seeds, order and analysis, written before the first run. A
 finished run is one JSON file in ``DIRECTORY/FAMILY/results`` and is not made again, so the study can be stopped at any
 time and continued. ``DIRECTORY/FAMILY.json`` and a picture beside it have what is known by then. Runs are measured as
-:mod:`benchmarks.replay_efficiency` says; those of a family with ``compare`` by ``afterplay compare``. Run it from one
-revision, and name that with the results: a run that was made with other settings is refused.
+:mod:`benchmarks.replay_efficiency` says. Run it from one revision, and name that with the results: a run that was made
+with other settings is refused.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
-from itertools import pairwise
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ConfigDict, Field
@@ -36,25 +35,32 @@ from pydantic.dataclasses import dataclass
 from benchmarks.replay_efficiency.arms import Job, Protocol, jobs_of
 from benchmarks.replay_efficiency.measure import Bench
 from benchmarks.replay_efficiency.picture import draw
-from benchmarks.replay_efficiency.records import Point, Result
-from pipeline.cli.compare import Study
+from benchmarks.replay_efficiency.records import Result, hit_version, on_held_out
+from pipeline.config import RunConfig
 from pipeline.config.load import load
 from pipeline.errors import AfterplayError
 from pipeline.runtime.run_directory import write_json_atomically
-from pipeline.views.comparison import QUANTITIES, Cost, ratio_of, t_interval
-from pipeline.views.step_lines import Metric
+from pipeline.views.comparison import QUANTITIES, Cost, ratio_of
+from tests.support.fork_server import ForkServer
 
 PROTOCOL = Path(__file__).with_suffix(".yaml")
-BASE = "off"
-"""The arm that the others are compared with."""
+RATES_BOUND = (1 / 16, 16.0)
+"""Smallest and largest multiple of a run file's learning rate to which a grid is extended."""
+TRIES = 2
+"""Of a run that fails, before the study continues without it; the next call tries it again."""
 _STRICT = ConfigDict(extra="forbid")
+Name = TypeVar("Name", str, float)
 
 
 @dataclass(config=_STRICT, frozen=True)
 class Arm:
     set: tuple[str, ...] = ()
-    rates: tuple[float, ...] | None = None
-    """Multiples of the run file's learning rate to tune over; None: those of the family."""
+    groups: float = 1.0
+    """Multiple of the run file's ``groups.groups_per_step``."""
+    rollouts: float = 1.0
+    """Multiple of the run file's ``groups.n_rollout``."""
+    rival: bool = False
+    """Without replay: the best of these is the base, which the other arms are compared with."""
 
 
 @dataclass(config=_STRICT, frozen=True)
@@ -62,21 +68,29 @@ class Family:
     """One run file and what is asked about it."""
 
     file: Path
-    steps: int = 0
-    seeds: tuple[int, ...] = ()
+    steps: int
+    """Updates of a run of ``off`` that never gets there. An arm whose updates generate half as much has twice as
+    many, and is measured after twice as many: every arm may generate the same number of tokens."""
+    every: int
+    """Updates of ``off`` between two measurements."""
+    goal: float
+    """Success rate to reach."""
+    arms: tuple[str, ...]
+    rates: tuple[float, ...]
+    """First grid of multiples of the run file's learning rate."""
+    tuning_seeds: tuple[int, ...]
+    seeds: tuple[int, ...]
     set: tuple[str, ...] = ()
-    goal: float = math.inf
-    """Success rate to reach; infinite where all runs have ``steps`` updates."""
-    tokens: int | None = None
-    """Generated tokens at which success is compared, instead of tokens to a goal."""
-    plays: int | None = None
-    """Plays of each task in a measurement; None: those of the study."""
-    rates: tuple[float, ...] = (1.0,)
-    tuning_seeds: tuple[int, ...] = ()
-    arms: tuple[str, ...] | dict[str, Arm] | None = None
-    """Names of arms of the study, or arms of its own; None: all of the study."""
-    compare: bool = False
-    """Measured by ``afterplay compare``, with the runs' own evaluations."""
+    plays: int = 1
+    """Plays of each task in a measurement."""
+    held_out: int = 0
+    """Held-out tasks that are measured beside in the comparison; 0: none."""
+    evaluated: bool = False
+    """Measured by the runs' own evaluations on held-out tasks."""
+    losers: bool = True
+    """Also compare the rivals that tuning did not choose."""
+    jobs_max: int | None = None
+    """Runs at once, at most."""
 
 
 @dataclass(config=_STRICT, frozen=True)
@@ -84,203 +98,204 @@ class Plan:
     """The protocol."""
 
     seconds_max: float
-    every: int
-    plays: int
+    """For one run."""
     arms: dict[str, Arm]
     families: dict[str, Family] = Field(min_length=1)
-
-    def arms_of(self, family: Family, names: Sequence[str] | None = None) -> dict[str, Arm]:
-        """Arms of a family in the order of the protocol; ``names``: only these."""
-        own = family.arms
-        found = own if isinstance(own, dict) else {name: self.arms[name] for name in own or self.arms}
-        return {name: arm for name, arm in found.items() if names is None or name in names}
 
 
 def read_plan(file: Path = PROTOCOL) -> Plan:
     return Plan(**yaml.safe_load(file.read_text()))
 
 
-def cost(result: Result) -> Cost:
-    return Cost(result.tokens, result.updates, result.seconds, result.hit)
+def best(results: Mapping[Name, Sequence[Result]]) -> Name:
+    """The name under which most runs reach the goal; among equals that with the smallest geometric mean of tokens."""
 
-
-def best_rate(results: Mapping[float, Sequence[Result]]) -> float:
-    """The rate with which most seeds reach the goal; among equals that with the smallest geometric mean of tokens."""
-
-    def rank(rate: float) -> tuple[int, float]:
-        runs = results[rate]
+    def rank(name: Name) -> tuple[int, float]:
+        runs = results[name]
         return -sum(r.hit for r in runs), statistics.fmean(math.log(max(1, r.tokens)) for r in runs)
 
     return min(results, key=rank)
 
 
-def success_at(points: Sequence[Point], tokens: int) -> float:
-    """Success rate at a number of generated tokens, interpolated between the two measurements beside it. Raises
-    :class:`AfterplayError` where the run has not generated so many."""
-    for before, after in pairwise(points):
-        if before.tokens <= tokens <= after.tokens and before.tokens < after.tokens:
-            share = (tokens - before.tokens) / (after.tokens - before.tokens)
-            return before.success + share * (after.success - before.success)
-    raise AfterplayError(f"expected a run of at least {tokens} generated tokens, got {points[-1].tokens}")
+def cost(result: Result) -> Cost:
+    return Cost(result.tokens, result.updates, result.seconds, result.hit)
+
+
+def held_out_cost(result: Result, goal: float) -> Cost:
+    """Cost until the goal is reached on held-out tasks."""
+    points = on_held_out(result.points)
+    hit = hit_version(points, goal)
+    until = next((p for p in points if p.version == hit), points[-1])
+    return Cost(until.tokens, until.version, until.seconds, hit is not None)
+
+
+def generated(config: RunConfig) -> float:
+    """Rollouts that an update generates once replay has stored groups."""
+    return config.groups.trajectories_per_step * (1 - config.replay.task_ratio if config.replay.enabled else 1)
 
 
 class Runs:
     """Runs of one family: what is there, and what is still to be made."""
 
     def __init__(
-        self, plan: Plan, name: str, directory: Path, stop: threading.Event, arms: Sequence[str] | None = None
+        self,
+        plan: Plan,
+        name: str,
+        directory: Path,
+        stop: threading.Event,
+        arms: Sequence[str] | None = None,
+        server: ForkServer | None = None,
     ) -> None:
-        """``arms``: only these; None: all."""
+        """``arms``: only these; None: all. ``server`` starts the processes of runs whose engine is embedded."""
         self.family = plan.families[name]
-        self.arms = plan.arms_of(self.family, arms)
-        plays = self.family.plays or plan.plays
-        # a goal above 1 is never reached: the run has all its updates
-        self.protocol = Protocol(min(self.family.goal, 2.0), plan.every, plays, self.family.steps)
-        self.bench = Bench(directory / name, self.protocol, plan.seconds_max, False, stop)
-        self._jobs: dict[tuple[str, float, str], list[Job]] = {}
-        self.rate = float(load(self.family.file, self.family.set).learner.learning_rate)
+        self.arms = {arm: plan.arms[arm] for arm in self.family.arms if arms is None or arm in arms}
+        server = None if self.family.evaluated else server
+        self.bench = Bench(directory / name, plan.seconds_max, False, stop, server)
+        self.file = load(self.family.file, (*self.family.set, "replay.enabled=false"))
+        self._jobs: dict[tuple[str, float, bool], list[Job]] = {}
 
-    def rates(self, arm: str) -> tuple[float, ...]:
-        return self.arms[arm].rates or self.family.rates
+    def jobs(self, arm: str, rate: float, *, tuning: bool) -> list[Job]:
+        if (arm, rate, tuning) not in self._jobs:
+            family, groups = self.family, self.file.groups
+            own = [
+                *self.arms[arm].set,
+                f"groups.groups_per_step={groups.groups_per_step * self.arms[arm].groups:g}",
+                f"groups.n_rollout={groups.n_rollout * self.arms[arm].rollouts:g}",
+                f"learner.learning_rate={self.file.learner.learning_rate * rate:g}",
+            ]
+            less = generated(self.file) / generated(load(family.file, (*family.set, *own)))
+            steps, every = round(family.steps * less), round(family.every * less)
+            if family.evaluated:
+                own.append(f"evaluation.every={every}")
+            held_out = 0 if tuning else family.held_out
+            protocol = Protocol(family.goal, every, family.plays, steps, held_out, family.evaluated)
+            seeds = family.tuning_seeds if tuning else family.seeds
+            label = f"{arm}.tune{rate:g}" if tuning else arm
+            self._jobs[arm, rate, tuning] = jobs_of({label: tuple(own)}, seeds, family.set, protocol, family.file)
+        return self._jobs[arm, rate, tuning]
 
-    def jobs(self, arm: str, rate: float, seeds: Sequence[int], kind: str) -> list[Job]:
-        known = self._jobs.get((arm, rate, kind))
-        if known is not None:
-            return known
-        own = (*self.arms[arm].set, f"learner.learning_rate={self.rate * rate:g}")
-        found = jobs_of({arm: own}, seeds, self.family.set, self.protocol, self.family.file)
-        self._jobs[arm, rate, kind] = [replace(job, arm=f"{arm}{kind}") for job in found]
-        return self._jobs[arm, rate, kind]
+    def finished(self, jobs: Sequence[Job]) -> list[Result]:
+        return [r for job in jobs if (r := self.bench.kept(job)) is not None]
 
-    def kept(self, jobs: Sequence[Job]) -> list[Result] | None:
-        """Results of all jobs; None: some are missing."""
-        found = [self.bench.kept(job) for job in jobs]
-        return [r for r in found if r is not None] if all(r is not None for r in found) else None
-
-    def tuning(self, arm: str) -> dict[float, list[Job]]:
-        """Runs that choose the arm's learning rate, by rate. Empty where there is one rate only."""
-        rates = self.rates(arm)
-        if len(rates) == 1:
-            return {}
-        return {rate: self.jobs(arm, rate, self.family.tuning_seeds, f".tune{rate:g}") for rate in rates}
+    def tuning(self, arm: str) -> dict[float, list[Result]]:
+        """Finished tuning runs by rate, smallest first. The grid grows by factors of 2, within :data:`RATES_BOUND`,
+        while it is finished and its best rate is at an edge."""
+        rates = sorted(self.family.rates)
+        while True:
+            found = {rate: self.finished(self.jobs(arm, rate, tuning=True)) for rate in rates}
+            if any(len(runs) < len(self.family.tuning_seeds) for runs in found.values()):
+                return found
+            chosen = best(found)
+            if rates[0] < chosen < rates[-1] or len(rates) == 1:
+                return found
+            wider = chosen / 2 if chosen == rates[0] else chosen * 2
+            if not RATES_BOUND[0] <= wider <= RATES_BOUND[1]:
+                return found
+            rates = sorted([*rates, wider])
 
     def chosen(self, arm: str) -> float | None:
         """The arm's rate; None: its tuning is not finished."""
-        found = {rate: self.kept(jobs) for rate, jobs in self.tuning(arm).items()}
-        if not found:
-            return self.rates(arm)[0]
-        known = {rate: runs for rate, runs in found.items() if runs is not None}
-        return best_rate(known) if len(known) == len(found) else None
+        found = self.tuning(arm)
+        return best(found) if all(len(runs) == len(self.family.tuning_seeds) for runs in found.values()) else None
+
+    def base(self) -> str | None:
+        """The rival that is best on the tuning seeds, each at its own rate; None: their tuning is not finished."""
+        rivals = {arm: self.chosen(arm) for arm, own in self.arms.items() if own.rival}
+        if not rivals or None in rivals.values():
+            return None
+        return best({arm: self.tuning(arm)[rate] for arm, rate in rivals.items() if rate is not None})
 
     def compared(self, arm: str) -> list[Job]:
         """Runs of the comparison; none before the arm is tuned."""
         rate = self.chosen(arm)
-        return [] if rate is None else self.jobs(arm, rate, self.family.seeds, "")
+        return [] if rate is None else self.jobs(arm, rate, tuning=False)
 
-    def results(self, arm: str) -> list[Result]:
-        """Finished runs of the comparison."""
-        kept = [self.bench.kept(job) for job in self.compared(arm)]
-        return [r for r in kept if r is not None]
-
-    def missing(self) -> list[Job]:
-        """What can be run now: first all of tuning, seed by seed, then all of the comparison."""
-        tuning = [job for arm in self.arms for jobs in self.tuning(arm).values() for job in jobs]
-        waiting = [job for job in tuning if self.bench.kept(job) is None]
-        if not waiting:
-            waiting = [job for arm in self.arms for job in self.compared(arm) if self.bench.kept(job) is None]
-        return sorted(waiting, key=lambda job: job.seed)
+    def missing(self, *, losers: bool) -> list[Job]:
+        """Jobs that can be run now, seed by seed: all of tuning, then the comparison of the base with the arms that are
+        no rivals, then with ``losers`` that of the other rivals."""
+        first = [arm for arm, own in self.arms.items() if not own.rival or arm == self.base()]
+        last = [arm for arm in self.arms if arm not in first] if losers and self.family.losers else []
+        stages = (
+            [job for arm in self.arms for rate in self.tuning(arm) for job in self.jobs(arm, rate, tuning=True)],
+            *([job for arm in arms for job in self.compared(arm)] for arms in (first, last)),
+        )
+        for jobs in stages:
+            if waiting := [job for job in jobs if self.bench.kept(job) is None]:
+                return sorted(waiting, key=lambda job: job.seed)
+        return []
 
     def report(self) -> dict[str, Any]:
-        """Everything that is known: tuning, costs and ratios, or success at equal tokens."""
-        found: dict[str, Any] = {"goal": self.family.goal if math.isfinite(self.family.goal) else None, "arms": {}}
-        by_arm: dict[str, dict[int, Result]] = {}
-        for arm in self.arms:
-            tuned = {rate: self.kept(jobs) for rate, jobs in self.tuning(arm).items()}
-            by_arm[arm] = {r.seed: r for r in self.results(arm)}
-            found["arms"][arm] = {
-                "rate": self.chosen(arm),
-                "tuning": {
-                    f"{rate:g}": [[r.seed, r.tokens, r.hit] for r in runs or ()] for rate, runs in tuned.items()
-                },
-                "runs": [asdict(r) for r in by_arm[arm].values()],
+        """Everything that is known: tuning, costs, and ratios over the seeds that an arm shares with the base."""
+        base, arms = self.base(), dict[str, Any]()
+        runs = {arm: {r.seed: r for r in self.finished(self.compared(arm))} for arm in self.arms}
+        for arm, own in runs.items():
+            tuned, rate = self.tuning(arm), self.chosen(arm)
+            arms[arm] = {
+                "rate": rate,
+                "at_edge": rate in (min(tuned), max(tuned)),
+                "tuning": {f"{rate:g}": [[r.seed, r.tokens, r.hit] for r in found] for rate, found in tuned.items()},
+                "runs": [asdict(r) for r in own.values()],
             }
-        for arm, runs in by_arm.items():
-            base = by_arm.get(BASE, {})
-            shared = sorted(runs.keys() & base.keys())
-            if self.family.tokens is not None and runs:
-                values = {str(seed): success_at(r.points, self.family.tokens) for seed, r in runs.items()}
-                middle = _finite(t_interval([*values.values()]))
-                found["arms"][arm]["success"] = {"by_seed": values, "mean_and_half_width": middle}
-            elif arm != BASE and len(shared) > 1:
-                own, of_base = ({seed: cost(of[seed]) for seed in shared} for of in (runs, base))
-                found["arms"][arm]["ratios"] = {q: asdict(ratio_of(own, of_base, q)) for q in QUANTITIES}
-        return found
+            shared = sorted(own.keys() & runs[base].keys()) if base not in (None, arm) else []
+            if len(shared) < 2:
+                continue
+            pair = own, runs[base or arm]
+            left, right = ({seed: cost(of[seed]) for seed in shared} for of in pair)
+            arms[arm]["ratios"] = {q: asdict(ratio_of(left, right, q)) for q in QUANTITIES}
+            if self.family.held_out:
+                left, right = ({seed: held_out_cost(of[seed], self.family.goal) for seed in shared} for of in pair)
+                arms[arm]["held_out"] = asdict(ratio_of(left, right, "tokens"))
+        return {"goal": self.family.goal, "base": base, "arms": arms}
 
 
 def lines(name: str, report: Mapping[str, Any]) -> Iterator[str]:
     """One line for each arm."""
     for arm, known in report["arms"].items():
-        hits, runs = sum(r["hit"] for r in known["runs"]), len(known["runs"])
-        text = f"{name:17} {arm:15} rate x{known['rate'] or math.nan:<4g} {hits:2} of {runs:2} reach it"
-        if known["runs"]:
-            text += f"  {statistics.median(r['tokens'] for r in known['runs']):8,.0f} tokens"
-        if "ratios" in known:
-            for quantity, r in known["ratios"].items():
-                text += f"  {quantity} {r['ratio']:.2f} ({r['low']:.2f}–{r['high']:.2f})"
-        if "success" in known:
-            mean, half = known["success"]["mean_and_half_width"]
-            values = known["success"]["by_seed"].values()
-            text += f"  success {mean:.3f} ± {half if half is not None else math.nan:.3f}"
-            text += f" ({min(values):.3f}–{max(values):.3f})"
+        runs, text = known["runs"], f"{name:17} {arm:14} "
+        if known["rate"] is None:
+            tuned = (
+                f"x{rate} " + ", ".join(f"{tokens:,}{'' if hit else ' (not reached)'}" for _, tokens, hit in found)
+                for rate, found in known["tuning"].items()
+            )
+            yield text + "tokens while tuning: " + "; ".join(tuned)
+            continue
+        text += f"rate x{known['rate']:<5g}"
+        if known["at_edge"]:
+            text += " (edge of the grid)"
+        text += f" {sum(r['hit'] for r in runs):2} of {len(runs):2} reach it"
+        if runs:
+            text += f"  {statistics.median(r['tokens'] for r in runs):8,.0f} tokens"
+        if arm == report["base"]:
+            text += "  the base"
+        ratios = {**known.get("ratios", {}), **({"held-out": known["held_out"]} if "held_out" in known else {})}
+        for quantity, r in ratios.items():
+            text += f"  {quantity} {r['ratio']:.2f} ({r['low']:.2f}–{r['high']:.2f})"
+        if ratios:
+            text += f"  can show {ratios['tokens']['can_show']:.2f}"
         yield text
-    if gains := gains_at_equal_tokens(report["arms"]):
-        mean, half = t_interval(gains)
-        yield f"{name:17} replay less {BASE}, {len(gains)} pairs: success {mean:+.3f} ± {half:.3f}"
 
 
-def gains_at_equal_tokens(arms: Mapping[str, Any]) -> list[float]:
-    """Success of each run with replay less that of its pair: the run of the same seed whose arm has :data:`BASE` in
-    place of the first part of the name."""
-    success = {arm: known["success"]["by_seed"] for arm, known in arms.items() if "success" in known}
-    return [
-        value - base[seed]
-        for arm, by_seed in success.items()
-        if (base := success.get(f"{BASE}_{arm.partition('_')[2]}", by_seed)) is not by_seed
-        for seed, value in by_seed.items()
-        if seed in base
-    ]
-
-
-def run_family(runs: Runs, at_once: int, until: float) -> list[str]:
-    """Make what is missing until it is all there or the time is over; sentences about runs that failed."""
-    faults: dict[str, str] = {}
+def run_family(runs: Runs, at_once: int, until: float, *, losers: bool) -> list[str]:
+    """Make what is missing until it is all there or the time is over; sentences about runs that failed, each after
+    :data:`TRIES`."""
+    faults: dict[str, list[str]] = {}
 
     def make(job: Job) -> None:
         if time.monotonic() < until and not runs.bench.stop.is_set():
             try:
                 runs.bench.measure(job)
             except AfterplayError as error:
-                faults[job.name] = f"{job.name}: {str(error).splitlines()[0]}"
+                fault = f"{job.name}: {str(error).splitlines()[0]}"
+                print(fault, file=sys.stderr, flush=True)
+                faults.setdefault(job.name, []).append(fault)
 
     while time.monotonic() < until and not runs.bench.stop.is_set():
-        waiting = [job for job in runs.missing() if job.name not in faults]
+        waiting = [job for job in runs.missing(losers=losers) if len(faults.get(job.name, ())) < TRIES]
         if not waiting:
             break
-        with ThreadPoolExecutor(at_once) as pool:
+        with ThreadPoolExecutor(min(at_once, runs.family.jobs_max or at_once)) as pool:
             list(pool.map(make, waiting))
-    return [*faults.values()]
-
-
-def compare_family(plan: Plan, name: str, directory: Path, at_once: int, names: Sequence[str] | None = None) -> None:
-    """``afterplay compare`` of the family's arms."""
-    family = plan.families[name]
-    arms = plan.arms_of(family, names)
-    study = Study({arm: str(family.file) for arm in arms}, directory / name, Metric.EVAL, family.goal, 1, True)
-    study.run(family.seeds, family.set, {arm: [*own.set] for arm, own in arms.items()}, at_once)
-
-
-def _finite(values: Sequence[float]) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in values]
+    return [found[-1] for found in faults.values() if len(found) == TRIES]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -301,29 +316,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = given.families or list(plan.families)
     if unknown := [name for name in names if name not in plan.families]:
         parser.error(f"--families {unknown[0]}: there are {', '.join(plan.families)}")
-    known = {arm for name in names for arm in plan.arms_of(plan.families[name])}
+    known = {arm for name in names for arm in plan.families[name].arms}
     if unknown := [arm for arm in given.arms or () if arm not in known]:
         parser.error(f"--arms {unknown[0]}: there are {', '.join(sorted(known))}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     faults: list[str] = []
     directory = given.directory.absolute()
-    for name in names:
-        if plan.families[name].compare:
-            if not given.report and time.monotonic() < until and not stop.is_set():
-                compare_family(plan, name, directory, given.jobs, given.arms)
-            continue
-        runs = Runs(plan, name, directory, stop, given.arms)
-        if not given.report:
-            faults += run_family(runs, given.jobs, until)
-        report = runs.report()
-        write_json_atomically(directory / f"{name}.json", report)
-        compared = [r for arm in runs.arms for r in runs.results(arm)]
-        if compared and math.isfinite(runs.family.goal):
-            draw(compared, runs.protocol, directory / f"{name}.png")
-        print("\n".join(lines(name, report)), flush=True)
-    for fault in faults:
-        print(fault, file=sys.stderr)
+    server = None if given.report else ForkServer()
+    for losers in (False, True):
+        for name in names:
+            if stop.is_set():
+                break
+            runs = Runs(plan, name, directory, stop, given.arms, server)
+            if not given.report:
+                faults += run_family(runs, given.jobs, until, losers=losers)
+            elif losers:
+                continue
+            report = runs.report()
+            write_json_atomically(directory / f"{name}.json", report)
+            if compared := [r for arm in runs.arms for r in runs.finished(runs.compared(arm))]:
+                draw(compared, Protocol(runs.family.goal), directory / f"{name}.png")
+            print("\n".join(lines(name, report)), flush=True)
+    if server is not None:
+        server.close()
     return 1 if faults else 0
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from grafana.dashboard_lint import (
     EVALUATED_ONLY,
+    EXPERTS_ONLY,
     TOOLS_ONLY,
     TRANSFER_ONLY,
     VLLM_ONLY,
@@ -124,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tools", action="store_true", help="the run calls tools: their metrics must be there")
     options = parser.parse_args(arguments)
-    exempt = MAY_LACK[options.engine] | set(options.without_data) | EVALUATED_ONLY
+    exempt = MAY_LACK[options.engine] | set(options.without_data) | EVALUATED_ONLY | EXPERTS_ONLY
     exempt |= frozenset() if options.tools else TOOLS_ONLY
     if options.url:
         return _report(options, Api(options.url), exempt)

@@ -135,6 +135,14 @@ class LearnerMetrics(MetricSet):
     )
     failed_choices_total = counter("Groups trained with the stored choice, because scoring failed.")
 
+    router_entropy_nats = latest(
+        "Mean entropy of a router's scores in the last batch; for mixtures of experts. Most is log(experts)."
+    )
+    expert_imbalance_ratio = latest(
+        "Tokens of the expert with most over those of an even load in the last batch, mean over layers; for mixtures "
+        "of experts. 1 is even."
+    )
+
     entropy_nats = latest("Mean token entropy of the last batch.")
     loss = gauge("Loss of the last batch; term = policy, kl, entropy, value or supervised.", term=TERMS)
     grad_norm = latest("Global gradient norm before clipping.")
@@ -159,6 +167,10 @@ class LearnerMetrics(MetricSet):
 
     weight_publish_duration_seconds = histogram("Time to publish one policy version.", LONG)
     weight_publish_bytes_total = counter("Bytes of published weights.")
+    weight_passes_total = counter("Passes over the weights for transfers by NCCL; one feeds all engines.")
+    weight_sent_bytes_total = counter("Bytes sent by NCCL: those of a version, once for each group of engines.")
+    weight_pass_bytes = latest("Most bytes of whole weights beside the trained ones in the last pass.")
+    weight_load_duration_seconds = histogram("Time in which one engine got one version, over all engines.", LONG)
     weight_publish_failures_total = counter("Engines that did not load a published version.")
     weight_probe_diff_nats = latest("Mean |learner - engine log-probability| of the last weight probe.")
     weight_probes_total = counter(

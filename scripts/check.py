@@ -25,8 +25,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST = ("pytest", "--color=auto", "-q")
 SLOWEST = "--durations=10"
-WORKERS = ("-n", "logical", "--maxprocesses=8", "--dist=loadfile")
-"""One process of pytest for each core. A file stays in one of them, for the fixtures that its tests share."""
+WORKERS = ("-n", str(min(8, (os.cpu_count() or 1) + 1)), "--dist=loadfile")
+"""One process of pytest more than cores: tests wait for processes and timers. A file stays in one of them, for the
+fixtures that its tests share."""
 QUICK = {
     "lint": ("ruff", "check", "."),
     "types": ("mypy",),

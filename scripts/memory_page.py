@@ -7,7 +7,6 @@
 
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,7 +64,6 @@ def config_of(extra: str) -> RunConfig:
     return loads(TABLE + extra, environment={})
 
 
-@cache
 def traced(name: str, extra: str) -> Footprint:
     config = config_of(extra)
     lora = config.learner.lora if config.learner.lora.rank else None
@@ -106,15 +104,14 @@ def engine() -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for name in CONFIGS:
         model = traced(name, FULL)
-        cache = 64 * model.cache_bytes(4096)
         needed = []
         for gib in GPUS:
             room = gib * GIB * (1 - MARGIN)
-            sizes = (n for n in ENGINE_RANKS if engine_bytes(model, n) + cache / n <= room)
+            sizes = (n for n in ENGINE_RANKS if engine_bytes(model, n) + 64 * model.cache_bytes(4096, n) <= room)
             needed.append(str(next(sizes, "–")))
         yield (
             f"| {name} | {engine_bytes(model) / GIB:,.1f} GiB | {model.cache_bytes(1000) / GIB:.2f} GiB "
-            f"| {cache / GIB:.0f} GiB | {' / '.join(needed)} |"
+            f"| {64 * model.cache_bytes(4096) / GIB:.0f} GiB | {' / '.join(needed)} |"
         )
 
 

@@ -27,8 +27,8 @@ class Question(Environment):
     system: str | None = None
     """A system message before the question. None: none."""
     hint: str | None = Field(default=None)
-    """A hint for ``advantage.estimator: cpo``, a template like ``template``, for example ``"The answer is {answer}."``.
-    """
+    """A hint for ``advantage.estimator: cpo`` and ``self_distill``, a template like ``template``, for example
+    ``"The answer is {answer}."``."""
 
     def start(self, task: Task) -> QuestionEpisode:
         messages = _messages(task, self.template)

@@ -17,8 +17,11 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState
 
+from actors.embedded.experts import ExpertRecord
 from actors.embedded.options import EngineOptions
+from actors.embedded.paged_model import PagedModel
 from actors.embedded.requests import EngineRequest
+from actors.embedded.states import RequestStates
 
 PLACEHOLDER_TEMPERATURE = 2.0
 """Makes transformers create its temperature step (it leaves it out at 1.0); each request then brings its own value."""
@@ -37,8 +40,10 @@ class Batching(ContinuousBatchingManager):
         deliver: Callable[[list[GenerationOutput]], None],
         fatal: Callable[[BaseException], None],
     ) -> None:
+        self.states = RequestStates(model)
+        paged = PagedModel(model)
         super().__init__(
-            model,
+            paged,
             GenerationConfig(
                 do_sample=True,
                 temperature=PLACEHOLDER_TEMPERATURE,
@@ -47,10 +52,11 @@ class Batching(ContinuousBatchingManager):
                 eos_token_id=list(eos_token_ids),
                 max_new_tokens=options.max_length,
             ),
-            _configuration(model, options),
+            _configuration(paged, options, share=not self.states and not options.return_routed_experts),
         )
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.output_router = _Router(asyncio.get_running_loop(), deliver)
+        self._experts = ExpertRecord(model) if options.return_routed_experts else None
+        self.output_router = _Router(asyncio.get_running_loop(), deliver, self._experts)
         self._fatal = fatal
         self._stale: set[str] = set()
         self.prefix_queries = 0
@@ -61,13 +67,14 @@ class Batching(ContinuousBatchingManager):
         """No step is made any more: set before :meth:`stop` where the memory of cache or weights is given up."""
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request; its result is delivered once."""
+        """Queue a request. Its result is delivered once, and before it one after each token if it is a stream."""
         stops = request.stop_token_ids | (frozenset() if request.ignore_eos else self.eos_token_ids)
         self.prefix_queries += len(request.token_ids)
         self.add_request(
             request.token_ids,
             request_id=request.request_id,
             max_new_tokens=request.max_tokens,
+            streaming=request.stream,
             eos_token_id=list(stops) or [-1],
             temperature=request.temperature,
         )
@@ -100,6 +107,12 @@ class Batching(ContinuousBatchingManager):
             allocator.ledger.block_to_hash.clear()
         self._stale = set(self.batch_processor.scheduler.active_requests)
 
+    def begin_anew(self) -> None:
+        """Forget cached prefixes, and count and sample as after the start. Inside :meth:`frozen`."""
+        self.forget_cache()
+        self.prefix_queries = self.prefix_hits = 0
+        self.distributed_helper.set_tp_seed(self.continuous_batching_config.seed, self.model.device)
+
     def running(self) -> int:
         """Requests in the current batch."""
         return len(self.batch_processor.scheduler.active_requests) if self.batch_processor else 0
@@ -128,6 +141,7 @@ class Batching(ContinuousBatchingManager):
     def _create_batch_processor(self) -> Any:
         processor = super()._create_batch_processor()
         cache = processor.cache
+        self.model.config.adapt(cache)
         search = cache.search_prefix_match
 
         def counted_search(request_id: str, prompt_ids: list[int]) -> int:
@@ -153,6 +167,15 @@ class Batching(ContinuousBatchingManager):
         processor._update_tp_group_state = ending_or_news
         return processor
 
+    def _generation_step(self) -> None:
+        processor = self.batch_processor
+        requests, scheduler = processor.inputs_and_outputs.requests_in_batch, processor.scheduler
+        with self.states.batch(requests, scheduler.active_requests):
+            super()._generation_step()
+        if self._experts is not None:
+            read = [(r.state.request_id, r.state.position_offset - r.query_length, r.query_length) for r in requests]
+            self._experts.add(read, {**scheduler.active_requests, **scheduler.waiting_requests})
+
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
         super()._handle_critical_error(error, batch_processor)
         self.output_router.loop.call_soon_threadsafe(self._fatal, error)
@@ -161,14 +184,24 @@ class Batching(ContinuousBatchingManager):
 class _Router:
     """Replaces transformers' OutputRouter: one callback on the event loop for all results of a step."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[list[GenerationOutput]], None]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        deliver: Callable[[list[GenerationOutput]], None],
+        experts: ExpertRecord | None,
+    ) -> None:
         self.loop = loop
         self._deliver = deliver
+        self._experts = experts
 
     def deliver(self, output: GenerationOutput) -> None:
         self.deliver_batch([output])
 
     def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
+        if self._experts is not None:
+            for output in outputs:
+                if output.is_finished() or output.error is not None:
+                    output.experts = self._experts.take(output.request_id)
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self._deliver, outputs)
 
@@ -178,12 +211,11 @@ class _Router:
         self.deliver(output)
 
 
-def _configuration(model: Any, options: EngineOptions) -> ContinuousBatchingConfig:
-    """Sizes of cache and batch. Small pages and a bounded batch keep the dense CPU mask, the main cost, small."""
-    text = model.config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token_bytes = 2 * text.num_hidden_layers * heads * head_size * model.dtype.itemsize
+def _configuration(model: PagedModel, options: EngineOptions, *, share: bool) -> ContinuousBatchingConfig:
+    """Sizes of cache and batch. Small pages and a bounded batch keep the dense CPU mask, the main cost, small.
+    ``share``: requests with a common prefix share its blocks."""
+    sizes = model.config
+    token_bytes = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * model.dtype.itemsize
     page = max(4, options.block_size)
     batch_tokens = max(options.batch_tokens, options.max_sequences)
     wanted = 2 * options.max_sequences * (options.max_length + page)
@@ -196,13 +228,14 @@ def _configuration(model: Any, options: EngineOptions) -> ContinuousBatchingConf
         num_blocks=-(-tokens // page),
         max_batch_tokens=batch_tokens,
         max_requests_per_batch=options.max_sequences,
-        max_blocks_per_request=0 if model.device.type == "cpu" else None,
+        max_blocks_per_request=0 if model.device.type == "cpu" or sizes.rows else None,
         return_logprobs=True,
         per_request_processors=True,
         drop_unsupported_processors=False,
         use_async_batching=False,
         use_cuda_graph=False,
-        auto_switch_to_flash=model.device.type == "cuda",
+        allow_block_sharing=share,
+        auto_switch_to_flash=model.device.type == "cuda" and not model.eager,
         safety_margin=0.1,
         seed=int(torch.randint(2**31, ()).item()) if options.seed < 0 else options.seed,
     )

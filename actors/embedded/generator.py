@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
@@ -27,9 +28,16 @@ from actors.embedded.weights import load_weights, patch_weights
 from actors.servers.progress import EngineActivity, EngineProgress
 from actors.servers.refusal import Refusal
 from pipeline.errors import ConfigurationError, DeltaMismatch
+from pipeline.runtime.embedded_models import check_layers, unserved
 
 T = TypeVar("T")
+Heard = Callable[[list[int], list[float]], None]
+"""Gets all tokens of a request so far, and their log-probabilities."""
 log = logging.getLogger(__name__)
+TRIAL_TOKENS = 8
+"""Sampled after each prompt of the trial."""
+TRIAL_NATS_MAX, TRIAL_NATS_MAX_16_BITS = 0.01, 0.5
+"""Mean distance of log-probabilities in the trial, where weights have 32 and 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +47,13 @@ class GeneratedTokens:
     token_ids: list[int]
     logprobs: list[float]
     """Nats, under the distribution that was sampled from (after temperature, top-p, top-k)."""
-    finish_reason: str
-    """``stop`` or ``length``."""
-    stop_reason: int | None
+    finish_reason: str | None = None
+    """``stop`` or ``length``; None while it is sampled."""
+    stop_reason: int | None = None
     """The token of ``stop_token_ids`` that ended it; None for the model's own end token."""
-    spans: list[Span]
+    spans: list[Span] | None = None
+    experts: npt.NDArray[Any] | None = None
+    """``[tokens, layers, k]`` of the tokens from ``EngineRequest.experts_from`` to the last but one."""
 
 
 class Generator:
@@ -57,6 +67,7 @@ class Generator:
         self._sampled = 0
         self.finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._waiting: dict[str, asyncio.Future[GenerationOutput]] = {}
+        self._streams: dict[str, Heard] = {}
         self._control = ThreadPoolExecutor(1, thread_name_prefix="control")
         self._held: AbstractContextManager[None] | None = None
         self._stopping = False
@@ -86,6 +97,43 @@ class Generator:
     def start(self) -> None:
         self._batching.start()
 
+    async def try_out(self) -> None:
+        """Sample after two prompts, and compare with plain passes; only :attr:`passes` tells of it afterwards. A state
+        is also handed on between the pieces of a prompt that is too long for one pass.
+
+        Raises :class:`ConfigurationError` where the model samples wrongly or fails: it has attention or states of its
+        own, which continuous batching passes by.
+        """
+        room, pass_tokens = self.options.max_length - TRIAL_TOKENS, self.options.batch_tokens
+        longest = max(1, min(room, pass_tokens + 2 if self._batching.states else 8))
+        lengths = [1, longest, *[longest] * (pass_tokens // longest if self._batching.states else 0)]
+        prompts = {str(n): [(n + 7 * i) % self.bounds.vocabulary_size for i in range(m)] for n, m in enumerate(lengths)}
+        self._waiting = {name: asyncio.get_running_loop().create_future() for name in prompts}
+
+        def submit() -> None:
+            with self._batching.frozen():
+                for name, ids in prompts.items():
+                    self._batching.submit(EngineRequest(name, ids, TRIAL_TOKENS, 1.0, frozenset(), True, True))
+
+        def forget() -> None:
+            with self._batching.frozen():
+                self._batching.begin_anew()
+
+        model = type(self._model).__name__
+        await self._in_control(submit)
+        outputs = await asyncio.gather(*self._waiting.values())
+        self._waiting = {}
+        distances = []
+        for output, ids in zip(outputs, prompts.values(), strict=True):
+            if output.error is not None:
+                raise unserved(model, f"fails ({output.error})")
+            scores = await self.score([*ids, *output.generated_tokens])
+            distances += [abs(a - b) for a, b in zip(scores[len(ids) - 1 :], output.logprobs, strict=True)]
+        mean = sum(distances) / len(distances)
+        if not mean <= (TRIAL_NATS_MAX if self._model.dtype == torch.float32 else TRIAL_NATS_MAX_16_BITS):
+            raise unserved(model, f"samples tokens {mean:.2f} nats from its own log-probabilities")
+        await self._in_control(forget)
+
     async def stop(self) -> None:
         """End sampling at the next step; unfinished requests are answered 503."""
         self._stopping = True
@@ -95,8 +143,9 @@ class Generator:
             if not future.done():
                 future.set_exception(Refusal(503, f"request {request_id}: the engine is shutting down"))
 
-    async def generate(self, request: EngineRequest) -> GeneratedTokens:
-        """Sample one completion. Cancelling the call cancels the request. Raises :class:`Refusal` (400, 503)."""
+    async def generate(self, request: EngineRequest, heard: Heard | None = None) -> GeneratedTokens:
+        """Sample one completion. Cancelling the call cancels the request. ``heard`` gets all tokens of a stream but the
+        last. Raises :class:`Refusal` (400, 503)."""
         if self._stopping or not self.alive:
             raise Refusal(503, "the engine is shutting down")
         if len(self._waiting) >= self.options.queue_max:
@@ -108,6 +157,8 @@ class Generator:
             raise Refusal(400, f"request_id {request.request_id!r} is already in flight")
         future: asyncio.Future[GenerationOutput] = asyncio.get_running_loop().create_future()
         self._waiting[request.request_id] = future
+        if heard is not None:
+            self._streams[request.request_id] = heard
         self.versions.begin(request.request_id)
         try:
             self._batching.submit(request)
@@ -119,6 +170,7 @@ class Generator:
             raise
         finally:
             del self._waiting[request.request_id]
+            self._streams.pop(request.request_id, None)
             self.versions.forget(request.request_id)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -260,8 +312,12 @@ class Generator:
     def _delivered(self, outputs: list[GenerationOutput]) -> None:
         for output in outputs:
             future = self._waiting.get(output.request_id)
-            if future is not None and not future.done():
+            if future is None or future.done():
+                continue
+            if output.is_finished() or output.error is not None:
                 future.set_result(output)
+            else:
+                self._streams[output.request_id](output.generated_tokens, output.logprobs)
 
     def _completed(self, request: EngineRequest, output: GenerationOutput) -> GeneratedTokens:
         if output.error is not None:
@@ -275,12 +331,14 @@ class Generator:
         stopped = is_eos or last in request.stop_token_ids
         reason = "stop" if stopped else "length"
         self.finished[reason] += 1
+        experts = getattr(output, "experts", None)
         return GeneratedTokens(
             token_ids=ids,
             logprobs=output.logprobs,
             finish_reason=reason,
             stop_reason=last if stopped and not is_eos else None,
             spans=self.versions.finish(request.request_id, len(ids)),
+            experts=None if experts is None else experts[request.experts_from :],
         )
 
 
@@ -292,11 +350,12 @@ def load_model(options: EngineOptions) -> tuple[Any, tuple[int, ...]]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: Any = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, attn_implementation="sdpa")
+        model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
     except ValueError as error:
         raise ConfigurationError(
             f"engine.kind: the embedded engine cannot load {options.model}: {error}; set engine.kind: vllm"
         ) from error
+    check_layers(type(model).__name__, getattr(model.config.get_text_config(), "layer_types", None))
     model = model.to(device).eval().requires_grad_(False)
     eos: Any = None
     if (options.model / "generation_config.json").exists():

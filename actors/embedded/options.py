@@ -39,6 +39,8 @@ class EngineOptions:
     """Tokens of one forward pass; longer prompts are read in pieces."""
     seed: int = -1
     """Seed of the sampling, as of ``vllm serve``; -1: another one at each start."""
+    return_routed_experts: bool = False
+    """Answers have the experts that routers chose; requests then share no prefixes."""
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> EngineOptions:
@@ -46,11 +48,17 @@ class EngineOptions:
         parser = argparse.ArgumentParser(prog="python -m actors.embedded.server", description=__doc__)
         types = get_type_hints(cls)
         for field in fields(cls):
-            required = field.name == "model"
+            required, flag = field.name == "model", f"--{field.name.replace('_', '-')}"
             parser.add_argument(
-                f"--{field.name.replace('_', '-')}",
-                type=types[field.name],
+                flag,
+                type=_boolean if types[field.name] is bool else types[field.name],
                 required=required,
                 default=None if required else field.default,
             )
         return cls(**vars(parser.parse_args(arguments)))
+
+
+def _boolean(text: str) -> bool:
+    if text not in ("True", "False"):
+        raise ValueError
+    return text == "True"

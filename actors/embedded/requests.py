@@ -37,7 +37,7 @@ _IGNORED = {
     "include_stop_str_in_output",
     "output_kind",
 }
-_USED = {"max_tokens", "temperature", "logprobs", "stop_token_ids", "ignore_eos"}
+_USED = {"max_tokens", "temperature", "logprobs", "stop_token_ids", "ignore_eos", "routed_experts_prompt_start"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,10 @@ class EngineRequest:
     logprobs: bool
     prompt_logprobs: bool = False
     """Also score the tokens of the prompt."""
+    stream: bool = False
+    """Tell of the tokens as they are sampled."""
+    experts_from: int = 0
+    """First position whose experts are returned, where the engine returns them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +74,11 @@ class Bounds:
             raise Refusal(
                 404, f"The model {request['model']!r} does not exist: this engine serves {self.options.served_name!r}"
             )
-        if request.get("stream"):
-            raise Refusal(400, "stream: the embedded engine does not stream: omit it")
         sampling = request.get("sampling_params")
         if not isinstance(sampling, dict):
             raise Refusal(400, "expected sampling_params to be a JSON object")
+        if request.get("stream") and sampling.get("prompt_logprobs") is not None:
+            raise Refusal(400, "stream: the embedded engine does not stream prompt_logprobs: omit one of both")
         token_ids = self._tokens(request.get("token_ids"))
         self._check_parameters(sampling)
         wanted = _integer(sampling, "max_tokens", 16, least=1)
@@ -87,6 +91,8 @@ class Bounds:
             ignore_eos=bool(sampling.get("ignore_eos", False)),
             logprobs=sampling.get("logprobs") is not None,
             prompt_logprobs=sampling.get("prompt_logprobs") is not None,
+            stream=bool(request.get("stream")),
+            experts_from=min(_integer(sampling, "routed_experts_prompt_start", 0, least=0), len(token_ids)),
         )
 
     def _tokens(self, ids: Any) -> list[int]:

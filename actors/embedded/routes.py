@@ -7,6 +7,7 @@ and one dashboard fit either engine.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
@@ -16,6 +17,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from actors.embedded.experts import encoded
 from actors.embedded.generator import GeneratedTokens, Generator
 from actors.embedded.requests import EngineRequest
 from actors.rendering.renderer import Renderer
@@ -114,7 +116,7 @@ BODY_BYTES_MAX = 64 * 2**20
 def application(generator: Generator, authorization: RouteAuthorization | None = None) -> web.Application:
     """Routes over ``generator``, behind ``authorization``."""
     guards: list[Any] = [] if authorization is None else [_guard(authorization)]
-    app = web.Application(middlewares=[errors_as_json, *guards], client_max_size=BODY_BYTES_MAX)
+    app = web.Application(middlewares=[errors_as_json(), *guards], client_max_size=BODY_BYTES_MAX)
     routes = Routes(generator)
     app.router.add_post("/inference/v1/generate", routes.generate)
     app.router.add_post("/v1/chat/completions", routes.chat)
@@ -140,14 +142,44 @@ class Routes:
         self._generator = generator
         self._chat = Chat(generator.options.model)
 
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         parsed = self._generator.bounds.parse(await request.read())
+        if parsed.stream:
+            return await self._stream(request, parsed)
         completion = await self._generator.generate(parsed)
         answer = _generate_body(parsed, completion)
         if parsed.prompt_logprobs:
             scores = zip(parsed.token_ids[1:], await self._generator.score(parsed.token_ids), strict=True)
             answer["prompt_logprobs"] = [None, *({str(token): {"logprob": score}} for token, score in scores)]
         return json_answer(answer)
+
+    async def _stream(self, request: web.Request, parsed: EngineRequest) -> web.StreamResponse:
+        """The completion as server-sent events; versions and experts of all tokens come with the last ones."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        heard: asyncio.Queue[tuple[list[int], list[float]] | None] = asyncio.Queue()
+        sampling = asyncio.ensure_future(self._generator.generate(parsed, lambda *tokens: heard.put_nowait(tokens)))
+        sampling.add_done_callback(lambda _: heard.put_nowait(None))
+        n_written = 0
+
+        async def write(value: Any) -> None:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(b"data: " + (value if isinstance(value, bytes) else orjson.dumps(value)) + b"\n\n")
+
+        try:
+            while (tokens := await heard.get()) is not None:
+                await write(_generate_body(parsed, GeneratedTokens(*tokens), n_written))
+                n_written = len(tokens[0])
+            await write(_generate_body(parsed, await sampling, n_written))
+        except Refusal as refusal:
+            if not response.prepared:
+                raise
+            await write(refusal.body())
+        finally:
+            sampling.cancel()
+        await write(b"[DONE]")
+        await response.write_eof()
+        return response
 
     async def chat(self, request: web.Request) -> web.Response:
         parsed = self._generator.bounds.parse(self._chat.generate_body(read_object(await request.read())))
@@ -249,19 +281,22 @@ def _guard(authorization: RouteAuthorization) -> Callable[[web.Request, Handler]
     return guard
 
 
-def _generate_body(request: EngineRequest, completion: GeneratedTokens) -> dict[str, Any]:
-    logprobs = None
+def _generate_body(request: EngineRequest, completion: GeneratedTokens, start: int = 0) -> dict[str, Any]:
+    """The tokens from ``start`` on, with the versions and experts of all."""
+    token_ids, logprobs = completion.token_ids[start:], None
     if request.logprobs:
-        pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+        pairs = zip(token_ids, completion.logprobs[start:], strict=True)
         logprobs = {"content": [{"token_id": token, "logprob": logprob} for token, logprob in pairs]}
     choice = {
         "index": 0,
-        "token_ids": completion.token_ids,
+        "token_ids": token_ids,
         "logprobs": logprobs,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
         "weight_versions": completion.spans,
     }
+    if completion.experts is not None:
+        choice["routed_experts"] = encoded(completion.experts)
     prompt, sampled = len(request.token_ids), len(completion.token_ids)
     usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
     return {"request_id": request.request_id, "choices": [choice], "usage": usage}

@@ -13,6 +13,7 @@ from actors.embedded.options import EngineOptions
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import end_with_supervisor
 from pipeline.runtime.embedded_models import check_embedded
+from pipeline.runtime.logs import configure_logging
 from pipeline.runtime.run_directory import await_model
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     taken, 2 without a model that it can serve."""
     end_with_supervisor()
     options = EngineOptions.parse(sys.argv[1:] if arguments is None else arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    configure_logging("engine")
     _quiet_libraries(options.threads)
     import uvloop
 
@@ -71,6 +72,7 @@ async def serve(options: EngineOptions) -> int:
     )
     async with server.running() as runner:
         try:
+            await generator.try_out()
             await web.TCPSite(runner, options.host, options.port, backlog=4096).start()
             log.info("engine ready on http://%s:%d, pid %d", options.host, options.port, os.getpid())
             with generator.progress.watch():

@@ -105,6 +105,7 @@ class SavedCache:
         if batching.batch_processor is None:
             return None
         batching.forget_cache()
+        batching.states.move(to_host=True)
         cache = batching.batch_processor.cache
         cache.pool.try_to_free_sectors()
         free = set(cache.pool.free_sectors)
@@ -122,6 +123,7 @@ class SavedCache:
         assert batching.batch_processor is not None
         cache = batching.batch_processor.cache
         cache.cache_tensor.untyped_storage().resize_(self._n_bytes)
+        batching.states.move(to_host=False)
         with torch.inference_mode():
             cache.cache_tensor.zero_()
             if self._sectors:

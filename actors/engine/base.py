@@ -7,7 +7,7 @@ meanwhile keep the time that they had left when it fell asleep.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.schema import FinishReason, TokenSpan, VersionSpan
+from pipeline.schema.trajectory import ExpertArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,13 @@ class Sampling:
     top_k: int = -1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    experts_from: int | None = None
+    """First position whose experts the engine returns; None: it returns none."""
+
+
+Heard = Callable[[npt.NDArray[np.int32], npt.NDArray[np.float32]], None]
+"""Gets the next token ids and their log-probabilities while a completion is sampled: together the beginning of the
+generation that is returned in the end. What it raises ends the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,8 @@ class Generation:
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     """``ABORT``: the engine gave the request up; its tokens are to be discarded and the request made again."""
+    experts: ExpertArray | None = None
+    """``[tokens, layers, k]``: chosen for the tokens from ``Sampling.experts_from`` to the last but one."""
 
     @property
     def newest_version(self) -> int:
@@ -57,11 +67,13 @@ class Generation:
             if spans and spans[-1].policy_version == span.policy_version:
                 start = spans.pop().start
             spans.append(VersionSpan(start, at + span.stop, span.policy_version))
+        experts = None if self.experts is None or other.experts is None else (self.experts, other.experts)
         return Generation(
             np.concatenate((self.token_ids, other.token_ids)),
             np.concatenate((self.logprobs, other.logprobs)),
             tuple(spans),
             other.finish_reason,
+            None if experts is None else np.concatenate(experts),
         )
 
     def as_span(self) -> TokenSpan:
@@ -112,9 +124,15 @@ class Engine(Protocol):
         ...
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: Sampling, *, session_id: str = "", cache_salt: str = ""
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session_id: str = "",
+        cache_salt: str = "",
+        heard: Heard | None = None,
     ) -> Generation:
-        """Continue ``token_ids``."""
+        """Continue ``token_ids``. ``heard`` gets the tokens before the end, where the engine can stream."""
         ...
 
     async def weight_version(self) -> int | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.engine.base import Completion, Generation
+from actors.engine.base import Completion, Generation, Heard
 from actors.engine.chat_endpoint import ChatAnswer, ChatEndpoint, PromptTooLong
 from actors.rendering.renderer import RENDERER, Completed, Conversation
 from actors.rendering.tool_messages import with_answers_of_the_user, with_calls_in_text, with_system_text
@@ -132,9 +132,9 @@ class ChatPolicy(Policy):
     def __init__(self, services: ChatServices, tokens_max: int) -> None:
         self.sampling, self.model, self.context_max = services.sampling, services.model, CONTEXT_MAX
         self.differs = True
-        self.engines, self.seconds, self.asking = [], 0.0, False
+        self.engines, self.seconds, self.requests, self.asking = [], 0.0, [], False
         self._services, self._tokens_max = services, tokens_max
-        self._spent, self._reason = 0, ""
+        self._spent, self._reason, self._began = 0, "", time.perf_counter()
 
     def reason(self) -> str:
         """The failure after which the request of now is made again; empty where none came."""
@@ -146,8 +146,11 @@ class ChatPolicy(Policy):
         tokens_max: int,
         stop: Sequence[str] = (),
         conversation: Conversation | None = None,
+        n_added: int | None = None,
+        heard: Heard | None = None,
     ) -> Completion:
-        """Raises :class:`EpisodeLimit` where the episode or the model's context has no room left."""
+        """The endpoint answers whole: nothing is heard before. Raises :class:`EpisodeLimit` where the episode or the
+        model's context has no room left."""
         services, endpoint = self._services, self._services.endpoint
         assert conversation is not None
         if self._spent >= self._tokens_max:
@@ -166,6 +169,7 @@ class ChatPolicy(Policy):
         self.asking = False
         seconds = time.perf_counter() - started
         self.seconds += seconds
+        self.requests.append((round(started - self._began, 3), round(seconds, 3)))
         self.engines = [endpoint.url]
         self._spent = max(self._spent, answer.prompt_tokens + answer.sampled_tokens)
         ids, logprobs = np.asarray([services.replies.answered(answer)], np.int32), np.zeros(1, np.float32)

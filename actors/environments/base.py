@@ -34,6 +34,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -61,15 +62,23 @@ class Reply(str):
     """``LENGTH`` means that the reply was cut off by the limit of one turn."""
     tool_calls: tuple[ToolUse, ...]
     """With the tool agent: the calls since the environment's last answer."""
+    files: Mapping[str, str] | None
+    """With the loop ``program`` and :attr:`Episode.files`: these files as the program left them, without those that are
+    gone or have become too long."""
 
-    __slots__ = ("finish_reason", "tool_calls")
+    __slots__ = ("files", "finish_reason", "tool_calls")
 
     def __new__(
-        cls, text: str, finish_reason: FinishReason = FinishReason.STOP, tool_calls: tuple[ToolUse, ...] = ()
+        cls,
+        text: str,
+        finish_reason: FinishReason = FinishReason.STOP,
+        tool_calls: tuple[ToolUse, ...] = (),
+        files: Mapping[str, str] | None = None,
     ) -> Reply:
         self = super().__new__(cls, text)
         self.finish_reason = finish_reason
         self.tool_calls = tool_calls
+        self.files = files
         return self
 
 
@@ -124,6 +133,7 @@ class Episode(ABC):
 
     * ``messages``: the start of the conversation, a tuple of :class:`Message`. Required.
     * ``hint``: help for the task, or its solution, which the policy never sees. None by default.
+    * ``files``: files with which an agent program begins. None by default.
     * ``tools``: tools of this episode. By default its methods that are marked with :func:`tool`.
     """
 
@@ -131,7 +141,10 @@ class Episode(ABC):
     """The start of the conversation, set before :meth:`Environment.start` returns."""
     hint: str | None = None
     """Help for the task, or its solution, set before :meth:`Environment.start` returns. The policy never sees it: with
-    ``advantage.estimator: cpo`` the learner scores replies under a prompt that holds it."""
+    ``advantage.estimator: cpo`` or ``self_distill`` the learner scores replies under a prompt that holds it."""
+    files: Mapping[str, str] | None = None
+    """Texts by relative path: the working folder of a program (the loop ``program`` with a ``command``). With ``reward:
+    environment``, :meth:`step` gets them as :attr:`Reply.files`."""
     tools: Any = _MarkedTools()
     """Tools of this episode (:class:`actors.tools.Tool`, or functions and methods with type hints and a docstring),
     beside the environment's and the run file's: its methods that are marked with :func:`tool`, unless it sets others.
@@ -153,6 +166,7 @@ class Environment(ABC):
 
     * ``loop``: the agent loop, ``"tool_agent"`` for an environment with tools. None by default.
     * ``splits``: seeds of each split, ``{"train": range(900), "eval": range(900, 1000)}``. Empty by default.
+    * ``hidden``: files that its agent programs may not read in their sandboxes. Empty by default.
     * ``blocking``: its plain methods run in threads. False by default.
     """
 
@@ -162,6 +176,8 @@ class Environment(ABC):
     splits: Mapping[str, Sequence[int]] = MappingProxyType({})
     """Seeds of each split, for environments whose tasks are fixed or partly held out: ``{"train": range(900), "eval":
     range(900, 1000)}``. A class or an instance may set it. Empty: every seed is for training."""
+    hidden: Sequence[Path] = ()
+    """Files that its agent programs may not read in their sandboxes, although they are installed: solutions."""
     blocking: bool = False
     """Its plain methods take longer than a millisecond and run in threads, as with ``blocking: true`` in the run
     file."""

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import anyio
@@ -43,12 +44,20 @@ class EnvironmentHost:
     """One section of ``environments``, constructed once per actor. Raises :class:`ConfigurationError`."""
 
     def __init__(
-        self, section: str, config: EnvironmentConfig, threads_max: int = 64, environment: Environment | None = None
+        self,
+        section: str,
+        config: EnvironmentConfig,
+        threads_max: int = 64,
+        environment: Environment | None = None,
+        hidden: tuple[Path, ...] = (),
     ) -> None:
         self.section = section
         self.config = config
         self.environment = environment if environment is not None else build(section, config)
         """The plug-in itself."""
+        self.hidden = (*hidden, *getattr(self.environment, "hidden", ()))
+        """Paths that its programs do not see: the run directory, whatever they may read, and the folder of all runs
+        where it is not their own."""
         self.blocking = config.blocking or bool(getattr(self.environment, "blocking", False))
         """True if its plain functions run in threads."""
         self.threads = BlockingCalls(threads_max, config.step_seconds_max)
@@ -94,6 +103,9 @@ class EnvironmentHost:
             hint = getattr(episode, "hint", None)
             if hint is not None and not isinstance(hint, str):
                 raise self._wrong(START, "Episode.hint to be text or None", hint)
+            files = getattr(episode, "files", None)
+            if files is not None and not are_files(files):
+                raise self._wrong(START, "Episode.files to map relative paths to texts", files)
             episode.messages = messages
         except BaseException:
             with anyio.CancelScope(shield=True):
@@ -202,6 +214,22 @@ class EnvironmentHost:
         shown = repr(came)
         shown = shown if len(shown) <= 200 else shown[:200] + "…"
         return PlugInError(where, "WrongValue", f"environment {self.section}: expected {expected}, got {shown}")
+
+
+def are_files(files: object) -> bool:
+    """True for texts by relative path.
+
+    >>> are_files({"src/a.py": "x = 1"}), are_files({"../a.py": ""}), are_files({"a.py": None})
+    (True, False, False)
+    """
+    return isinstance(files, Mapping) and all(
+        isinstance(path, str)
+        and isinstance(text, str)
+        and path
+        and not path.startswith("/")
+        and ".." not in path.split("/")
+        for path, text in files.items()
+    )
 
 
 async def _identity(awaitable: Any) -> Any:

@@ -116,6 +116,7 @@ GROUP = "afterplay.environments"
 BUILT_IN = {
     "arithmetic": "actors.adapters.games:Arithmetic",
     "big_sums": "actors.adapters.big_sums:BigSums",
+    "repair": "actors.adapters.repair:Repair",
     "number_guess": "actors.adapters.games:NumberGuess",
     "passcode": "actors.adapters.games:Passcode",
     "program": "actors.adapters.games:Program",

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server whose calls become a trajectory, token for token."""
+"""A server in OpenAI's and Anthropic's forms whose calls become a trajectory, token for token."""

@@ -9,31 +9,36 @@ is reserved: another call from the same point becomes a separate branch. A call 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from actors.engine.base import Generation
-from actors.gateway.messages import Key, key_of, tools_key
-from actors.gateway.requests import ChatRequest
+from actors.gateway.conversation import Key, ProgramCall, tools_key
+from actors.gateway.preview import Preview
+from actors.gateway.reply import ChatReply, thought_of
 from actors.rendering.renderer import Completed, Conversation
 from actors.rollout.recorder import BranchTip, PendingCall, Recorder
-from actors.tools.parsing.base import Parsed, ToolCall, call_number, stated_call
+from actors.tools.parsing.base import ToolCall, call_number, stated_call
+from actors.tools.parsing.registry import Parser
 from pipeline.schema import FinishReason, Message
 
 NAME_CHARACTERS_MAX = 64
-Parse = Callable[[str, Sequence[Mapping[str, Any]]], Parsed]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatReply:
-    """A reply as the program gets it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """The prompt of a call, and the branch that it continues."""
 
-    content: str
-    tool_calls: tuple[Mapping[str, Any], ...]
-    """``{"id", "type", "function": {"name", "arguments"}}`` with arguments as objects."""
-    finish_reason: str
-    """``stop``, ``length`` or ``tool_calls``."""
+    call: ProgramCall
+    conversation: Conversation | None
+    """None: the call states token ids."""
+    branch: _Branch | None
+    new: Sequence[Message] = ()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.call.token_ids if self.conversation is None else self.conversation.prompt_ids
 
 
 @dataclass(slots=True, eq=False)
@@ -54,61 +59,78 @@ class ChatRecorder:
     """Records the calls of one session. Methods raise :class:`PlugInError` (boundary ``renderer``) for what a template
     refuses."""
 
-    def __init__(self, recorder: Recorder, parse: Parse) -> None:
+    def __init__(self, recorder: Recorder, parser: Parser) -> None:
         self._recorder = recorder
-        self._parse = parse
+        self._parser = parser
         self._branches: dict[int, _Branch] = {}
         self._replies: dict[Key, Completed] = {}
-        self._open: dict[int, tuple[ChatRequest | None, _Branch | None]] = {}
-        """Request and taken branch, by number of the call."""
+        self._open: dict[int, tuple[ProgramCall, _Branch | None]] = {}
+        """ProgramCall and taken branch, by number of the call."""
 
-    def chat(self, request: ChatRequest) -> PendingCall:
-        """Begin a call that states messages."""
-        tools = tools_key(request.tools)
-        branch = self._longest(request.keys, lambda branch: branch.keys if branch.tools == tools else None)
+    def prompt(self, call: ProgramCall) -> Prompt:
+        """The prompt of a call. It changes nothing, and may run in a thread while no other call begins."""
+        if call.token_ids:
+            return Prompt(call, None, self._longest(call.token_ids, lambda branch: branch.ids))
+        tools = tools_key(call.tools)
+        branch = self._longest(call.keys, lambda branch: branch.keys if branch.tools == tools else None)
         if branch is not None:
             assert branch.keys is not None and branch.tip.call.conversation is not None
-            messages, sampled = self._as_sampled(request)
+            messages, sampled = self._as_sampled(call)
             before, new = branch.tip.call.conversation, messages[len(branch.keys) :]
             before = replace(before, sampled=tuple(reply for reply in sampled if reply.special))
-            conversation = self._recorder.next_prompt(before, branch.tip, new, branch.parsed)
-        else:
-            conversation = self._rendered(request)
-            branch = self._longest(conversation.prompt_ids, lambda branch: branch.ids)
-            new = list(conversation.messages[-1:])
-            if branch is not None:
-                conversation = replace(conversation, added_ids=conversation.prompt_ids[len(branch.ids) :])
-        call = self._recorder.begin(conversation, branch.tip if branch is not None else None, new)
-        return self._opened(call, request, branch)
+            return Prompt(call, self._recorder.next_prompt(before, branch.tip, new, branch.parsed), branch, new)
+        conversation = self._rendered(call)
+        branch = self._longest(conversation.prompt_ids, lambda branch: branch.ids)
+        if branch is not None:
+            conversation = replace(conversation, added_ids=conversation.prompt_ids[len(branch.ids) :])
+        return Prompt(call, conversation, branch, list(conversation.messages[-1:]))
 
-    def tokens(self, token_ids: tuple[int, ...]) -> PendingCall:
-        """Begin a call that states token ids."""
-        branch = self._longest(token_ids, lambda branch: branch.ids)
-        call = self._recorder.begin_tokens(token_ids, branch.tip if branch is not None else None)
-        return self._opened(call, None, branch)
+    def begin(self, prompt: Prompt) -> PendingCall:
+        """Begin a call with its prompt."""
+        branch, conversation = prompt.branch, prompt.conversation
+        tip = branch.tip if branch is not None else None
+        if conversation is None:
+            call = self._recorder.begin_tokens(prompt.call.token_ids, tip)
+        else:
+            call = self._recorder.begin(conversation, tip, prompt.new)
+        if branch is not None and branch.tip.call.branch != call.branch:
+            branch = None
+        if branch is not None:
+            branch.taken = True
+        self._open[call.number] = prompt.call, branch
+        return call
 
     def finish(
         self, call: PendingCall, generation: Generation, temperature: float, stop: Sequence[str] = ()
     ) -> ChatReply:
         """The engine has answered: it is a turn from here on. ``stop``: texts that the reply is truncated before."""
-        request = self._open[call.number][0]
+        asked = self._open[call.number][0]
         completed = self._recorder.renderer.completed(generation.token_ids.tolist())
-        text = completed.text
-        text = text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
-        reply, unreadable = self._parsed(call, request, text, generation.finish_reason)
+        text, stopped = completed.text, ""
+        for found in stop:
+            if (at := text.find(found)) >= 0:
+                text, stopped = text[:at], found
+        reply, unreadable = self._parsed(call, asked, text, generation.finish_reason)
+        thought, end = thought_of(_prompt_text(call), reply.content)
+        reply = replace(reply, stop=stopped, thought=thought, thought_end=end)
         signals = {"tool_calls": float(len(reply.tool_calls)), "unreadable_calls": float(unreadable)}
         tip = self._recorder.finish(call, generation, completed, temperature, signals)
         branch = self._branches[call.branch] = _Branch(tip, tip.ids)
-        if request is not None:
-            key = key_of("assistant", reply.content, reply.tool_calls)
-            self._replies[key] = completed
-            branch.keys = (*request.keys, key)
-            branch.tools = tools_key(request.tools)
+        if not asked.token_ids:
+            self._replies[reply.key] = completed
+            branch.keys = (*asked.keys, reply.key)
+            branch.tools = tools_key(asked.tools)
             if reply.tool_calls:
                 stated = {"tool_calls": [dict(call) for call in reply.tool_calls]}
                 branch.parsed = Message("assistant", reply.content, stated)
         del self._open[call.number]
         return reply
+
+    def preview(self, call: PendingCall) -> Preview:
+        """Follows the reply to a call that has begun, before :meth:`finish`."""
+        asked = self._open[call.number][0]
+        content = self._parser.partial() if asked.tools and asked.calls_max != 0 else None
+        return Preview(self._recorder.renderer.partial_text(), _prompt_text(call), asked.stop, content)
 
     def fail(self, call: PendingCall) -> None:
         """The call has ended without an answer."""
@@ -116,18 +138,10 @@ class ChatRecorder:
         if branch is not None:
             branch.taken = False
 
-    def _opened(self, call: PendingCall, request: ChatRequest | None, branch: _Branch | None) -> PendingCall:
-        if branch is not None and branch.tip.call.branch != call.branch:
-            branch = None
-        if branch is not None:
-            branch.taken = True
-        self._open[call.number] = request, branch
-        return call
-
     def _longest(self, whole: tuple[Any, ...], begun: Callable[[_Branch], tuple[Any, ...] | None]) -> _Branch | None:
         """The free branch with the longest beginning of ``whole``; the oldest of equals."""
         found, longest = None, -1
-        for branch in self._branches.values():
+        for branch in tuple(self._branches.values()):
             own = begun(branch)
             if own is None or branch.taken or not longest < len(own) < len(whole):
                 continue
@@ -135,13 +149,13 @@ class ChatRecorder:
                 found, longest = branch, len(own)
         return found
 
-    def _rendered(self, request: ChatRequest) -> Conversation:
+    def _rendered(self, request: ProgramCall) -> Conversation:
         """The whole prompt. Replies of this session stand in it as they were sampled, where the template takes that."""
         messages, sampled = self._as_sampled(request)
         instead = None if messages == list(request.messages) else request.messages
         return self._recorder.renderer.start(messages, request.tools, sampled, instead)
 
-    def _as_sampled(self, request: ChatRequest) -> tuple[list[Message], list[Completed]]:
+    def _as_sampled(self, request: ProgramCall) -> tuple[list[Message], list[Completed]]:
         """Its messages, replies of this session as they were sampled, and these replies."""
         messages, sampled = [], []
         for message, key in zip(request.messages, request.keys, strict=True):
@@ -153,13 +167,13 @@ class ChatRecorder:
         return messages, sampled
 
     def _parsed(
-        self, call: PendingCall, request: ChatRequest | None, text: str, reason: FinishReason
+        self, call: PendingCall, request: ProgramCall, text: str, reason: FinishReason
     ) -> tuple[ChatReply, int]:
         """The reply taken apart, and how many of its tool calls cannot be read."""
         ended = "length" if reason is FinishReason.LENGTH else "stop"
-        if request is None or not request.tools or request.calls_max == 0:
+        if not request.tools or request.calls_max == 0:
             return ChatReply(text, (), ended), 0
-        parsed = self._parse(text, request.tools)
+        parsed = self._parser(text, request.tools)
         tools = [tool for tool in parsed.calls if isinstance(tool, ToolCall)]
         unreadable = len(parsed.calls) - len(tools)
         if not tools:
@@ -169,3 +183,7 @@ class ChatRecorder:
             for i, tool in enumerate(tools[: request.calls_max])
         )
         return ChatReply(parsed.content, stated, "tool_calls"), unreadable
+
+
+def _prompt_text(call: PendingCall) -> str:
+    return call.conversation.text.rstrip() if call.conversation is not None else ""

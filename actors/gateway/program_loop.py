@@ -2,7 +2,8 @@
 
 For each order the actor opens a session and starts the program (``command``), calls an async function (``function``),
 or offers the session to programs that run elsewhere (``external``). The program ends the episode by ending, or by
-reporting its result (``POST /sessions/ID/finish``, the last line of its output, or what the function returns).
+reporting its result (``POST /sessions/ID/finish``, the last line of its output, or what the function returns). A
+command runs in a sandbox.
 """
 
 from __future__ import annotations
@@ -14,24 +15,26 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import anyio
-import orjson
 from anyio.abc import TaskGroup
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from actors.environments.base import STRICT_OPTIONS, Reply
 from actors.environments.host import EnvironmentHost
 from actors.gateway.chat_recorder import ChatRecorder
-from actors.gateway.requests import PROGRAM, ParameterRules, Report, last_line, read_report
+from actors.gateway.program_command import LOOPBACK, ProgramCommand, hung
+from actors.gateway.requests import PROGRAM, ParameterRules, Report, read_report
 from actors.gateway.server import Gateway
 from actors.gateway.session import Session
 from actors.metrics import ActorMetrics
 from actors.rendering.renderer import Renderer
 from actors.rollout.agent_loop import AgentEpisode, AgentLoop, Budget, Dialogue, Game
 from actors.rollout.recorder import Recorder
+from actors.sandboxes.base import SANDBOX, SandboxOptions
+from actors.sandboxes.registry import given_as_word
 from actors.servers.refusal import Refusal
 from actors.tools.parsing.registry import parser_of
 from pipeline.errors import (
@@ -41,9 +44,8 @@ from pipeline.errors import (
     PlugInError,
     PlugInTimeout,
     boundary,
-    line_in,
 )
-from pipeline.runtime.children import KILL_SECONDS_MAX, ChildGroup, OrphanReaper, describe_exit
+from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.plugins import attribute
 from pipeline.schema import TrajectoryStatus
 
@@ -66,12 +68,12 @@ class ProgramEpisode(AgentEpisode):
         with anyio.fail_after(LISTEN_SECONDS_MAX):
             await loop.gateway.listening.wait()
         session = loop.session(self.game, dialogue)
-        left = anyio.current_effective_deadline() - anyio.current_time()
+        left = max(0.0, anyio.current_effective_deadline() - anyio.current_time())
         grace = min(loop.grace_seconds, GRACE_SHARE * left)
         timer = asyncio.get_running_loop().call_later(max(0.0, left - 2 * grace), session.expire)
         loop.gateway.add(session)
         try:
-            report, failure = await _program_result(loop, session, left - grace, grace)
+            report, failure = await _program_result(loop, self.game, session, left - grace, grace)
         finally:
             timer.cancel()
             loop.gateway.remove(session)
@@ -89,7 +91,8 @@ class ProgramEpisode(AgentEpisode):
             report = None
         if session.engine_error is not None:
             raise session.engine_error
-        if failure is not None and (session.limit is None or isinstance(failure, PlugInTimeout)):
+        of_sandbox = isinstance(failure, PlugInError) and failure.boundary == SANDBOX
+        if failure is not None and (session.limit is None or of_sandbox or isinstance(failure, PlugInTimeout)):
             raise failure
         if session.refusal is not None and session.limit is None:
             raise PlugInError(
@@ -103,25 +106,28 @@ class ProgramEpisode(AgentEpisode):
             if session.limit is not None:
                 raise EpisodeLimit(session.limit)
             raise PlugInError(PROGRAM, "NoCalls", "the program ended without a call of the policy", session.stderr)
-        score = await self._reward(session, recorder.graded_reply, report)
-        signals = dict(report.signals) if report is not None else {}
+        score, signals = await self._reward(session, recorder.graded_reply, report)
+        signals |= report.signals if report is not None else {}
         if session.refused_calls:
             signals["refused_calls"] = float(session.refused_calls)
         recorder.judge_rollout(score, signals)
         truncated = session.limit is not None or (report is not None and not report.done)
         return TrajectoryStatus.TRUNCATED if truncated else TrajectoryStatus.COMPLETE
 
-    async def _reward(self, session: Session, graded_reply: str, report: Report | None) -> float | None:
+    async def _reward(
+        self, session: Session, graded_reply: str, report: Report | None
+    ) -> tuple[float | None, dict[str, float]]:
+        """The score, and the environment's signals where it judges."""
         source = self._loop.reward
         reported = report is not None and (source != "program" or report.reward is not None)
-        if session.limit is not None and not reported:
-            return self._loop.reward_at_limit
+        if session.limit is not None and not reported and (session.files is None or source != "environment"):
+            return self._loop.reward_at_limit, {}
         if source == "scorer":
-            return 0.0
+            return 0.0, {}
         if source == "environment":
             answer = report.answer if report is not None else None
-            step = await self.game.step(Reply(graded_reply if answer is None else answer))
-            return step.reward
+            step = await self.game.step(Reply(graded_reply if answer is None else answer, files=session.files))
+            return step.reward, dict(step.signals)
         if report is None or report.reward is None:
             raise PlugInError(
                 PROGRAM,
@@ -130,11 +136,11 @@ class ProgramEpisode(AgentEpisode):
                 "AFTERPLAY_SESSION_URL/finish, or set loop.options.reward to environment or scorer",
                 session.stderr,
             )
-        return report.reward
+        return report.reward, {}
 
 
 async def _program_result(
-    loop: ProgramLoop, session: Session, seconds_max: float, grace: float
+    loop: ProgramLoop, game: Game, session: Session, seconds_max: float, grace: float
 ) -> tuple[Report | None, AfterplayError | None]:
     """Report of the program, or its failure. One that has reported may take ``grace`` seconds more to end."""
     report: Report | None = None
@@ -145,11 +151,11 @@ async def _program_result(
         await anyio.sleep(grace)
         group.cancel_scope.cancel()
 
-    with anyio.move_on_after(seconds_max) as scope:
+    with anyio.move_on_after(seconds_max + grace / 2) as scope:  # a command is ended before, and its output read
         async with anyio.create_task_group() as group:
             group.start_soon(lose_patience, group)
             try:
-                report = await loop.run_program(session)
+                report = await loop.run_program(session, game.episode.files, seconds_max)
             except AfterplayError as error:
                 failure = error
             group.cancel_scope.cancel()
@@ -161,20 +167,7 @@ async def _program_result(
 def _hung(loop: ProgramLoop, session: Session) -> PlugInTimeout:
     if loop.external and not session.leased.is_set():
         return PlugInTimeout(PROGRAM, "NotTaken", "no external program asked for the task (POST /sessions)")
-    return PlugInTimeout(
-        PROGRAM,
-        "TimeoutError",
-        "the program had not ended when the time of its episode was over (environments.<name>.max_seconds), and was "
-        "ended; its output says what it was doing",
-        session.stderr,
-    )
-
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-TASK_CHARACTERS_MAX = 100_000
-"""A longer task does not fit into an environment variable; the program asks ``GET`` of its session for it."""
-SAID_CHARACTERS_MAX = 500
-"""Part of the last line on stderr of a program that failed, in the message of the failure."""
+    return hung(session)
 
 
 @dataclass(config=STRICT_OPTIONS)
@@ -189,13 +182,18 @@ class ProgramLoop(AgentLoop):
     which returns a reward or ``{"reward": ..., ...}``. A plain ``def`` runs in a thread."""
     external: bool = False
     """Programs run elsewhere and ask ``POST /sessions`` for tasks."""
+    sandbox: Annotated[SandboxOptions, BeforeValidator(given_as_word)] = Field(default_factory=SandboxOptions)
+    """Place of the command, and what it may use there (:class:`SandboxOptions`), or the ``kind`` alone. A command
+    reaches nothing but its session."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """More environment variables of the command, beside the actor's own."""
+    """More environment variables of the command. Without a sandbox it has the actor's own too."""
     folder: str | None = None
-    """Working directory of the command. None: the actor's."""
+    """Working directory of the command, which it may read. None: the actor's, of which it may read only the folders of
+    the files that ``command`` names."""
     reward: Literal["program", "environment", "scorer"] = "program"
     """Judge of the episode: the program (its report), the environment (its ``step`` is given the program's ``answer``,
-    else the last reply), or the functions of the scorer alone (the environment's score is then 0)."""
+    else the last reply, and the episode's files as the program left them), or the functions of the scorer alone (the
+    environment's score is then 0)."""
     reward_at_limit: float | None = 0.0
     """Score of an episode that a limit ended before its program reported a result. 0: as an environment that has given
     nothing so far. None: no score, so that it is not trained."""
@@ -253,6 +251,7 @@ class ProgramLoop(AgentLoop):
             self._parse = parser_of("hermes", renderer.template, renderer.tokenizer, parser)
             refused = str(error)
         self._rules = ParameterRules(self.sampling_parameters, self.unsupported, refused)
+        self._program: ProgramCommand | None = None
         self._function = None if self.function is None else attribute(self.function, f"{where}.options.function")
         token = None
         if self.token_env is not None:
@@ -268,6 +267,23 @@ class ProgramLoop(AgentLoop):
             f"{where}.options",
             lambda route, outcome: calls.labels(env=section, route=route, outcome=outcome).inc(),
         )
+        if self.command is not None:
+            try:
+                self._program = ProgramCommand(
+                    self.command,
+                    self.sandbox,
+                    where=f"{where}.options",
+                    environment=self.environment,
+                    folder=self.folder,
+                    output_bytes_max=self.output_bytes_max,
+                    hidden=host.hidden,
+                    gateway=self.gateway.url,
+                    reaper=self._reaper,
+                    count=lambda outcome: metrics.sandboxes_total.labels(env=section, outcome=outcome).inc(),
+                )
+            except ConfigurationError:
+                self.gateway.close()
+                raise
 
     def begin(self, game: Game) -> AgentEpisode:
         return ProgramEpisode(self, game)
@@ -295,53 +311,14 @@ class ProgramLoop(AgentLoop):
             calls_max=self.max_concurrent_calls,
         )
 
-    async def run_program(self, session: Session) -> Report | None:
-        """Run the program to its end. None: it reported nothing. Raises :class:`PlugInError` where it failed."""
-        if self.command is not None:
-            return await self._run_command(self.command, session)
+    async def run_program(self, session: Session, files: Mapping[str, str] | None, seconds_max: float) -> Report | None:
+        """Run the program to its end, a command with ``files`` for at most ``seconds_max``. None: it reported nothing.
+        Raises :class:`PlugInError` where it failed."""
+        if self._program is not None:
+            return await self._program.run(session, files, seconds_max)
         if self._function is not None:
             return await self._call_function(session)
         return await self._wait_for_external(session)
-
-    async def _run_command(self, command: tuple[str, ...], session: Session) -> Report | None:
-        url, task = self.gateway.url_of(session), orjson.dumps(session.task).decode()
-        unproxied = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOOPBACK)))
-        variables = {
-            **os.environ,
-            **self.environment,
-            "NO_PROXY": unproxied,
-            "no_proxy": unproxied,
-            "OPENAI_BASE_URL": f"{url}/v1",
-            "OPENAI_API_KEY": session.id,
-            "AFTERPLAY_MODEL": session.policy.model,
-            "AFTERPLAY_SESSION": session.id,
-            "AFTERPLAY_SESSION_URL": url,
-            **({"AFTERPLAY_TASK": task} if len(task.encode()) <= TASK_CHARACTERS_MAX else {}),
-        }
-        try:
-            child = ChildGroup(
-                command,
-                self._reaper,
-                environment=variables,
-                folder=self.folder,
-                output_bytes_max=self.output_bytes_max,
-            )
-        except OSError as error:
-            raise PlugInError(PROGRAM, type(error).__name__, f"{command[0]} cannot be started: {error}") from error
-        try:
-            code = await child.wait()
-        finally:
-            child.kill()
-            with anyio.move_on_after(KILL_SECONDS_MAX, shield=True):
-                await child.wait()
-            session.stderr = child.stderr
-        if session.report is not None:
-            return session.report
-        if code != 0:
-            said = child.stderr.strip().rpartition("\n")[2].strip()[:SAID_CHARACTERS_MAX]
-            reason = f"the program ended: {describe_exit(code)}{', after ' if said else ''}{said}"
-            raise PlugInError(PROGRAM, "ExitCode", reason, child.stderr, line_in(child.stderr))
-        return last_line(child.stdout)
 
     async def _call_function(self, session: Session) -> Report | None:
         function, url = self._function, f"{self.gateway.url_of(session)}/v1"

@@ -1,7 +1,7 @@
 """The HTTP side of the gateway: routes to sessions, offers to programs that run elsewhere.
 
 Listens on loopback unless a token is given. A session is found by its path (``/sessions/ID/v1/chat/completions``), by
-the header ``X-Session-ID``, or by the API key (``Authorization: Bearer ID``).
+the header ``X-Session-ID``, or by the API key (``Authorization: Bearer ID``, ``X-API-Key: ID``).
 """
 
 from __future__ import annotations
@@ -10,16 +10,23 @@ import hmac
 import logging
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
 from aiohttp import web
 
+from actors.gateway.anthropic import MESSAGES, read_count
+from actors.gateway.chat import CHAT
+from actors.gateway.dialect import Dialect
+from actors.gateway.generate import GENERATE
+from actors.gateway.repeats import sent
+from actors.gateway.reply import Choice
 from actors.gateway.requests import read_report
-from actors.gateway.responses import chat_chunks
-from actors.gateway.session import Session
+from actors.gateway.responses import RESPONSES
+from actors.gateway.session import Exchange, Session, Start
 from actors.servers.connections import BoundedServer, Handler, as_refusal, errors_as_json, json_answer
 from actors.servers.refusal import Refusal, read_object
 from pipeline.config.explain import bracketed
@@ -33,6 +40,9 @@ TRANSFER_SECONDS_MAX = 60.0
 BACKLOG = 1024
 IGNORED = "X-Afterplay-Ignored"
 """Header of answers: parameters of the request that were left out."""
+REPEATED = "X-Afterplay-Repeated"
+"""Header of answers: the request was taken for a repeat, and has the reply of the first."""
+DIALECTS = (CHAT, MESSAGES, RESPONSES, GENERATE)
 
 
 class Gateway:
@@ -93,19 +103,26 @@ class Gateway:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Listen inside the block."""
-        async with BoundedServer(self._application(), keepalive_timeout=75, shutdown_timeout=0.5).running() as runner:
-            await web.SockSite(runner, self._socket, backlog=BACKLOG).start()
-            self.listening.set()
-            yield
+        async with anyio.create_task_group() as calls:
+            application = self._application(calls.start_soon)
+            async with BoundedServer(application, keepalive_timeout=75, shutdown_timeout=0.5).running() as runner:
+                await web.SockSite(runner, self._socket, backlog=BACKLOG).start()
+                self.listening.set()
+                yield
+            calls.cancel_scope.cancel()
 
     def close(self) -> None:
         self._socket.close()
 
-    def _application(self) -> web.Application:
-        app = web.Application(middlewares=[errors_as_json, self._refusals], client_max_size=self._body_bytes_max)
+    def _application(self, start: Start) -> web.Application:
+        app = web.Application(
+            middlewares=[errors_as_json(_error), self._refusals], client_max_size=self._body_bytes_max
+        )
         for prefix in ("", "/sessions/{session}"):
-            app.router.add_post(f"{prefix}/v1/chat/completions", self._counted("chat", self._chat))
-            app.router.add_post(f"{prefix}/inference/v1/generate", self._counted("generate", self._generate))
+            for dialect in DIALECTS:
+                asked = partial(self._ask, dialect=dialect, start=start)
+                app.router.add_post(f"{prefix}{dialect.path}", self._counted(dialect.name, asked))
+            app.router.add_post(f"{prefix}{MESSAGES.path}/count_tokens", self._counted("count", self._count_tokens))
             app.router.add_get(f"{prefix}/v1/models", self._counted("models", self._models))
         app.router.add_post("/sessions", self._counted("lease", self._lease))
         app.router.add_get("/sessions/{session}", self._show)
@@ -118,12 +135,14 @@ class Gateway:
             outcome = "hung_up"
             try:
                 response = await handler(request)
-                outcome = "ok"
+                broken = _broken(response)
+                answered = "repeated" if REPEATED in response.headers else "ok"
+                outcome = answered if broken is None else _outcome(broken)
                 return response
             except Refusal as refusal:
-                limited = refusal.code in ("episode_limit", "context_length_exceeded")
-                others = {429: "too_many", 503: "engine"}
-                outcome = "limit" if limited else others.get(refusal.status, "refused")
+                outcome = _outcome(refusal)
+                raise
+            except ConnectionError:
                 raise
             except Exception:
                 outcome = "refused"
@@ -137,32 +156,38 @@ class Gateway:
     async def _refusals(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Tells a session which of its calls were not answered; those of routes that do not exist among them."""
         try:
-            return await handler(request)
+            response = await handler(request)
         except (Refusal, web.HTTPException) as error:
-            session = self._session_of(request)
-            if session is not None and request.method == "POST" and not request.path.endswith("/finish"):
-                session.refused(as_refusal(request, error))
+            self._refused(request, as_refusal(request, error))
             raise
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
-        chat, answer = await session.chat(await _body(request))
-        headers = {IGNORED: ", ".join(chat.ignored)} if chat.ignored else {}
-        if not chat.stream:
-            return json_answer(answer, headers=headers)
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", **headers}
-        )
-        await response.prepare(request)
-        with anyio.fail_after(TRANSFER_SECONDS_MAX):
-            for chunk in chat_chunks(answer, chat.stream_usage):
-                await response.write(chunk)
-            await response.write_eof()
+        if (broken := _broken(response)) is not None:
+            self._refused(request, broken)
         return response
 
-    async def _generate(self, request: web.Request) -> web.Response:
-        ignored, answer = await self._session(request).generate(await _body(request))
-        return json_answer(answer, headers={IGNORED: ", ".join(ignored)} if ignored else {})
+    def _refused(self, request: web.Request, refusal: Refusal) -> None:
+        session = self._session_of(request)
+        if session is not None and request.method == "POST" and not request.path.endswith("/finish"):
+            session.refused(refusal)
+
+    async def _ask(self, request: web.Request, *, dialect: Dialect, start: Start) -> web.StreamResponse:
+        session, body = self._session(request), await _body(request)
+        read = partial(dialect.read, body, session.policy.sampling, session.rules)
+        async with session.asking(sent(dialect.name, request.headers, body), read, start) as (exchange, repeated):
+            headers = {IGNORED: ", ".join(exchange.call.ignored)} if exchange.call.ignored else {}
+            headers |= {REPEATED: "true"} if repeated else {}
+            if exchange.call.stream:
+                return await _stream(request, dialect, session, exchange, headers)
+            response = json_answer(dialect.body(await session.answer(exchange)), headers=headers)
+            with anyio.fail_after(TRANSFER_SECONDS_MAX):
+                await response.prepare(request)
+                await response.write_eof()
+                _deliver(request, exchange)
+            return response
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        session, body = self._session(request), await _body(request)
+        n_tokens = await session.count(partial(read_count, body, session.policy.sampling, session.rules))
+        return json_answer({"input_tokens": n_tokens})
 
     async def _models(self, request: web.Request) -> web.Response:
         session = self._session(request)
@@ -211,7 +236,8 @@ class Gateway:
     def _session_of(self, request: web.Request) -> Session | None:
         """The path decides where it names one: clients have session headers of their own."""
         _, first, *rest = request.path.split("/")
-        named = rest[:1] if first == "sessions" else [request.headers.get("X-Session-ID", ""), _bearer(request)]
+        headers = (request.headers.get("X-Session-ID", ""), _bearer(request), request.headers.get("X-API-Key", ""))
+        named = rest[:1] if first == "sessions" else headers
         return next((self._sessions[number] for number in named if number in self._sessions), None)
 
     def _session(self, request: web.Request) -> Session:
@@ -224,6 +250,79 @@ class Gateway:
             )
         session.require_open()
         return session
+
+
+def _error(request: web.Request, refusal: Refusal) -> Any:
+    """The error in the form of the route's dialect; OpenAI's where it has none."""
+    dialect = next((dialect for dialect in DIALECTS if f"{request.path}/".endswith(f"{dialect.path}/")), CHAT)
+    if f"{MESSAGES.path}/" in request.path:
+        dialect = MESSAGES
+    return dialect.error(refusal)
+
+
+class _Stream(web.StreamResponse):
+    """Server-sent events."""
+
+    broken: Refusal | None = None
+    """The error that is the last event."""
+
+
+def _broken(response: web.StreamResponse) -> Refusal | None:
+    return response.broken if isinstance(response, _Stream) else None
+
+
+def _outcome(refusal: Refusal) -> str:
+    if refusal.code in ("episode_limit", "context_length_exceeded"):
+        return "limit"
+    return {429: "too_many", 503: "engine"}.get(refusal.status, "refused")
+
+
+async def _stream(
+    request: web.Request, dialect: Dialect, session: Session, exchange: Exchange, headers: dict[str, str]
+) -> web.StreamResponse:
+    """Write events while the replies are sampled, as soon as there is something to show. An error before that has its
+    status; one after it is the last event, and the refusal of the request."""
+    headers |= {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    response, writer = _Stream(headers=headers), None
+    shown: list[Choice] = []
+
+    async def write(events: Iterator[bytes]) -> None:
+        with anyio.move_on_after(TRANSFER_SECONDS_MAX) as scope:
+            for event in events:
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(event)
+        if scope.cancelled_caught:
+            raise ConnectionResetError(f"the client did not take its stream within {TRANSFER_SECONDS_MAX:g} s")
+
+    try:
+        while not exchange.done.is_set():
+            news = exchange.news
+            if exchange.begun is not None:
+                writer = writer or dialect.events(exchange.begun)
+                shown = exchange.choices(writer.apart)
+                await write(writer.more(shown))
+            await news.wait()
+        answer = await session.answer(exchange)
+        pairs = zip(shown, answer.choices, strict=False)
+        if not all(whole.reply.content.startswith(part.reply.content) for part, whole in pairs):
+            raise Refusal(500, "the reply does not begin with what was streamed of it", code="unreadable_reply")
+        await write((writer or dialect.events(answer)).end(answer))
+        _deliver(request, exchange)
+    except Exception as error:
+        if isinstance(error, ConnectionError) or writer is None or not response.prepared:
+            raise
+        refusal = error if isinstance(error, Refusal) else Refusal(500, f"{type(error).__name__}: {error}")
+        response.broken = refusal
+        await write(writer.error(refusal))
+    await response.write_eof()
+    return response
+
+
+def _deliver(request: web.Request, exchange: Exchange) -> None:
+    """The last byte is written: the answer is delivered if the connection is up."""
+    if request.transport is not None and not request.transport.is_closing():
+        exchange.deliver()
 
 
 async def _body(request: web.Request) -> bytes:

@@ -1,30 +1,101 @@
 """One session: the calls of one program, bounded, sampled and recorded.
 
 *Consumes* requests of the gateway; *produces* their answers and the turns of one trajectory. A call *waits* for the
-engine and ends when the session does. At a limit a program gets an error in OpenAI's format that clients do not retry
-(400); the session stays open, because a program may continue with a shorter history.
+engine and ends when the session does. At a limit a program gets an error that clients do not retry (400); the session
+stays open, because a program may continue with a shorter history.
+
+A call does not end with the connection that asked for it: for :data:`ABANDONED_SECONDS_MAX` a repeat of the request
+(:mod:`actors.gateway.repeats`) finds it. Its replies become turns when they are there and a client waits for them. A
+call that no client waits for gives its place to calls that need it, and leaves nothing behind.
+
+A client that asks for a stream sees the replies while they are sampled (:mod:`actors.gateway.preview`). A repeat of its
+request sees them from the beginning. They become turns in the same way, and only when they are whole.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import anyio
+import numpy as np
+import numpy.typing as npt
 
 from actors.engine.base import Completion
-from actors.gateway.chat_recorder import ChatRecorder, ChatReply
-from actors.gateway.requests import ChatRequest, ParameterRules, Report, read_chat, read_generate
-from actors.gateway.responses import Choice, chat_completion, generated
+from actors.gateway.chat_recorder import ChatRecorder, Prompt
+from actors.gateway.conversation import Key, ProgramCall
+from actors.gateway.dialect import Past, ProgramAnswer
+from actors.gateway.preview import Preview
+from actors.gateway.repeats import Delivery, Repeats, Sent
+from actors.gateway.reply import Choice
+from actors.gateway.requests import ParameterRules, Report
+from actors.rendering.offload import rendered
 from actors.rendering.renderer import Renderer
 from actors.rollout.agent_loop import Budget, Limit
 from actors.rollout.recorder import PendingCall
 from actors.rollout.sampling import Policy
 from actors.servers.refusal import Refusal
 from pipeline.errors import EngineError, EngineRefused, EngineUnavailable, EpisodeLimit, PlugInError
+from pipeline.schema import Message
+
+ABANDONED_SECONDS_MAX = 30.0
+"""Time for which a call is sampled that no client waits for. The clients of OpenAI and Anthropic ask again within 8
+seconds."""
+Start = Callable[[Callable[[], Coroutine[Any, Any, None]]], object]
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """One reply of an exchange."""
+
+    pending: PendingCall
+    tokens: int
+    """Tokens that it may sample, or has sampled: they are spent from the budget."""
+    preview: Preview | None
+    """None: the client does not ask for a stream."""
+    completion: Completion | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Exchange(Delivery):
+    """One request of a program with its answer, however often it is sent."""
+
+    call: ProgramCall
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    done: anyio.Event = field(default_factory=anyio.Event)
+    """The replies are there, or there will be none."""
+    parts: list[_Part] = field(default_factory=list)
+    """Replies that are no turns of the trajectory yet."""
+    waiting: int = 0
+    """Clients that wait for it."""
+    news: anyio.Event = field(default_factory=anyio.Event)
+    """Set, and replaced, when tokens were sampled; set for good when it is done."""
+    begun: ProgramAnswer | None = None
+    """The answer, whose replies may be missing yet; None before they are sampled."""
+    answer: ProgramAnswer | None = None
+    """Set when its replies are turns of the trajectory."""
+    error: Exception | None = None
+
+    def heard(self) -> None:
+        """More tokens were sampled."""
+        self.news.set()
+        self.news = anyio.Event()
+
+    def choices(self, apart: bool) -> list[Choice]:
+        """The replies so far, as far as no later token changes them (:meth:`Preview.choice`); none when they are whole.
+        Raises what the tokenizer raises."""
+        return [part.preview.choice(apart) for part in self.parts if part.preview is not None]
+
+    def deliver(self) -> None:
+        """The program has the answer. Its messages are not held any longer, unless a later call may refer to them."""
+        Delivery.deliver(self)
+        if self.answer is not None and not self.call.kept:
+            self.answer.call = self.call = replace(self.call, messages=(), keys=(), token_ids=())
 
 
 class Session:
@@ -56,68 +127,80 @@ class Session:
         """Refusal of the last call, if it was refused."""
         self.stderr = ""
         """The end of what the program wrote to stderr."""
+        self.files: Mapping[str, str] | None = None
+        """The episode's files as the program left them; None: it has none."""
         self.heard_at = anyio.current_time()
         """Event-loop seconds."""
         self.leased = anyio.Event()
         """An external program has taken it."""
         self.reported = anyio.Event()
         self.policy = policy
+        self.rules = rules
         self._budget = budget
         self._renderer = renderer
-        self._rules = rules
         self._calls_max = calls_max
-        self._scopes: set[anyio.CancelScope] = set()
-        self._in_flight = 0
+        self._repeats: Repeats[Exchange] = Repeats()
+        self._running: set[Exchange] = set()
+        """Exchanges whose replies are being sampled."""
+        self._answers: dict[str, ProgramAnswer] = {}
+        """Answers by number."""
+        self._known: dict[Key, tuple[Key, Message]] = {}
+        """Messages of calls that are kept: the histories of many calls share them."""
+        self._rendering = anyio.Lock()
+        """Prompts are made one after the other: each may continue what the one before has begun."""
         self._expired = False
         self._ended = False
 
     @property
     def busy(self) -> bool:
-        """True while a call is under way."""
-        return self._in_flight > 0
+        """True while a client waits for a call."""
+        return any(exchange.waiting for exchange in self._running)
 
-    async def chat(self, data: bytes) -> tuple[ChatRequest, dict[str, Any]]:
-        """The call and the answer to it. Raises :class:`Refusal`."""
+    @asynccontextmanager
+    async def asking(
+        self, sent: Sent, read: Callable[[Past], ProgramCall], start: Start
+    ) -> AsyncIterator[tuple[Exchange, bool]]:
+        """A request, whose answer the caller takes (:meth:`answer`) and delivers inside the block, and whether it came
+        before. ``read`` reads a new one; ``start`` runs what samples it beside the caller. Raises
+        :class:`Refusal`."""
         self._heard()
-        request = read_chat(data, self.policy.sampling, self._rules)
-        self._admit(request.n)
-        calls = self._begin_all(request)
-        waiting, choices = dict(enumerate(calls)), dict[int, Choice]()
-        failures: list[Refusal] = []
-
-        async def one(index: int) -> None:
-            pending, room = waiting.pop(index)
-            try:
-                completion = await self._sampled(pending, room, request.stop)
-                reply = self._recorded(pending, completion, request.stop)
-            except Refusal as refusal:
-                failures.append(refusal)
-                return
-            choices[index] = Choice(reply, completion.generation, pending)
-
+        exchange = self._repeats.find(sent)
+        repeated = exchange is not None and not exchange.scope.cancel_called
+        if exchange is None or not repeated:
+            call = self._shared(read(self._answers.get))
+            self._repeats.continued(call.whole)
+            self._admit(call.n)
+            exchange = Exchange(call=call)
+            self._repeats.begin(sent, exchange)
+            self._running.add(exchange)
+            start(partial(self._play, exchange))
+        exchange.waiting += 1
+        exchange.scope.deadline = float("inf")
         try:
-            async with anyio.create_task_group() as group:
-                for index in range(len(calls)):
-                    group.start_soon(one, index)
+            yield exchange, repeated
         finally:
-            for pending, room in waiting.values():
-                self._give_back(pending, room)
-        if failures:
-            raise failures[0]
-        ordered = [choices[index] for index in range(len(calls))]
-        number = f"chatcmpl-{secrets.token_hex(12)}"
-        return request, chat_completion(request, ordered, number, int(time.time()), self.policy.model, self._renderer)
+            exchange.waiting -= 1
+            if not exchange.waiting:
+                exchange.scope.deadline = anyio.current_time() + ABANDONED_SECONDS_MAX
 
-    async def generate(self, data: bytes) -> tuple[tuple[str, ...], dict[str, Any]]:
-        """(ignored parameters, answer). Raises :class:`Refusal`."""
+    async def answer(self, exchange: Exchange) -> ProgramAnswer:
+        """The whole answer, waited for. Raises :class:`Refusal`."""
+        await exchange.done.wait()
+        self.heard_at = anyio.current_time()
+        if exchange.answer is None and exchange.error is None:
+            self._record(exchange)
+        if exchange.error is not None:
+            raise exchange.error
+        assert exchange.answer is not None
+        self.engine_error = self.refusal = None
+        return exchange.answer
+
+    async def count(self, read: Callable[[Past], ProgramCall]) -> int:
+        """Tokens of the prompt that a call would have. Raises :class:`Refusal`."""
         self._heard()
-        request = read_generate(data, self.policy.sampling, self._rules)
-        self._admit(1)
-        with _template_faults():
-            pending = self._recording.tokens(request.token_ids)
-        completion = await self._sampled(pending, self._room(pending, request.tokens_max), ())
-        self._recorded(pending, completion, ())
-        return request.ignored, generated(request, completion.generation, f"generate-{secrets.token_hex(12)}")
+        call = read(self._answers.get)
+        async with self._rendering:
+            return len((await self._prompt(call)).token_ids)
 
     def finish(self, report: Report) -> None:
         """The program says that it is done. Raises :class:`Refusal` the second time."""
@@ -161,104 +244,172 @@ class Session:
         self.heard_at = anyio.current_time()
 
     def _cancel(self) -> None:
-        for scope in self._scopes:
-            scope.cancel()
+        for exchange in self._running:
+            exchange.scope.cancel()
+
+    def _shared(self, call: ProgramCall) -> ProgramCall:
+        """The call, whose messages are the same objects as those of earlier calls if it is kept."""
+        if not call.kept:
+            return call
+        stated = zip(call.keys, call.messages, strict=True)
+        pairs = [self._known.setdefault(key, (key, message)) for key, message in stated]
+        return replace(call, keys=tuple(key for key, _ in pairs), messages=tuple(message for _, message in pairs))
 
     def _admit(self, n: int) -> None:
         if self._expired:
             raise _limit_refusal(Limit.SECONDS)
         if self.report is not None:
             raise Refusal(400, "this session was finished: it takes no more calls", code="session_finished")
-        if self._in_flight + n > self._calls_max:
+        if self._n_running() + n > self._calls_max:
+            self._end_abandoned()
+        if self._n_running() + n > self._calls_max:
             raise Refusal(
                 429,
                 f"expected at most {self._calls_max} calls of a session at the same time (max_concurrent_calls)",
                 code="too_many_calls",
             )
 
-    def _begin_all(self, request: ChatRequest) -> list[tuple[PendingCall, int]]:
-        """Begin a call for each of ``n`` choices, all or none."""
-        calls: list[tuple[PendingCall, int]] = []
+    def _n_running(self) -> int:
+        return sum(exchange.call.n for exchange in self._running)
+
+    async def _play(self, exchange: Exchange) -> None:
+        """Sample the replies to a call. Raises nothing: the exchange gets the error."""
         try:
-            for _ in range(request.n):
-                with _template_faults():
-                    pending = self._recording.chat(request)
-                calls.append((pending, self._room(pending, request.tokens_max)))
-        except Refusal:
-            for pending, room in calls:
-                self._give_back(pending, room)
-            raise
-        return calls
+            with exchange.scope:
+                await self._begin_all(exchange)
+                async with anyio.create_task_group() as group:
+                    for part in exchange.parts:
+                        group.start_soon(self._sample, exchange, part)
+        except Exception as error:
+            exchange.error = error
+        if exchange.scope.cancelled_caught:
+            gone = Refusal(404, "this session has ended", code="session_not_found")
+            exchange.error = _limit_refusal(Limit.SECONDS) if self._expired else gone
+        if exchange.error is not None:
+            self._give_back(exchange)
+        elif exchange.waiting:
+            self._record(exchange)
+        self._running.discard(exchange)
+        exchange.done.set()
+        exchange.news.set()
+
+    async def _begin_all(self, exchange: Exchange) -> None:
+        """Begin a call for each of ``n`` replies. Raises :class:`Refusal`."""
+        call = exchange.call
+        prompt: Prompt | None = None
+        async with self._rendering:
+            for _ in range(call.n):
+                if prompt is None or prompt.branch is not None:
+                    prompt = await self._prompt(call)
+                pending = self._recording.begin(prompt)
+                try:
+                    room = self._room(pending, call.tokens_max)
+                except Refusal:
+                    self._recording.fail(pending)
+                    raise
+                preview = self._recording.preview(pending) if call.stream else None
+                exchange.parts.append(_Part(pending, room, preview))
+        number, created, n_prompt = secrets.token_hex(12), int(time.time()), len(exchange.parts[0].pending.prompt_ids)
+        exchange.begun = ProgramAnswer(number, created, self.policy.model, call, (), n_prompt, self._renderer)
+
+    async def _prompt(self, call: ProgramCall) -> Prompt:
+        try:
+            return await rendered(call.n_characters, partial(self._recording.prompt, call))
+        except PlugInError as error:
+            raise Refusal(
+                400, f"the model's chat template cannot render these messages: {error.message}", code="invalid_messages"
+            ) from error
 
     def _room(self, pending: PendingCall, tokens_max: int | None) -> int:
-        """Tokens that the call may sample, spent from the budget."""
-        room = self._budget.room(len(pending.prompt_ids), len(pending.added_ids))
+        """Tokens that the call may sample, spent from the budget. Raises :class:`Refusal`."""
+        sizes = len(pending.prompt_ids), len(pending.added_ids)
+        room = self._budget.room(*sizes)
         if isinstance(room, Limit):
-            self._recording.fail(pending)
+            self._end_abandoned()
+            room = self._budget.room(*sizes)
+        if isinstance(room, Limit):
             self.limit = room
             raise _limit_refusal(room)
         room = room if tokens_max is None else min(room, tokens_max)
         self._budget.spend(len(pending.added_ids), room)
-        self._in_flight += 1
         self.limit = None
         return room
 
-    def _give_back(self, pending: PendingCall, room: int) -> None:
-        self._in_flight -= 1
-        self._recording.fail(pending)
-        self._budget.give_back(len(pending.added_ids) + room, turn=True)
+    def _end_abandoned(self) -> None:
+        """End the calls that no client waits for."""
+        for exchange in self._repeats.undelivered:
+            if not exchange.waiting and exchange.answer is None:
+                exchange.scope.cancel()
+                self._give_back(exchange)
 
-    async def _sampled(self, pending: PendingCall, room: int, stop: tuple[str, ...]) -> Completion:
-        """Raises :class:`Refusal`; without an answer everything that the call took is given back."""
-        completion: Completion | None = None
-        scope = anyio.CancelScope()
-        self._scopes.add(scope)
+    def _give_back(self, exchange: Exchange) -> None:
+        """The exchange leaves nothing behind. Idempotent."""
+        for part in exchange.parts:
+            self._recording.fail(part.pending)
+            self._budget.give_back(len(part.pending.added_ids) + part.tokens, turn=True)
+        exchange.parts = []
+        self._running.discard(exchange)
+        self._repeats.forget(exchange)
+
+    async def _sample(self, exchange: Exchange, part: _Part) -> None:
+        preview = part.preview
+
+        def heard(token_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> None:
+            assert preview is not None
+            preview.add(token_ids, logprobs)
+            exchange.heard()
+
         try:
-            with scope:
-                completion = await self.policy.complete(pending.prompt_ids, room, stop, pending.conversation)
-        except EngineRefused as error:
-            self._engine_failed(error)
-            raise Refusal(400, str(error), code="engine_refused") from error
+            part.completion = await self.policy.complete(
+                part.pending.prompt_ids,
+                part.tokens,
+                exchange.call.stop,
+                part.pending.conversation,
+                len(part.pending.added_ids),
+                None if preview is None else heard,
+            )
         except EngineError as error:
-            self._engine_failed(error)
-            raise Refusal(503, str(error), code="engine_unavailable") from error
+            if exchange.waiting:
+                self._engine_failed(error)
+            status, code = (400, "engine_refused") if isinstance(error, EngineRefused) else (503, "engine_unavailable")
+            exchange.error = exchange.error or Refusal(status, str(error), code=code)
         except EpisodeLimit as limit:  # of a policy that counts tokens itself
             self.limit = Limit(limit.args[0])
-            raise _limit_refusal(self.limit) from limit
-        finally:
-            self._scopes.discard(scope)
-            self.heard_at = anyio.current_time()
-            if completion is None:
-                self._give_back(pending, room)
-        if completion is None:
-            if self._expired:
-                raise _limit_refusal(Limit.SECONDS)
-            raise Refusal(404, "this session has ended", code="session_not_found")
-        self._in_flight -= 1
-        self._budget.give_back(room - len(completion.generation.token_ids))
-        self.engine_error = self.refusal = None
-        return completion
+            exchange.error = exchange.error or _limit_refusal(self.limit)
+        if part.completion is not None and part in exchange.parts:
+            sampled = len(part.completion.generation.token_ids)
+            self._budget.give_back(part.tokens - sampled)
+            part.tokens = sampled
 
-    def _recorded(self, pending: PendingCall, completion: Completion, stop: tuple[str, ...]) -> ChatReply:
-        """Raises :class:`Refusal` for a reply that the tokenizer or the parser cannot take."""
-        try:
-            return self._recording.finish(pending, completion.generation, self.policy.sampling.temperature, stop)
-        except Exception as error:
-            self._recording.fail(pending)
-            raise Refusal(
-                500, f"the reply cannot be read: {type(error).__name__}: {error}", code="unreadable_reply"
-            ) from error
-
-
-@contextmanager
-def _template_faults() -> Iterator[None]:
-    """Turns a refusal of the chat template into a fault of the program's request."""
-    try:
-        yield
-    except PlugInError as error:
-        raise Refusal(
-            400, f"the model's chat template cannot render these messages: {error.message}", code="invalid_messages"
-        ) from error
+    def _record(self, exchange: Exchange) -> None:
+        """The replies are turns from here on. One that the tokenizer or the parser cannot take is the exchange's
+        error."""
+        call, choices, told = exchange.call, [], []
+        parts, exchange.parts = exchange.parts, []
+        for part in parts:
+            assert part.completion is not None
+            generation, temperature = part.completion.generation, self.policy.sampling.temperature
+            try:
+                self.require_open()
+                reply = self._recording.finish(part.pending, generation, temperature, call.stop)
+            except Refusal as refusal:
+                exchange.error = refusal
+            except Exception as error:
+                self._recording.fail(part.pending)
+                words = f"the reply cannot be read: {type(error).__name__}: {error}"
+                exchange.error = Refusal(500, words, code="unreadable_reply")
+                exchange.error.__cause__ = error
+            else:
+                choices.append(Choice(reply, generation))
+                ids = generation.token_ids.tolist()
+                told.append((*call.keys, reply.key) if call.keys else (*call.token_ids, *ids))
+        if exchange.error is not None:
+            self._repeats.forget(exchange)
+            return
+        assert exchange.begun is not None
+        exchange.told = tuple(told)
+        exchange.begun = exchange.answer = replace(exchange.begun, choices=tuple(choices))
+        self._answers[exchange.answer.number] = exchange.answer
 
 
 def _limit_refusal(limit: Limit) -> Refusal:

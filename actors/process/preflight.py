@@ -300,7 +300,8 @@ def _difference(before: Sequence[Message], after: Sequence[Message]) -> tuple[st
 
 def _find_program(environment: str, loop: object) -> None:
     """Raises :class:`ConfigurationError` where the command of an agent loop names a program that is not there."""
-    command, variables = (loop.command, loop.environment) if isinstance(loop, ProgramLoop) else (None, {})
+    here = isinstance(loop, ProgramLoop) and loop.sandbox.kind in ("auto", "bubblewrap", "none")
+    command, variables = (loop.command, loop.environment) if isinstance(loop, ProgramLoop) and here else (None, {})
     if command and "/" not in command[0] and shutil.which(command[0], path=variables.get("PATH")) is None:
         raise ConfigurationError(
             f"environments.{environment}: expected the program {command[0]} on the PATH, found none: install it, or "

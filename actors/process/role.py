@@ -1,19 +1,11 @@
-"""The actor process: builds its parts from the run file, serves until stopped, then drains.
-
-A full collection of Python's garbage collector visits every object that could be in a cycle, and no rollout continues
-meanwhile. The objects of set-up (modules, the tokenizer, the configuration: 105,000, or 229,000 with torch) would be
-visited each time and never freed, for 60 to 190 ms of CPU on a busy machine. So they are frozen after set-up
-(``gc.freeze``), which saves a tenth of a turn's CPU, and the collector runs seven times more rarely. It stays on: a
-rollout with Afterplay's own parts leaves no cycles, which a test holds, but a plug-in may.
-"""
+"""The actor process: builds its parts from the run file, serves until stopped, then drains."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +28,7 @@ from pipeline.errors import CallsHang
 from pipeline.lessons.store import close_source
 from pipeline.runtime.engine_addresses import engine_addresses
 from pipeline.runtime.engine_keys import find_key
+from pipeline.runtime.garbage_collection import gc_policy
 from pipeline.runtime.http import AnswerMemory
 from pipeline.runtime.plugin_limits import interrupting_blocks
 from pipeline.runtime.process import RoleContext
@@ -43,26 +36,6 @@ from pipeline.runtime.progress import RoleState
 from pipeline.runtime.witness import open_witness
 from pipeline.schema.codec import Limits
 from pipeline.transport.zeromq import open_link
-
-YOUNG_OBJECTS_MAX = 5_000
-"""New objects between two collections of the young; Python's own is 700. Also bounds how long one of the middle
-generation takes: it has at most ten times as many."""
-
-
-@contextmanager
-def gc_policy() -> Iterator[None]:
-    """Inside the block what exists now is never visited, and what is new is visited more rarely. Enter it after
-    set-up; it is undone at the end, for a process that continues."""
-    before = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS_MAX, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
-
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +58,9 @@ async def main(ctx: RoleContext) -> None:
     metrics = ActorMetrics(ctx.registry, tuple(config.environments), addresses.fixed)
     ctx.report(RoleState.LOADING, "the tokenizer")
     environments = {
-        name: EnvironmentHost(name, section, threads_max=config.actor.concurrency)
+        name: EnvironmentHost(
+            name, section, threads_max=config.actor.concurrency, hidden=(ctx.directory.path, config.run.directory)
+        )
         for name, section in config.environments.items()
     }
     renderer = await anyio.to_thread.run_sync(_renderer, config, ctx.directory.model)

@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from actors.rendering.partial_text import PartialText
 from actors.rendering.said import TextLost, lost, lost_schema
 from actors.rendering.special_text import Span, SpecialText
 from actors.rendering.template_probes import MARK, ProbedTemplate, template_source
@@ -40,7 +41,7 @@ from actors.rendering.tool_messages import Form, described
 from actors.tools.parsing.base import ToolSchema
 from pipeline.errors import ConfigurationError, boundary
 from pipeline.schema import Message
-from pipeline.views.vocabulary import bytes_of_tokens
+from pipeline.views.vocabulary import bytes_of_tokens, is_byte
 
 RENDERER = "renderer"
 _NEXT = "afterplaynext"
@@ -218,6 +219,14 @@ class Renderer:
         with boundary(RENDERER):
             text = self._decode(ids)
             return Completed(text, end, self._special.sampled_spans(ids, text, self._decode))
+
+    def partial_text(self) -> PartialText:
+        """The text of a completion that is still sampled: a beginning of that of :meth:`completed`."""
+        return PartialText(self._decode, lambda i: i in self._end_texts or self._is_byte(i))
+
+    def _is_byte(self, token_id: int) -> bool:
+        token = self.tokenizer.convert_ids_to_tokens(token_id)
+        return isinstance(token, str) and is_byte(token)
 
     def extend(
         self,

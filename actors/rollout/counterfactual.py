@@ -1,8 +1,8 @@
 """Counterfactual prompts: the contexts that the same sampled ids would have had after another first prompt.
 
-The other prompt has no lessons, or has a hint (``advantage.estimator: cpo``). No engine sees it: the learner scores the
-sampled ids in it. It is followed turn by turn, and a context that differs from the real one (in the first turn, and in
-a turn that begins a new branch) is recorded.
+The other prompt has no lessons, or has a hint (``advantage.estimator: cpo`` or ``self_distill``). No engine sees it:
+the learner scores the sampled ids in it. It is followed turn by turn, and a context that differs from the real one (in
+the first turn, and in a turn that begins a new branch) is recorded.
 """
 
 from __future__ import annotations

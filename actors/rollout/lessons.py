@@ -196,18 +196,27 @@ class LessonPrompter:
         context_max: int,
         tools: Sequence[ToolSchema],
     ) -> LessonPrompt | None:
-        """The prompt with as many of the lessons as there is room for, best first; None where not even one fits."""
+        """The prompt with as many of the lessons as there is room for, best first: one that does not fit beside better
+        ones is left out. None where not even one fits."""
         renderer = self._renderer
         plain = renderer.start(messages, tools)
         room = int((context_max - len(plain.prompt_ids)) * ROOM_SHARE_MAX)
         keep = trains_with_lessons(self._config, order.group_id, order.slot)
         lines = ((lesson.lesson_id, " ".join(lesson.text.split())) for lesson in found[: self._config.top_k])
         lessons = [Lesson(number, line[:LESSON_CHARACTERS_MAX]) for number, line in lines if line]
-        for count in range(len(lessons), 0, -1):
-            chosen = tuple(lessons[:count])
+
+        def start(chosen: Sequence[Lesson]) -> Conversation | None:
             text = "\n".join(lesson.text for lesson in chosen)
-            conversation = renderer.start(with_text(messages, user, self._config.template, lessons=text), tools)
-            if len(conversation.prompt_ids) - len(plain.prompt_ids) <= room:
-                query = messages[user].content
-                return LessonPrompt(conversation, chosen, keep, query, CounterfactualPrompt.of(plain))
-        return None
+            made = renderer.start(with_text(messages, user, self._config.template, lessons=text), tools)
+            return made if len(made.prompt_ids) - len(plain.prompt_ids) <= room else None
+
+        chosen = tuple(lessons)
+        conversation = start(chosen) if chosen else None
+        if conversation is None:
+            chosen = ()
+            for lesson in lessons:
+                if (made := start((*chosen, lesson))) is not None:
+                    chosen, conversation = (*chosen, lesson), made
+        if conversation is None:
+            return None
+        return LessonPrompt(conversation, chosen, keep, messages[user].content, CounterfactualPrompt.of(plain))

@@ -15,9 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from actors.engine.base import Generation
 from actors.rendering.renderer import Completed, Conversation, Renderer
+from actors.rollout.summaries import is_summary
 from pipeline.schema import FinishReason, Message, TokenSpan, Turn
+from pipeline.schema.trajectory import ExpertArray, unknown_experts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,9 +65,10 @@ class _Sampled:
     finish_reason: FinishReason
     temperature: float
     signals: Mapping[str, float]
+    experts: ExpertArray | None = None
     reward: float | None = None
 
-    def turn(self, branch: int) -> Turn:
+    def turn(self, branch: int, trained: bool) -> Turn:
         return Turn(
             context=TokenSpan.context(self.added_ids),
             completion=self.completion,
@@ -74,18 +79,22 @@ class _Sampled:
             signals=self.signals,
             branch=branch,
             reward=self.reward,
+            trained=trained,
+            experts=self.experts,
         )
 
 
 class Recorder:
     """Writes the turns of one rollout. A pure state machine: no task, no socket, no clock."""
 
-    def __init__(self, renderer: Renderer, *, append: bool = False) -> None:
-        """``append``: what was sampled is never changed by the template (:class:`Renderer`)."""
+    def __init__(self, renderer: Renderer, *, append: bool = False, mask_summaries: bool = False) -> None:
+        """``append``: what was sampled is never changed by the template (:class:`Renderer`). ``mask_summaries``: the
+        turns of summaries are not trained."""
         self.renderer = renderer
         self.score: float | None = 0.0
         """Undiscounted sum of the rewards so far. None: the rollout has no score of its own."""
         self._append = append
+        self._mask_summaries = mask_summaries
         self._sampled: list[_Sampled] = []
         self._main: set[int] = set()
         """Branches of the main conversation."""
@@ -153,6 +162,7 @@ class Recorder:
                 finish_reason=generation.finish_reason,
                 temperature=temperature,
                 signals=signals or {},
+                experts=_of_turn(generation.experts, len(call.added_ids) + len(generation.token_ids)),
             )
         )
         return BranchTip(call, tuple(generation.token_ids.tolist()), completed)
@@ -188,7 +198,26 @@ class Recorder:
         last = self._graded().branch if self._sampled else 0
         ordered = sorted(self._sampled, key=lambda sampled: (sampled.branch == last, sampled.branch, sampled.number))
         branches = {branch: i for i, branch in enumerate(dict.fromkeys(s.branch for s in ordered))}
-        return tuple(sampled.turn(branches[sampled.branch]) for sampled in ordered)
+        masked = self._summaries() if self._mask_summaries else set()
+        return tuple(sampled.turn(branches[sampled.branch], sampled.number not in masked) for sampled in ordered)
+
+    def _summaries(self) -> set[int]:
+        """Numbers of the calls whose replies sum up their branches for later ones of the main conversation."""
+        openings: dict[int, _Sampled] = {}
+        before: dict[int, list[Message]] = {}
+        last: dict[int, _Sampled] = {}
+        for sampled in sorted(self._sampled, key=lambda sampled: sampled.number):
+            branch, previous = sampled.branch, last.get(sampled.branch)
+            if branch in self._main:
+                openings.setdefault(branch, sampled)
+            said = [] if previous is None else [Message("assistant", previous.text)]
+            before[branch] = [*before.get(branch, ()), *said, *sampled.added]
+            last[branch] = sampled
+        return {
+            end.number
+            for branch, end in last.items()
+            if any(o.number > end.number and is_summary(end.text, before[branch], o.added) for o in openings.values())
+        }
 
     def _graded(self) -> _Sampled:
         """The newest reply of the main conversation; the newest of all where that has none."""
@@ -217,3 +246,11 @@ class Recorder:
         else:
             branch = tip.call.branch
         return PendingCall(self._calls, branch, prompt_ids, added_ids, added, conversation)
+
+
+def _of_turn(experts: ExpertArray | None, n_tokens: int) -> ExpertArray | None:
+    """Experts before each of the turn's ``n_tokens``: the last ones that the engine returned; before the first token of
+    a branch there is none."""
+    if experts is None or len(experts) >= n_tokens:
+        return experts if experts is None else experts[len(experts) - n_tokens :]
+    return np.concatenate([unknown_experts(n_tokens - len(experts), experts), experts])

@@ -28,12 +28,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import anyio
 
 from actors.engine.base import Completion
 from actors.environments.base import Episode, Reply
 from actors.environments.host import EnvironmentHost
+from actors.rendering.offload import rendered
 from actors.rendering.renderer import Conversation
 from actors.rollout.agent_loop import (
     AGENT_LOOP,
@@ -52,6 +54,7 @@ from actors.rollout.lessons import LessonClient, LessonPrompt
 from actors.rollout.recorder import BranchTip, PendingCall, Recorder
 from actors.rollout.sampling import Policy
 from actors.rollout.services import Services
+from pipeline.config.rollouts import LoopConfig
 from pipeline.errors import (
     DETAILS_CHARACTERS_MAX,
     WORDS_CHARACTERS_MAX,
@@ -111,7 +114,7 @@ class RecordedDialogue:
         """The reply to ``answer``. Raises :class:`EpisodeLimit`."""
         if answer.limit is not None or self._budget.turns >= self._budget.turns_max:
             raise EpisodeLimit(answer.limit or Limit.TURNS)
-        return await self._reply(self._next_call(answer, rewrite))
+        return await self._reply(await self._next_call(answer, rewrite))
 
     def prompt_lessons(self) -> PromptLessons | None:
         """The lessons that were in the prompt; None without any."""
@@ -138,13 +141,18 @@ class RecordedDialogue:
             self._hinted = counterfactual_of(
                 services.renderer, opening.messages, self._hint, services.hint_template, opening.tools
             )
-        return services.renderer.start(opening.messages, opening.tools)
+        return await rendered(
+            sum(len(message.content) for message in opening.messages),
+            partial(services.renderer.start, opening.messages, opening.tools),
+        )
 
     async def _reply(self, call: PendingCall) -> Reply:
         room = self._budget.room(len(call.prompt_ids), len(call.added_ids))
         if isinstance(room, Limit):
             raise EpisodeLimit(room)
-        completion: Completion = await self.policy.complete(call.prompt_ids, room, (), call.conversation)
+        completion: Completion = await self.policy.complete(
+            call.prompt_ids, room, (), call.conversation, len(call.added_ids)
+        )
         generation = completion.generation
         self._budget.spend(len(call.added_ids), len(generation.token_ids))
         completed = self.recorder.renderer.completed(generation.token_ids.tolist())
@@ -154,7 +162,9 @@ class RecordedDialogue:
         self._replied_at = time.perf_counter()
         return Reply(completed.text, generation.finish_reason)
 
-    def _next_call(self, answer: Answer, rewrite: Callable[[Sequence[Message], int], Sequence[Message]]) -> PendingCall:
+    async def _next_call(
+        self, answer: Answer, rewrite: Callable[[Sequence[Message], int], Sequence[Message]]
+    ) -> PendingCall:
         """Begin the next call, in a new branch where the template or the loop changed what came before."""
         tip, recorder, new = self._tip, self.recorder, tuple(answer.messages)
         assert tip is not None and tip.call.conversation is not None
@@ -167,7 +177,8 @@ class RecordedDialogue:
             history = checked_history(rewrite(extend(conversation).messages, n_tokens))
             return recorder.renderer.restart(conversation, history)
 
-        advance, after = extend, extend(before)
+        n_characters = len(before.text) + sum(len(message.content) for message in new)
+        advance, after = extend, await rendered(n_characters, partial(extend, before))
         n_tokens = len(after.prompt_ids)
         if checked_history(rewrite(after.messages, n_tokens)) != after.messages:
             advance, after = rewritten, rewritten(before)
@@ -208,9 +219,11 @@ class Rollout:
         self._services = services
         self._stage = stage
         self._host = services.environments.get(order.task.environment)
-        append = self._host is not None and self._host.config.loop.history == "append"
+        loop = LoopConfig() if self._host is None else self._host.config.loop
         self._policy = services.policy(order)
-        self._recorder = Recorder(services.renderer, append=append)
+        self._recorder = Recorder(
+            services.renderer, append=loop.history == "append", mask_summaries=loop.summaries == "mask"
+        )
         self._dialogue: RecordedDialogue | None = None
         self._started_at = services.now()
         self._start_seconds = 0.0
@@ -313,7 +326,9 @@ class Rollout:
             rewards={} if failure is not None else {"environment": self._recorder.score},
             actor_id=services.actor_id,
             engine=EngineRecord(services.backend, services.model, tuple(policy.engines)),
-            timings=Timings(self._started_at, services.now(), policy.seconds, environment_seconds),
+            timings=Timings(
+                self._started_at, services.now(), policy.seconds, environment_seconds, tuple(policy.requests)
+            ),
             lessons=dialogue.prompt_lessons() if dialogue is not None else None,
             hinted_contexts=dialogue.hinted_contexts() if dialogue is not None else {},
         )

@@ -111,6 +111,7 @@ class Services:
                 temperature=sampling.temperature,
                 stop=sampling.stop,
                 stop_token_ids=renderer.end_ids,
+                experts_from=0 if config.learner.routing_replay else None,
             ),
             retries=config.actor.retries,
             renderer=renderer,

@@ -55,22 +55,30 @@ def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = 
     return web.Response(body=orjson.dumps(value), status=status, content_type="application/json", headers=headers or {})
 
 
-@web.middleware
-async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Middleware that answers errors in OpenAI's form; its log lines and answers do not hold a session's id."""
-    try:
-        return await handler(request)
-    except (Refusal, web.HTTPException) as error:
-        refusal = as_refusal(request, error)
-        answer = json_answer(refusal.body(), refusal.status)
-        return parting(answer) if refusal is not error or refusal.status in (401, 403, 404) else answer
-    except web.RequestPayloadError as error:  # chunks, lengths or a compression that are none
-        return parting(json_answer(Refusal(400, f"the body cannot be read: {error}", code="invalid_body").body(), 400))
-    except (asyncio.CancelledError, ConnectionError):
-        raise
-    except Exception as error:
-        log.exception("%s %s failed", request.method, _public(request))
-        return json_answer(Refusal(500, f"{type(error).__name__}: {error}").body(), 500)
+def errors_as_json(form: Callable[[web.Request, Refusal], Any] = lambda request, refusal: refusal.body()) -> Any:
+    """Middleware that answers errors in a ``form``, else in OpenAI's. Its log lines and answers do not hold a session's
+    id."""
+
+    def answer(request: web.Request, refusal: Refusal) -> web.Response:
+        return json_answer(form(request, refusal), refusal.status)
+
+    @web.middleware
+    async def answering(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except (Refusal, web.HTTPException) as error:
+            refusal = as_refusal(request, error)
+            told = answer(request, refusal)
+            return parting(told) if refusal is not error or refusal.status in (401, 403, 404) else told
+        except web.RequestPayloadError as error:  # chunks, lengths or a compression that are none
+            return parting(answer(request, Refusal(400, f"the body cannot be read: {error}", code="invalid_body")))
+        except (asyncio.CancelledError, ConnectionError):
+            raise
+        except Exception as error:
+            log.exception("%s %s failed", request.method, _public(request))
+            return answer(request, Refusal(500, f"{type(error).__name__}: {error}"))
+
+    return answering
 
 
 def as_refusal(request: web.Request, error: Refusal | web.HTTPException) -> Refusal:

@@ -23,6 +23,7 @@ import anyio
 import anyio.to_thread
 
 from actors.engine.client import EngineClient
+from actors.servers import vllm
 from actors.servers.authorization import DIGESTS, MIDDLEWARE, locked_environment
 from actors.servers.process_group import ENDS_WITH
 from actors.servers.progress import limits_environment
@@ -34,7 +35,8 @@ from pipeline.errors import AfterplayError, ConfigurationError, EngineError
 from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit, module_command
 from pipeline.runtime.engine_addresses import LOOK_SECONDS, RENEW_SECONDS, EngineRegistry
 from pipeline.runtime.engine_keys import LEARNER_DIGEST_FILE, find_digests, is_loopback
-from pipeline.runtime.process import configure_logging, role_name
+from pipeline.runtime.logs import configure_logging
+from pipeline.runtime.process import role_name
 from pipeline.runtime.run_directory import AWAIT_MODEL, PREPARE_SECONDS_MAX, RunDirectory, take_index
 
 log = logging.getLogger(__name__)
@@ -213,7 +215,7 @@ def _announced(config: RunConfig, index: int | None, await_model: bool, joins: b
     host, port = _free_address(engine, found) if joins else address(config, found)
     argv, environment = command(config, found, await_model=await_model, at=(host, port))
     name, digest = role_name("engine", found), directory.path / LEARNER_DIGEST_FILE
-    configure_logging(name)
+    configure_logging(name, config.run.name)
     before = _content(digest)
     joining = JoiningEngine(
         config,
@@ -304,6 +306,12 @@ def engine_kind(config: RunConfig) -> tuple[str, str]:
     return "embedded", f"vLLM cannot be used: {reason}"
 
 
+def check_routing_replay(config: RunConfig) -> None:
+    """Raises :class:`ConfigurationError` where an engine that this machine starts cannot return its experts."""
+    if config.engine.kind == "vllm" and engine_kind(config)[0] == "vllm":
+        vllm.check_routing_replay(config)
+
+
 def address(config: RunConfig, index: int) -> tuple[str, int]:
     """Host and port of engine ``index``. Raises :class:`ConfigurationError` for port 0 outside ``afterplay run``."""
     engine = config.engine
@@ -339,6 +347,7 @@ def _embedded_command(config: RunConfig, model: Path, host: str, port: int) -> l
         "max-sequences": engine.max_sequences,
         "kv-cache-gib": engine.kv_cache_gib,
         "block-size": engine.block_size or EMBEDDED_BLOCK_SIZE,
+        "return-routed-experts": config.learner.routing_replay,
     }
     options = [f"--{name}={value}" for name, value in flags.items()]
     return module_command("actors.embedded.server", *options, *engine.args)

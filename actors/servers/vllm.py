@@ -78,7 +78,8 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
     stands before them. GPU weight transfer (nccl, ipc) only enables vLLM's own transfer engines; the learner drives
     them.
 
-    Raises :class:`ConfigurationError` for a weight transfer or a block size that the device cannot do.
+    Raises :class:`ConfigurationError` for a weight transfer, a block size or a routing replay that the device
+    cannot do.
     """
     engine = config.engine
     on_cpu = _build()[2]
@@ -102,6 +103,7 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
             f"expected engine.block_size to be a multiple of {CPU_BLOCK_TOKENS} for vLLM on a CPU, "
             f"got {engine.block_size}"
         )
+    check_routing_replay(config)
     arguments = module_command("actors.servers.api_server")
     arguments += ["--model", str(model), "--served-model-name", SERVED_NAME, "--host", host, "--port", str(port)]
     arguments += ["--max-model-len", str(config.model.max_length), "--dtype", engine_dtype(engine, on_cpu)]
@@ -112,6 +114,8 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
         arguments += ["--block-size", str(engine.block_size)]
     if config.model.trust_remote_code:
         arguments.append("--trust-remote-code")
+    if config.learner.routing_replay:
+        arguments.append("--enable-return-routed-experts")
     if config.publish.lora == "adapter":
         arguments += ["--worker-extension-cls", ADAPTER_EXTENSION, *_adapter_arguments(config.learner.lora)]
     else:
@@ -126,14 +130,23 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
             arguments += ["--gpu-memory-utilization", f"{engine.memory_share:g}"]
         if engine.colocate == "sleep":
             arguments.append("--enable-sleep-mode")
-        if placement.tensor_parallel > 1:
-            arguments += ["--tensor-parallel-size", str(placement.tensor_parallel)]
+        if placement.gpus_per_copy > 1:
+            arguments += ["--tensor-parallel-size", str(placement.gpus_per_copy)]
         if placement.data_parallel > 1:
             arguments += ["--data-parallel-size", str(placement.data_parallel)]
     if engine.gpu_transfer:
         arguments += ["--weight-transfer-config", f'{{"backend": "{engine.weight_transfer}"}}']
     arguments += engine.args
     return arguments, {**_environment(config, on_cpu), **engine.env}
+
+
+def check_routing_replay(config: RunConfig) -> None:
+    """Raises :class:`ConfigurationError` where the vLLM of this machine cannot return the experts that it chose."""
+    if config.learner.routing_replay and _build()[2]:
+        raise ConfigurationError(
+            "learner.routing_replay is true, but vLLM on a CPU does not return the experts that it chose: set it to "
+            "false, or engine.kind: embedded"
+        )
 
 
 def _adapter_arguments(lora: LoraConfig) -> list[str]:
@@ -154,6 +167,8 @@ def _environment(config: RunConfig, on_cpu: bool) -> dict[str, str]:
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if config.publish.lora == "adapter":
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if config.learner.routing_replay:
+        environment.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the other one returns no experts
     if config.engine.weight_transfer == "ipc":
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its workers take the handles of GPU memory as a pickle
     if on_cpu:

@@ -16,8 +16,9 @@ memory: the same path as a whole load, so the served weights are those of a whol
 sparse loader (``checkpoint_weight_patch``, 0.32) writes into the live parameters instead. It cannot tell what they were
 before, is undefined after an error half-way, and does not reach the packed matrices of a CPU.
 
-Importing this module makes tied output heads follow reloaded weights on a CPU. vLLM's CPU build packs each matrix for
-its kernels when it is loaded. A checkpoint with tied embeddings has no tensor for the output head, so
+Importing this module makes a worker that waits for weights by NCCL give up where none comes
+(:mod:`actors.servers.broadcasts`), and tied output heads follow reloaded weights on a CPU. vLLM's CPU build packs each
+matrix for its kernels when it is loaded. A checkpoint with tied embeddings has no tensor for the output head, so
 ``reload_weights`` (vLLM 0.32) packs the new embedding again but leaves the head with the packed copy of the *first*
 weights: sampling would follow the published policy only in part. Here a tied head uses the matrix of its embedding
 whenever that is packed. ``tests/end_to_end/test_engine_contract.py`` proves the effect.
@@ -28,8 +29,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+from actors.servers.broadcasts import WatchedBroadcasts
 from actors.servers.deltas import patch, read_base
 from pipeline.errors import DeltaMismatch
 
@@ -107,6 +110,19 @@ def _install() -> None:
             for head in getattr(layer, _HEADS, ()):
                 head.cpu_linear = layer.cpu_linear
 
+    receive = NCCLWeightTransferEngine.receive_weights
+
+    def receive_weights(self: Any, update_info: Any) -> None:
+        if (group := self.model_update_group) is None:
+            receive(self, update_info)  # which says so
+            return
+        try:
+            with WatchedBroadcasts(group) as self.model_update_group:
+                receive(self, update_info)
+        finally:
+            self.model_update_group = group
+
+    NCCLWeightTransferEngine.receive_weights = receive_weights
     UnquantizedEmbeddingMethod.tie_weights = tie_weights
     UnquantizedEmbeddingMethod.process_weights_after_loading = process_weights_after_loading
 

@@ -2,8 +2,8 @@
 
 The interpreter is Rust, has no access to files, network or processes, and runs in worker processes of its own with
 limits on time, memory, recursion and sleep; a worker that crashes or hangs is replaced. Variables last for an episode:
-they travel as bytes between calls, so an episode holds no worker. Where bubblewrap is installed and the machine lets it
-make namespaces, the workers also run without network and with a read-only view of the file system.
+they travel as bytes between calls, so an episode holds no worker. Where bubblewrap works, the workers also run in the
+namespaces of a sandbox (:mod:`actors.sandboxes.bubblewrap`), which have no network and no files but the system's.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ import importlib
 import logging
 import os
 import shlex
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import anyio
+import anyio.to_thread
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from actors.environments.base import STRICT_OPTIONS
+from actors.sandboxes import bubblewrap
 from actors.tools.base import Tool, ToolError, ToolResult
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Task
 
 log = logging.getLogger(__name__)
 ANSWER_CHARACTERS_MAX = 100_000
-PROBE_SECONDS_MAX = 20.0
 
 
 @dataclass(config=STRICT_OPTIONS)
@@ -49,9 +48,9 @@ class Python(Tool):
     """Variables last from one call of an episode to the next."""
     state_bytes_max: int = Field(default=1_000_000, ge=1)
     """Variables that take more are dropped, with a message to the policy."""
-    bubblewrap: Literal["auto", "always", "never"] = "auto"
-    """Use of ``bwrap`` around the workers, a second wall around the sandbox. auto: where it works (many containers
-    forbid it, with a warning). always: where it does not work is an error."""
+    sandbox: Literal["auto", "bubblewrap", "none"] = "auto"
+    """Namespaces around the workers, a second wall around the interpreter. auto: bubblewrap where it works (many
+    containers forbid it, with a warning). bubblewrap: where it does not work is an error."""
 
     name = "python"
     description = (
@@ -80,7 +79,7 @@ class Python(Tool):
         self._pool: Any = None
         self._starting = anyio.Lock()
         self._states: dict[str, bytes] = {}
-        self._wrapper: tempfile.TemporaryDirectory[str] | None = None
+        self._wrapper: int | None = None
 
     async def create(self, episode_key: str, task: Task) -> None:
         await self._workers()
@@ -116,7 +115,8 @@ class Python(Tool):
         if pool is not None:
             await pool.__aexit__(None, None, None)
         if self._wrapper is not None:
-            self._wrapper.cleanup()
+            os.close(self._wrapper)
+            self._wrapper = None
 
     async def _workers(self) -> Any:
         async with self._starting:
@@ -131,48 +131,26 @@ class Python(Tool):
         return self._pool
 
     async def _binary(self) -> str | None:
-        """A script that starts the worker under bubblewrap, or None for the worker itself."""
-        bwrap = shutil.which("bwrap") if self.bubblewrap != "never" else None
-        if bwrap is None:
-            if self.bubblewrap == "always":
-                raise ConfigurationError("the tool python: bubblewrap is always, but there is no bwrap on the PATH")
+        """A script that starts the worker in namespaces, or None for the worker itself."""
+        if self.sandbox == "none":
             return None
-        refusal = await refused(bwrap)
-        if refusal is not None:
-            problem = f"the tool python: {bwrap} does not work on this machine: {refusal}"
-            if self.bubblewrap == "always":
-                raise ConfigurationError(f"{problem}. Allow user namespaces here, or set bubblewrap to auto or never")
-            log.warning("%s. Workers run without it, in pydantic-monty's sandbox alone", problem)
+        bwrap = bubblewrap.find()
+        if refusal := await anyio.to_thread.run_sync(bubblewrap.refusal, bwrap):
+            if self.sandbox == "bubblewrap":
+                raise ConfigurationError(
+                    f"the tool python: {refusal}. Allow user namespaces here, or set sandbox to auto or none"
+                )
+            if bwrap is not None:
+                log.warning("the tool python: %s. Workers run without it, in pydantic-monty's sandbox alone", refusal)
             return None
+        assert bwrap is not None
         find_monty_binary: Any = importlib.import_module("pydantic_monty._binary").find_monty_binary
-        self._wrapper = tempfile.TemporaryDirectory(prefix="afterplay-python-")
-        script = Path(self._wrapper.name) / "worker"
-        script.write_text(f'#!/bin/sh\nexec {shlex.join(walls(bwrap, os.path.realpath(find_monty_binary())))} "$@"\n')
-        script.chmod(0o700)
-        return str(script)
-
-
-async def refused(bwrap: str) -> str | None:
-    """Reason why nothing can be started in namespaces of its own here (containers often forbid it); None where it
-    can."""
-    try:
-        with anyio.fail_after(PROBE_SECONDS_MAX):
-            done = await anyio.run_process(walls(bwrap, "/bin/sh", "-c", ":"), check=False)
-    except (OSError, TimeoutError) as error:
-        return f"{type(error).__name__}: {error}"
-    if done.returncode == 0:
-        return None
-    return done.stderr.decode(errors="replace").strip()[-500:] or f"exit code {done.returncode}"
-
-
-def walls(bwrap: str, worker: str, *arguments: str) -> list[str]:
-    """``worker`` in namespaces of its own: nothing writable, no network, ends with its parent."""
-    return [
-        *(bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"),
-        *("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"),
-        *("--ro-bind", worker, worker),  # also where it is installed below /tmp
-        *("--", worker, *arguments),
-    ]
+        worker = Path(os.path.realpath(find_monty_binary()))
+        words = bubblewrap.namespaces(bwrap, user=True)
+        words += [*bubblewrap.showing([worker], (), Path("/")), *bubblewrap.READ_ONLY, "--", str(worker)]
+        self._wrapper = os.memfd_create("worker")  # a file that nothing leaves behind
+        os.write(self._wrapper, f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'.encode())
+        return f"/proc/{os.getpid()}/fd/{self._wrapper}"
 
 
 def showing_the_last_value(code: str) -> str:

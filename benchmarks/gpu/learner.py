@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
+from transformers import AttentionInterface
 
 from benchmarks.gpu.case import Facts, Machine, attempt
 from benchmarks.learner_step.case import Case, make_rows
@@ -25,6 +26,7 @@ from benchmarks.learner_step.model import make_config, make_model, step_flops
 from benchmarks.learner_step.sides import Clock, bare_steps, learner_steps, make_trainer, run_config, timed
 from learner.data.microbatch import PassCost
 from learner.data.rows import Batch, Row
+from learner.policy.attention import NAME, packed_attention
 from learner.policy.logprobs import TILE
 from learner.policy.lora import Adapters
 from learner.policy.memory import GIB, MARGIN, footprint, learner_memory
@@ -52,8 +54,7 @@ def study(
     compiled: bool = False,
 ) -> Iterator[tuple[str, Facts]]:
     """``settings``: of the section ``learner``. ``if_fits``: not run where the predicted memory is more than there is.
-    ``compiled``: the decoder layers by ``torch.compile``; the learner's step alone. With checkpointing it needs one
-    call of attention for all rows, as a GPU has it: PyTorch refuses recomputation of a call a row."""
+    ``compiled``: the decoder layers by ``torch.compile``; the learner's step alone."""
     if machine.small:
         shape, rows = "tiny-moe" if shape == "moe" else "tiny", SMALL_ROWS
     case = Case(model=shape, **rows, steps=1 if machine.small else 2, tokens_per_microbatch=rows["longest"],
@@ -87,6 +88,10 @@ def learner(
     """``flops``: of a large product."""
     trainer = make_trainer(case, make_model(case.model, machine.device), **settings)
     if compiled:
+        if (
+            not machine.cuda
+        ):  # one call a row: past ``recompile_limit`` shapes a layer would be computed again otherwise
+            AttentionInterface.register(NAME, torch.compiler.disable(packed_attention))
         for layer in trainer.policy.layers:
             layer.compile(backend="inductor" if machine.cuda else "eager", dynamic=True)
     reports: list[StepReport] = []
@@ -98,7 +103,7 @@ def learner(
             "form": reports[-1].form.name,
             "micro_batches": reports[-1].n_microbatches,
             "stages": {name: round(seconds, 3) for name, seconds in reports[-1].seconds.items() if seconds > 0.001},
-            "skipped_steps": sum(report.skipped is not None for report in reports),
+            "skipped_steps": sum(any(report.nonfinite.values()) for report in reports),
         },
     )
     if not compiled:

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigurationError(f"--arms {unknown[0]}: there are {', '.join(arms)}")
         chosen = {name: own for name, own in arms.items() if not given.arms or name in given.arms}
         jobs = jobs_of(chosen, given.seeds, given.set, protocol, given.base)
-        bench = Bench(directory, protocol, given.seconds_max, given.keep, stop)
+        bench = Bench(directory, given.seconds_max, given.keep, stop)
         for job in jobs:
             bench.kept(job)
     except AfterplayError as error:

@@ -38,6 +38,10 @@ class Protocol:
     """Plays of each task in a measurement."""
     steps: int = 240
     """Updates of a run that never gets there."""
+    held_out: int = 0
+    """Held-out tasks of each environment that are measured beside; the run goes on until it solves them as well."""
+    evaluated: bool = False
+    """Success is the score of the run's own evaluations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ class Job:
     """Hash of the complete configuration and the protocol, without directory and name."""
     run_file: str = ""
     """The complete configuration as YAML: a run file that is edited meanwhile changes nothing."""
+    protocol: Protocol = Protocol()
 
     @property
     def name(self) -> str:
@@ -95,13 +100,15 @@ def jobs_of(
     jobs = []
     for seed in seeds:
         for arm, own in arms.items():
-            weights = ("publish.keep=100000", "checkpoint.at_end=false")
-            overrides = (*common, *own, f"run.total_steps={protocol.steps}", f"run.seed={seed}", *weights)
+            overrides = (*common, *own, f"run.total_steps={protocol.steps}", f"run.seed={seed}")
+            overrides += ("checkpoint.at_end=false",)
+            if not protocol.evaluated:
+                overrides += ("publish.keep=100000",)
             config = load(base, overrides)
             if config.model.source == "tiny":
                 overrides += (f"model.tiny.seed={seed}",)
                 config = load(base, overrides)
-            jobs.append(Job(arm, seed, overrides, fingerprint(config, protocol), dump(config)))
+            jobs.append(Job(arm, seed, overrides, fingerprint(config, protocol), dump(config), protocol))
     return jobs
 
 

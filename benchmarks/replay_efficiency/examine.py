@@ -45,17 +45,24 @@ class Play:
 
 
 class Examination:
-    """All tasks of one run file."""
+    """All tasks of one run file, or a number of held-out ones."""
 
-    def __init__(self, config: RunConfig, renderer: Renderer, plays: int) -> None:
-        """Raises :class:`ConfigurationError` for an environment with endless tasks: no fixed set to measure."""
+    def __init__(self, config: RunConfig, renderer: Renderer, plays: int, held_out: int = 0) -> None:
+        """``held_out``: so many tasks of each environment's own split ``eval`` in place of its training tasks.
+
+        Raises :class:`ConfigurationError` for an environment with endless tasks, or without that split: no fixed set
+        to measure.
+        """
         self.tasks: list[Task] = []
         self._environments: dict[str, Environment] = {}
         for name, section in config.environments.items():
-            if section.tasks is None:
-                raise ConfigurationError(f"environments.{name}.tasks: expected a number of tasks to measure, got none")
             self._environments[name] = build(name, section)
-            seeds = range(section.seed, section.seed + section.tasks)
+            seeds: Sequence[int] = range(section.seed, section.seed + (section.tasks or 0))
+            if held_out:
+                seeds = self._environments[name].splits.get("eval", ())[:held_out]
+            if not seeds:
+                what = "a split eval of its own" if held_out else "a number of tasks to measure"
+                raise ConfigurationError(f"environments.{name}.tasks: expected {what}, got none")
             self.tasks += [Task(f"{name}/{seed}", name, seed) for seed in seeds]
         self._config = config
         self._renderer = renderer
@@ -135,11 +142,11 @@ def sample(contexts: Sequence[Tokens], score: Score, random: np.random.Generator
     return [int(i) for i in (rows < (draws * rows[:, -1])[:, None]).sum(axis=1)]
 
 
-def load_examination(config: RunConfig, model: Path, plays: int) -> Examination:
+def load_examination(config: RunConfig, model: Path, plays: int, held_out: int = 0) -> Examination:
     """``model``: the run's prepared model folder, for its tokenizer."""
     with LOADING:
         tokenizer, ends = load_tokenizer(model, config.model.chat_template, config.model.trust_remote_code)
-    return Examination(config, Renderer(tokenizer, ends), plays)
+    return Examination(config, Renderer(tokenizer, ends), plays, held_out)
 
 
 def load_score(folder: Path) -> Score:
@@ -151,6 +158,12 @@ def load_score(folder: Path) -> Score:
 
         logging.disable_progress_bar()
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    return score_of(model)
+
+
+def score_of(model: Any) -> Score:
+    """The policy of a model in memory, with the weights that it has when it is called."""
+    import torch
 
     def score(contexts: Sequence[Tokens]) -> npt.NDArray[np.float64]:
         # padding on the right: causal attention keeps it out of what is read

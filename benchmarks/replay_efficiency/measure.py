@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.replay_efficiency.arms import Job, Protocol
+from benchmarks.replay_efficiency.arms import Job
 from benchmarks.replay_efficiency.examine import Examination, load_examination, load_score
 from benchmarks.replay_efficiency.records import (
     Point,
@@ -21,6 +21,7 @@ from benchmarks.replay_efficiency.records import (
     first_order_at,
     hit_version,
     load_result,
+    on_held_out,
     save,
     tokens_until,
     training_of,
@@ -28,12 +29,14 @@ from benchmarks.replay_efficiency.records import (
 from pipeline.config.load import load
 from pipeline.errors import AfterplayError
 from pipeline.runtime.run_directory import write_bytes_atomically
+from pipeline.store.evaluation_results import read_results
 from pipeline.views.step_lines import read_lines
+from tests.support.fork_server import ForkServer
 from tests.support.run_handle import RunHandle, start_run
 
 Value = TypeVar("Value")
-END_SECONDS_MAX = 90.0
-"""For a run that is stopping, or has made its last update, on a busy machine."""
+END_SECONDS_MAX = 900.0
+"""For a run that is stopping, or has made its last update and draws its curves, on a busy machine."""
 
 
 class Stopped(AfterplayError):
@@ -45,12 +48,13 @@ class Bench:
     """Settings that all runs share."""
 
     directory: Path
-    protocol: Protocol
     seconds_max: float
     """For one run."""
     keep: bool
     """Keep the weights of finished runs (0.5 MB each)."""
     stop: threading.Event
+    server: ForkServer | None = None
+    """Forks the processes of the runs, so that a start costs no imports."""
 
     def result_file(self, job: Job) -> Path:
         return self.directory / "results" / f"{job.name}.json"
@@ -77,19 +81,19 @@ class Bench:
         shutil.rmtree(runs / job.name, ignore_errors=True)
         file = self.directory / "run_files" / f"{job.name}.yaml"
         write_bytes_atomically(file, job.run_file.encode())
-        with start_run(file, runs, job.name) as run:
+        with start_run(file, runs, job.name, server=self.server) as run:
             result = _watch(self, job, run)
         save(result, self.result_file(job))
         if not self.keep:
             shutil.rmtree(runs / job.name / "weights", ignore_errors=True)
         word = "reached" if result.hit else f"NOT reached within {result.updates} updates"
-        _say(job, f"{self.protocol.goal:g} {word}: {result.tokens:,} tokens, {result.seconds:.0f} s")
+        _say(job, f"{job.protocol.goal:g} {word}: {result.tokens:,} tokens, {result.seconds:.0f} s")
         return result
 
 
 def _watch(bench: Bench, job: Job, run: RunHandle) -> Result:
     """Measure versions as they come, end the run, sum it up."""
-    protocol, deadline = bench.protocol, time.monotonic() + bench.seconds_max
+    protocol, deadline = job.protocol, time.monotonic() + bench.seconds_max
 
     def wait(what: str, look: Callable[[], Value | None]) -> Value:
         def looked() -> Value | None:
@@ -99,24 +103,34 @@ def _watch(bench: Bench, job: Job, run: RunHandle) -> Result:
 
         return run.until(what, looked, max(0.0, deadline - time.monotonic()))
 
-    examination: Examination | None = None
+    examinations: list[Examination] = []
     points: list[Point] = []
     hit: int | None = None
     for version in range(0, protocol.steps + 1, protocol.every):
-        # the first weights are the model itself
-        folder = run.directory.weights(version) if version else run.directory.model
-        wait(f"version {version}", folder.is_dir)
-        if examination is None:
-            examination = load_examination(load(run.directory.config_file), run.directory.model, protocol.plays)
-        success = float(examination.success(load_score(folder), version).mean())
+        if protocol.evaluated:
+            found = wait(f"evaluation of version {version}", partial(_evaluated, run, version))
+        else:
+            # the first weights are the model itself
+            folder = run.directory.weights(version) if version else run.directory.model
+            wait(f"version {version}", folder.is_dir)
+            if not examinations:
+                config, model = load(run.directory.config_file), run.directory.model
+                sets = (0, protocol.held_out) if protocol.held_out else (0,)
+                examinations = [load_examination(config, model, protocol.plays, number) for number in sets]
+            score = load_score(folder)
+            found = [float(examination.success(score, version).mean()) for examination in examinations]
         moment = wait(f"update {version}", partial(_moment, run, version))
-        point = _point(run, version, success, moment)
+        point = _point(run, version, moment, *found)
         points.append(point)
-        _say(job, f"update {version:3}  success {success:.3f}  {point.tokens:,} tokens  {point.seconds:.0f} s")
+        shown = "  held out ".join(f"{value:.3f}" for value in found)
+        _say(job, f"update {version:3}  success {shown}  {point.tokens:,} tokens  {point.seconds:.0f} s")
         hit = hit_version(points, protocol.goal)
-        if hit is not None:
+        done = hit is not None and (
+            not protocol.held_out or hit_version(on_held_out(points), protocol.goal) is not None
+        )
+        if done:
             break
-    _end(run, interrupt=hit is not None or points[-1].version < protocol.steps)
+    _end(run, interrupt=done or points[-1].version < protocol.steps)
     return _result(job, run, points, hit)
 
 
@@ -131,10 +145,21 @@ def _moment(run: RunHandle, version: int) -> float | None:
     return finished_at(read_lines(run.directory.metrics_file), version)
 
 
-def _point(run: RunHandle, version: int, success: float, moment: float) -> Point:
+def _evaluated(run: RunHandle, version: int) -> list[float]:
+    """Score of the run's own evaluation of ``version``; nothing before it ends. Raises :class:`AfterplayError` where it
+    was given up."""
+    for found in read_results(run.directory.evaluations_file):
+        if found["updates"] == version:
+            if found["status"] != "complete":
+                raise AfterplayError(f"expected a complete evaluation of version {version}, got {found['status']}")
+            return [float(found["score"])]
+    return []
+
+
+def _point(run: RunHandle, version: int, moment: float, success: float, held_out: float | None = None) -> Point:
     store = run.directory.store_file
     tokens = tokens_until(store, moment) if version else 0
-    return Point(version, success, tokens, max(0.0, moment - first_order_at(store)))
+    return Point(version, success, tokens, max(0.0, moment - first_order_at(store)), held_out)
 
 
 def _end(run: RunHandle, *, interrupt: bool) -> None:
@@ -155,7 +180,7 @@ def _result(job: Job, run: RunHandle, points: list[Point], hit: int | None) -> R
         moment = _moment(run, point.version)
         if moment is None:
             raise AfterplayError(f"expected a line of update {point.version} in {run.directory.metrics_file}, got none")
-        final.append(_point(run, point.version, point.success, moment))
+        final.append(_point(run, point.version, moment, point.success, point.held_out))
     until = next(p for p in final if p.version == hit) if hit is not None else final[-1]
     return Result(
         arm=job.arm,

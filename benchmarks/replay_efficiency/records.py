@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ class Point:
     """Generated until these weights were made."""
     seconds: float
     """From the first order until then."""
+    held_out: float | None = None
+    """Success on held-out tasks; None: not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,11 @@ def hit_version(points: Sequence[Point], goal: float) -> int | None:
         if point.success >= goal and following.success >= goal:
             return point.version
     return None
+
+
+def on_held_out(points: Sequence[Point]) -> list[Point]:
+    """The same points with the success on held-out tasks in place of that on the training tasks."""
+    return [replace(p, success=p.held_out) for p in points if p.held_out is not None]
 
 
 def cost_of(points: Sequence[Point], goal: float) -> float:

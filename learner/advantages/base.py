@@ -107,6 +107,15 @@ def needed(p: ScoredTrajectory, name: str, estimator: str) -> FloatArray:
     return np.asarray(array, dtype=np.float64)
 
 
+def logprobs_of(p: ScoredTrajectory, name: str, estimator: str) -> FloatArray:
+    """Log-probabilities of ``p`` that the estimator cannot do without, at most 0; -inf is one. Raises
+    :class:`TrainingError` for NaN, and for one that is above 0 by more than rounding."""
+    array: FloatArray | None = getattr(p, name)
+    if array is None or np.isnan(array).any() or (array > 1e-3).any():
+        raise TrainingError(f"expected {name} (log-probabilities <= 0) for the estimator {estimator}, got {array!r}")
+    return np.minimum(array, 0.0)
+
+
 def spread(scored: Sequence[ScoredTrajectory], advantages_N: FloatArray) -> Estimates:
     """The same advantage on all tokens of a trajectory."""
     return Estimates(tuple(np.full(p.n_tokens, a) for p, a in zip(scored, advantages_N, strict=True)))

@@ -12,16 +12,15 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from learner.advantages.base import Estimates, FloatArray, ScoredTrajectory, groups_of, needed, total
+from learner.advantages.base import Estimates, FloatArray, ScoredTrajectory, groups_of, logprobs_of, needed, total
 from learner.advantages.estimators import Normalized, by_group, grpo
 from learner.data.microbatch import token_offsets
 from learner.data.rows import Batch, Row, TokenArray, trajectory_rows, with_contexts
+from learner.observability.statistics import LOG_RATIO_MAX
 from pipeline.config.advantages import AdvantageConfig
 from pipeline.errors import TrainingError
 
 log = logging.getLogger(__name__)
-LOG_RATIO_MAX = 20.0
-"""``g - o`` is clamped to ± this; with ``exp(g)`` at most 1 the signal is bounded by it."""
 
 
 class Cpo(Normalized):
@@ -78,19 +77,12 @@ def difficulty(rewards_G: FloatArray, options: Cpo) -> int:
 
 
 def hint_information(p: ScoredTrajectory) -> FloatArray:
-    """``exp(g) (g - o)`` ``[S]``, 0 where g is -inf. Raises :class:`TrainingError` for NaN or log-probabilities above
-    0 by more than rounding."""
-    g, o = _logprobs(p, "hinted"), _logprobs(p, "logprobs")
+    """``exp(g) (g - o)`` ``[S]``, 0 where g is -inf; ``g - o`` is clamped to ± ``LOG_RATIO_MAX``. Raises
+    :class:`TrainingError` as :func:`logprobs_of`."""
+    g, o = logprobs_of(p, "hinted", "cpo"), logprobs_of(p, "logprobs", "cpo")
     possible = np.isfinite(g)
     safe = np.where(possible, g, 0.0)
     return np.where(possible, np.exp(safe) * np.clip(safe - o, -LOG_RATIO_MAX, LOG_RATIO_MAX), 0.0)
-
-
-def _logprobs(p: ScoredTrajectory, name: str) -> FloatArray:
-    array: FloatArray | None = getattr(p, name)
-    if array is None or np.isnan(array).any() or (array > 1e-3).any():
-        raise TrainingError(f"expected {name} (log-probabilities <= 0) for the estimator cpo, got {array!r}")
-    return np.minimum(array, 0.0)
 
 
 def counterfactual_logprobs(batch: Batch, score: Callable[[Sequence[Row]], TokenArray]) -> TokenArray:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from learner.advantages import estimators
 from learner.advantages.base import Estimates, Estimator, ScoredTrajectory, shaped
 from learner.advantages.cpo import Cpo, cpo
+from learner.advantages.distill import Distill, from_teacher
 from learner.data.microbatch import token_offsets
 from learner.data.rows import Batch, TokenArray, TokenScores
 from pipeline.config.advantages import AdvantageConfig
@@ -40,7 +41,7 @@ class OwnEstimator(Options, extra="allow"):
 
 OPTIONS = by_name(
     estimators.Grpo, estimators.GroupBaseline, estimators.PassAtK, estimators.Remax, estimators.ReinforcePp,
-    estimators.ReinforcePpBaseline, estimators.Gae, Cpo, OwnEstimator,
+    estimators.ReinforcePpBaseline, estimators.Gae, Cpo, Distill, OwnEstimator,
 )  # fmt: skip
 """Classes of the options by name of the estimator."""
 COMPARING = frozenset({"grpo", "rloo", "leave_one_out", "opo", "maxrl", "gpg", "pass_at_k", "reinforce_pp_baseline"})
@@ -76,6 +77,8 @@ ESTIMATORS: dict[str, Entry] = {
     "reinforce_pp_baseline": Entry(estimators.reinforce_pp_baseline),
     "gae": Entry(estimators.gae, frozenset({"values"})),
     "cpo": Entry(cpo, frozenset({"logprobs", "entropies", "hinted"})),
+    "distill": Entry(from_teacher("reference"), frozenset({"logprobs", "reference"})),
+    "self_distill": Entry(from_teacher("hinted"), frozenset({"logprobs", "hinted"})),
 }
 
 

@@ -1,4 +1,5 @@
-"""The estimators: one small pure function each, with the class of its options above it. ``cpo`` has a file of its own.
+"""The estimators: one small pure function each, with the class of its options above it. ``cpo`` and distillation have
+files of their own.
 
 *Comparing the trajectories of a group:* returns ``[G]`` in, one advantage per trajectory out. Every rule gives exactly
 0 to a group whose returns are all equal, and so to a group of one: there is nothing to compare it with, and the raw

@@ -5,8 +5,8 @@
     checkpoints/u000010/
       model/        loads in transformers: config, float32 safetensors, tokenizer; adapters merged into the weights
       adapter/      with learner.lora: the adapters alone, float32, as peft has them; training resumes from these
-      training.pt   random state, optimizer (checkpoint.optimizer), and where there are such: critic, average of the
-                    weights, refreshed reference policy, adaptive KL coefficient (tensors and plain values only)
+      training.pt   random state, optimizer (checkpoint.optimizer), and where there are such: critic,
+                    adaptive KL coefficient (tensors and plain values only)
       shards/       with several ranks (learner.ranks): what of training.pt is divided among them, written by all;
                     model/ is then several files if it is large
       state.json    counters
@@ -27,7 +27,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,8 @@ class CheckpointState:
     format: int = FORMAT
     trained: dict[int, Trained] = field(default_factory=dict)
     """Facts that CONSUMED carried of those updates beside the ids; missing where it had none."""
+    optimizer: bool = True
+    """The optimizer's state is there (``checkpoint.optimizer``)."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -86,6 +88,7 @@ class CheckpointState:
             "unacknowledged": self.unacknowledged,
             "format": self.format,
             "trained": {update: facts.header() for update, facts in self.trained.items()},
+            "optimizer": self.optimizer,
         }
 
 
@@ -131,6 +134,7 @@ def take_image(trainer: Trainer, state: CheckpointState) -> CheckpointImage:
         if isinstance(policy.ranks, RankGroup):
             training, shards = divide_state(training, weights, policy.ranks)
         adapters = policy.adapter_snapshot(torch.float32)
+    state = replace(state, optimizer=trainer.saves_optimizer)
     return CheckpointImage(state, weights, adapters, training, shards, policy)
 
 
@@ -201,6 +205,7 @@ def read_state(path: Path) -> CheckpointState:
         raw["policy_version"],
         {int(u): list(ids) for u, ids in raw["unacknowledged"].items()},
         trained={int(u): Trained(**facts) for u, facts in raw.get("trained", {}).items()},
+        optimizer=raw.get("optimizer", True),
     )
 
 
@@ -242,12 +247,12 @@ def adapter_folder(path: Path) -> Path:
 def _parts(trainer: Trainer) -> dict[str, tuple[Any, Callable[[Any], None]]]:
     """State of what a trainer has beside policy and optimizer, where a part has one, and the function that restores
     it."""
-    parts = {"critic": trainer.critic, "average": trainer.average, "reference": trainer.reference}
-    found: dict[str, tuple[Any, Callable[[Any], None]]]
-    found = {name: (part.state(), part.load) for name, part in parts.items() if part is not None}
+    found: dict[str, tuple[Any, Callable[[Any], None]]] = {}
+    if trainer.critic is not None:
+        found["critic"] = trainer.critic.state(), trainer.critic.load
     if trainer.kl.target is not None:
         found["kl"] = trainer.kl.as_json(), trainer.kl.restore
-    return {name: (state, load) for name, (state, load) in found.items() if state is not None}
+    return found
 
 
 def is_complete(path: Path) -> bool:

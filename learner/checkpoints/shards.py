@@ -1,6 +1,6 @@
 """Sharded part of a checkpoint, written by all ranks together with ``torch.distributed.checkpoint``.
 
-State of the trainer that is divided among ranks (moments of the optimizer, critic, average, reference) goes to
+State of the trainer that is divided among ranks (moments of the optimizer, critic) goes to
 ``shards/``, each rank writing its shards; ``training.pt`` keeps a mark in its place, and everything else. A learner of
 any number of ranks reads both, and a checkpoint of one rank, which has no ``shards/``.
 
@@ -188,18 +188,11 @@ def _placed(saved: dict[str, Any], trainer: Trainer, group: RankGroup) -> dict[s
     out = dict(saved)
     if "optimizer" in saved:
         out["optimizer"] = divided_optimizer(saved["optimizer"], [p.shape for p in trainer.policy.parameters])
-    live: dict[str, Any] = {
-        "average": None if trainer.average is None else trainer.average.state(),
-        "reference": None if trainer.reference is None else trainer.reference.state(),
-    }
     if trainer.critic is not None and "critic" in saved:
         state = trainer.critic.state()
         shapes = [p.shape for p in trainer.critic.parameters]
         out["critic"] = {name: _like(saved["critic"][name], state[name], divided) for name in ("backbone", "head")}
         out["critic"]["optimizer"] = divided_optimizer(saved["critic"]["optimizer"], shapes)
-    for name, tensors in live.items():
-        if name in saved and tensors is not None:
-            out[name] = _like(saved[name], tensors, divided)
     return out
 
 

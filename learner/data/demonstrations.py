@@ -95,4 +95,5 @@ def _trajectories(file: Path, render: Render, limits: Limits) -> Iterator[Trajec
         reward = portable.marks.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, int | float):
             raise StoreError(f"{file}: expected {trajectory.trajectory_id} with its reward, got {reward!r}")
-        yield trajectory.scored(float(reward), {})
+        turns = tuple(replace(turn, experts=None) for turn in trajectory.turns)  # of another model, perhaps
+        yield replace(trajectory, turns=turns).scored(float(reward), {})

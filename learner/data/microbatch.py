@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from learner.data.rows import Row
 from pipeline.errors import TrainingError
+from pipeline.schema.trajectory import ExpertArray, known_experts, unknown_experts
 
 Count = TypeVar("Count", int, npt.NDArray[np.int64])
 IntArray = npt.NDArray[np.int64]
@@ -42,7 +43,9 @@ class PassCost:
     token: int = 1
     """Operations of the layers' weights for each token laid."""
     pair: int = 0
-    """Operations of attention for each key that a token attends to, itself included."""
+    """Operations of full attention for each key that a token attends to, itself included."""
+    windows: tuple[tuple[int, int], ...] = ()
+    """The same of layers with a window: its tokens, and the operations for each key."""
     sampled: int = 0
     """Operations of the output layer for each sampled token."""
     backward: int = 2
@@ -55,11 +58,18 @@ class PassCost:
 
     def prefix(self, n: Count) -> Count:
         """Operations for the first ``n`` tokens of a row, without the output layer."""
-        return self.token * n + self.pair * (n * (n + 1) // 2)
+        total = self.token * n + self.pair * (n * (n + 1) // 2)
+        for window, pair in self.windows:
+            inside = min(n, window) if isinstance(n, int) else np.minimum(n, window)
+            total = total + pair * (inside * (inside + 1) // 2 + (n - inside) * window)
+        return total
 
-    def operations(self, tokens: int, pairs: int, sampled: int) -> int:
-        """Operations of a pass that lays ``tokens``, which attend to ``pairs`` keys in all."""
-        return self.token * tokens + self.pair * pairs + self.sampled * sampled
+    def operations(self, keys: IntArray, sampled: int) -> int:
+        """Operations of a pass over tokens that attend to so many ``keys`` each without a window, int64 ``[N]``, of
+        which ``sampled`` pass the output layer."""
+        attention = self.pair * int(keys.sum())
+        attention += sum(pair * int(np.minimum(keys, window).sum()) for window, pair in self.windows)
+        return self.token * len(keys) + attention + self.sampled * sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +241,11 @@ class MicroBatch:
     """Index of the sampled token in its batch (``token_offsets``): joins values of different passes."""
     n_real: int
     """Tokens that are not padding."""
+    real_N: npt.NDArray[np.bool_] | None = None
+    """Laid tokens, flattened, that are not padding; None: all are."""
+    experts_NLK: ExpertArray | None = None
+    """Experts that the engine chose for each laid token in L layers, of a shared token for the first row that knows.
+    None: unknown."""
     layout: Layout | None = None
     """Layout of packed rows; None: the rows are padded."""
     n_shared: int = 0
@@ -310,16 +325,21 @@ def collate(rows: Sequence[Row], weights: Sequence[float], offsets: Sequence[int
         layout = lay_out([row.token_ids for row in rows], form.shared_min)
         token_ids = layout.token_ids_N[None]
         n_shared, n_real = n_real - len(rows) - token_ids.size, token_ids.size
-        pairs = int(layout.positions_N.sum()) + n_real
+        keys = layout.positions_N + 1
         predictors = [at[p - 1] for at, p in zip(layout.indices, positions, strict=True)]
     else:
         longest, n_shared = max(len(row) for row in rows), 0
-        pairs = sum(len(row) * (len(row) + 1) // 2 for row in rows)
+        keys = np.concatenate([np.arange(1, len(row) + 1) for row in rows])
         token_ids = np.zeros((len(rows), longest), dtype=np.int64)
         for b, row in enumerate(rows):
             token_ids[b, : len(row)] = row.token_ids
         predictors = [b * longest + p - 1 for b, p in enumerate(positions)]
     counts = [len(p) for p in positions]
+    places = [np.arange(len(row)) + b * longest for b, row in enumerate(rows)] if layout is None else layout.indices
+    real = None
+    if layout is None and n_real < token_ids.size:
+        real = np.zeros(token_ids.size, np.bool_)
+        real[np.concatenate(places)] = True
 
     def sampled(name: str) -> npt.NDArray[Any]:
         return np.concatenate([getattr(row, name)[p] for row, p in zip(rows, positions, strict=True)])
@@ -346,7 +366,26 @@ def collate(rows: Sequence[Row], weights: Sequence[float], offsets: Sequence[int
         replay_weights_S=of_rows("replay_weight", np.float32),
         token_index_S=np.concatenate(token_index).astype(np.int64),
         n_real=n_real,
+        real_N=real,
+        experts_NLK=_laid_experts(rows, places, token_ids.size),
         layout=layout,
         n_shared=n_shared,
-        operations=form.cost.operations(n_real, pairs, sum(counts)),
+        operations=form.cost.operations(keys, sum(counts)),
     )
+
+
+def _laid_experts(rows: Sequence[Row], places: Sequence[IntArray], n_laid: int) -> ExpertArray | None:
+    """``places``: where the first tokens of each row are laid. Known experts are not replaced by unknown ones."""
+    like = next((row.experts for row in rows if row.experts is not None), None)
+    if like is None:
+        return None
+    experts = unknown_experts(n_laid, like)
+    for row, at in zip(rows, places, strict=True):
+        if row.experts is None:
+            continue
+        if row.experts.dtype != like.dtype or row.experts.shape[1:] != like.shape[1:]:
+            raise TrainingError(f"expected experts [tokens, {like.shape[1:]}] of one model in all rows, got others")
+        own = row.experts[: len(at)]
+        known = known_experts(own) & ~known_experts(experts[at])
+        experts[at[known]] = own[known]
+    return experts

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from pipeline.errors import TrainingError
 from pipeline.schema import FlatTokens, GroupPlan, TokenSpan, Trajectory
+from pipeline.schema.trajectory import ExpertArray
 
 TokenArray = npt.NDArray[np.float32]
 """``[S]``."""
@@ -162,6 +163,8 @@ class Row:
     """Index of the turn that each token belongs to."""
     advantages: npt.NDArray[np.float32]
     """``[n_sampled]``, of the tokens that are trained, in order; 0 until they are estimated."""
+    experts: ExpertArray | None = None
+    """``[T, layers, k]``: experts that the engine chose for each token; None: unknown."""
     replayed: bool = False
     """True for a trajectory from the replay pool."""
     with_lessons: bool = False
@@ -171,7 +174,8 @@ class Row:
     recorded: bool = True
     """log μ was recorded. False: a demonstration, whose ``behaviour_logprobs`` are 0 and mean nothing."""
     replay_weight: float = 1.0
-    """Multiplies the loss of its tokens; denominators do not change."""
+    """Multiplies the loss of its tokens; denominators do not change. That of the replay, or of the group
+    (``groups.pilot``)."""
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -181,6 +185,8 @@ class Row:
                 raise TrainingError(
                     f"expected {name} of {self.trajectory_id} to have {n} entries (one per token), got {came}"
                 )
+        if self.experts is not None and len(self.experts) != n:
+            raise TrainingError(f"expected experts of {self.trajectory_id} for {n} tokens, got {len(self.experts)}")
         if n and self.loss_mask[0]:
             raise TrainingError(f"expected {self.trajectory_id} to start with context, got a sampled first token")
         if not self.loss_mask.any():
@@ -288,15 +294,19 @@ def build_batch(update: int, groups: Sequence[Group]) -> Batch:
             )
         for trajectory in group.trajectories:
             stored = group.stored_rollout(trajectory) if group.is_replayed(trajectory) else None
-            rows += trajectory_rows(trajectory, trajectory_index, stored)
+            weight = group.plan.weight if stored is None else stored.weight
+            rows += trajectory_rows(trajectory, trajectory_index, stored, weight)
             trajectory_index += 1
     return Batch(update, tuple(groups), tuple(rows))
 
 
-def trajectory_rows(trajectory: Trajectory, trajectory_index: int, stored: StoredRollout | None = None) -> list[Row]:
+def trajectory_rows(
+    trajectory: Trajectory, trajectory_index: int, stored: StoredRollout | None = None, weight: float = 1.0
+) -> list[Row]:
     """One row per branch that has sampled tokens, advantages 0.
 
-    ``stored``: facts of a trajectory from the pool. Raises :class:`TrainingError` for a row that cannot be trained.
+    ``stored``: facts of a trajectory from the pool; ``weight`` multiplies its loss. Raises :class:`TrainingError` for a
+    row that cannot be trained.
     """
     lessons = trajectory.lessons
     discarded = lessons is not None and not lessons.keep
@@ -317,11 +327,12 @@ def trajectory_rows(trajectory: Trajectory, trajectory_index: int, stored: Store
             temperatures=temperatures[tokens.turn_index],
             turns=tokens.turn_index,
             advantages=np.zeros(int(tokens.loss_mask.sum()), dtype=np.float32),
+            experts=tokens.experts,
             replayed=stored is not None,
             with_lessons=lessons is not None,
             discarded=discarded,
             recorded=trajectory.recorded,
-            replay_weight=stored.weight if stored is not None else 1.0,
+            replay_weight=weight,
         )
         for branch in source.branches()
         if len(tokens := _trimmed(branch))
@@ -329,15 +340,15 @@ def trajectory_rows(trajectory: Trajectory, trajectory_index: int, stored: Store
 
 
 def with_contexts(trajectory: Trajectory, contexts: Mapping[int, tuple[int, ...]]) -> Trajectory:
-    """The trajectory with these context ids, by turn, in place of its own; completions stay. Raises
-    :class:`TrainingError` for a turn that is not there."""
+    """The trajectory with these context ids, by turn, in place of its own; completions stay, the experts of such turns
+    are unknown. Raises :class:`TrainingError` for a turn that is not there."""
     missing = [turn for turn in contexts if turn >= len(trajectory.turns)]
     if missing:
         raise TrainingError(
             f"expected contexts of the {len(trajectory.turns)} turns of {trajectory.trajectory_id}, got {missing}"
         )
     turns = [
-        replace(turn, context=TokenSpan.context(contexts[i])) if i in contexts else turn
+        replace(turn, context=TokenSpan.context(contexts[i]), experts=None) if i in contexts else turn
         for i, turn in enumerate(trajectory.turns)
     ]
     return replace(trajectory, turns=tuple(turns))
@@ -355,4 +366,5 @@ def _trimmed(tokens: FlatTokens) -> FlatTokens:
         tokens.behaviour_logprobs[:stop],
         tokens.policy_versions[:stop],
         tokens.turn_index[:stop],
+        None if tokens.experts is None else tokens.experts[:stop],
     )

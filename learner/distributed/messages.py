@@ -15,7 +15,7 @@ from pipeline.schema import record_file as frames
 Arrays = Mapping[str, npt.NDArray[Any]]
 _PER_TOKEN = ("token_ids", "loss_mask", "behaviour_logprobs", "policy_versions", "temperatures", "turns")
 _TOKEN_SCORES = tuple(f.name for f in fields(TokenScores))
-_PER_ROW = tuple(f.name for f in fields(Row) if f.name not in (*_PER_TOKEN, "advantages"))
+_PER_ROW = tuple(f.name for f in fields(Row) if f.name not in (*_PER_TOKEN, "advantages", "experts"))
 
 
 def pack(header: Mapping[str, Any], arrays: Arrays) -> npt.NDArray[np.uint8]:
@@ -46,6 +46,7 @@ def pack_command(
         for name in (*_PER_TOKEN, "advantages"):
             arrays[name] = np.concatenate([getattr(row, name) for row in rows])
         arrays["lengths"] = np.asarray([len(row) for row in rows], dtype=np.int64)
+        arrays |= {f"experts/{i}": row.experts for i, row in enumerate(rows) if row.experts is not None}
     for name in _TOKEN_SCORES:
         array = getattr(scores, name, None)
         if array is not None:
@@ -63,13 +64,14 @@ def unpack_command(message: npt.NDArray[np.uint8]) -> tuple[dict[str, Any], tupl
 def _rows(facts: Sequence[Sequence[Any]], arrays: Arrays) -> Iterator[Row]:
     """Rows of a command. Raises :class:`pipeline.errors.TrainingError` for rows that do not fit."""
     at = trained = 0
-    for of_row, length in zip(facts, arrays["lengths"].tolist(), strict=True):
+    for i, (of_row, length) in enumerate(zip(facts, arrays["lengths"].tolist(), strict=True)):
         of_token: dict[str, Any] = {name: arrays[name][at : at + length] for name in _PER_TOKEN}
         sampled = int(of_token["loss_mask"].sum())
         yield Row(
             **dict(zip(_PER_ROW, of_row, strict=True)),
             **of_token,
             advantages=arrays["advantages"][trained : trained + sampled],
+            experts=arrays.get(f"experts/{i}"),
         )
         at += length
         trained += sampled

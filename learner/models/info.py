@@ -139,3 +139,27 @@ def inspect_folder(path: Path, source: str, request: dict[str, Any], trust_remot
         max_position=max_position(model_config.to_dict()) or 1_048_576,
         eos_token_ids=eos_ids,
     )
+
+
+def require_same_tokenizer(reference: Path, policy: Path, *, trust_remote_code: bool) -> None:
+    """Raise :class:`ConfigurationError` unless every token of the tokenizer in the folder ``policy`` has the same id in
+    that of ``reference``. Blocks while both are read."""
+    from transformers import AutoTokenizer
+
+    if not (reference / "config.json").is_file():
+        raise ConfigurationError(f"learner.reference.folder: expected a model folder with config.json, got {reference}")
+    try:
+        theirs, own = (
+            AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code).get_vocab()
+            for folder in (reference, policy)
+        )
+    except Exception as error:
+        raise ConfigurationError(
+            f"learner.reference.folder: transformers cannot load the tokenizer in {reference}: {error}"
+        ) from error
+    other = [token for token, number in own.items() if theirs.get(token) != number]
+    if other:
+        raise ConfigurationError(
+            f"learner.reference.folder: expected a model with the policy's tokenizer, but {len(other)} tokens of the "
+            f"policy, {other[0]!r} among them, have another id or none in {reference}: name a model of the same family"
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,19 +116,23 @@ class ModelFolder:
         self, own: str, group: Group, files: Mapping[str, Path], model: Any, rows: slice, shape: list[int], into: Tensor
     ) -> None:
         """Copy ``rows`` of the weight ``own`` of ``shape``, which ``group`` becomes, one expert after another."""
+        with ExitStack() as stack:  # to open a file of many experts takes longer than to read one of them
+            opened = {
+                path: stack.enter_context(safe_open(path, framework="pt")) for path in {files[n] for n in group.names}
+            }
+            self._copy(own, group, {name: opened[files[name]] for name in group.names}, model, rows, shape, into)
+
+    def _copy(
+        self, own: str, group: Group, files: Mapping[str, Any], model: Any, rows: slice, shape: list[int], into: Tensor
+    ) -> None:
         if group.converter is None:
-            with safe_open(files[group.names[0]], framework="pt") as file:
-                tensor = file.get_slice(group.names[0])
-                self._check(own, group, shape, tensor.get_shape())
-                into.copy_(tensor[rows])
-                return
+            tensor = files[group.names[0]].get_slice(group.names[0])
+            self._check(own, group, shape, tensor.get_shape())
+            into.copy_(tensor[rows])
+            return
 
         def converted(names: Iterable[str]) -> Tensor:
-            tensors: dict[str, Tensor] = {}
-            for name in names:
-                with safe_open(files[name], framework="pt") as file:
-                    tensors[name] = file.get_tensor(name)
-            result: Tensor = group.converted(tensors, model)[own]
+            result: Tensor = group.converted({name: files[name].get_tensor(name) for name in names}, model)[own]
             return result
 
         if not _stacks_rows(group):

@@ -43,6 +43,7 @@ from pipeline.errors import AfterplayError, ConfigurationError, DamagedFiles, Fi
 from pipeline.runtime.disk import FULL, wait_for_room
 from pipeline.runtime.embedded_models import check_embedded
 from pipeline.runtime.folders import CONTENTS, find_damage, set_aside
+from pipeline.runtime.routers import choice_bytes
 from pipeline.runtime.run_directory import PREPARE_SECONDS_MAX, RunDirectory, read_json
 
 log = logging.getLogger(__name__)
@@ -205,8 +206,26 @@ def check_model(config: RunConfig, found: Findings, fresh: bool = False) -> None
             _check_positions(config, folder)
             if config.engine.kind == "embedded":
                 check_embedded(folder)
+            if config.learner.routing_replay and not choice_bytes(read_json(folder / "config.json") or {}):
+                raise ConfigurationError(
+                    f"learner.routing_replay is true, but {config.model.source} is no mixture of experts: set it to "
+                    "false"
+                )
         elif config.model.source != "tiny" and not config.model.source.startswith("package:"):
             found.notes.append(f"model.source {config.model.source} is not on this machine: a run downloads it")
+
+
+def routing_replay_size(config: RunConfig) -> str:
+    """A sentence on the size of recorded experts."""
+    folder = model_folder(config)
+    n_bytes = choice_bytes(read_json(folder / "config.json") or {}) if folder is not None else 0
+    if not n_bytes:
+        return "learner.routing_replay stores the experts of each token: layers x k bytes of a model that is not here"
+    longest, megabytes = config.model.max_length, n_bytes * config.model.max_length / 1e6
+    return (
+        f"learner.routing_replay stores {n_bytes:,} bytes for each token, {megabytes:.1f} MB for a trajectory of "
+        f"{longest:,} tokens (model.max_length)"
+    )
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from learner.data.microbatch import Layout
+from learner.policy.activations import recomputed
 
 NAME = "afterplay_packed"
 VARLEN_HEAD_MAX = 256
@@ -135,8 +136,12 @@ def packed_attention(
                         block, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
                     )
                 )
-    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-    return out.transpose(1, 2), None
+    outputs = [out.transpose(1, 2) for out in outputs]
+    return outputs[0] if len(outputs) == 1 else recomputed(_end_to_end, *outputs), None
+
+
+def _end_to_end(*outputs: Tensor) -> Tensor:
+    return torch.cat(outputs, dim=1)
 
 
 def _written_out(
@@ -212,10 +217,23 @@ def can_varlen(device: torch.device, dtype: torch.dtype, head_size: int) -> bool
 
 def packs_by_varlen(model: Any, device: torch.device, compute: torch.dtype) -> bool:
     """True where packed attention is one call of torch's variable-length attention."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None) or 1
-    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
-    return can_varlen(device, compute, int(size))
+    return can_varlen(device, compute, max((size for _, size in heads_of(model.config.get_text_config())), default=0))
+
+
+def heads_of(config: Any) -> list[tuple[int, int]]:
+    """Number and size of the query heads of each layer. Layers of Gemma 4 differ."""
+    found = []
+    for layer in config.per_layer_config:
+        heads = getattr(layer, "num_attention_heads", None) or 1
+        found.append((heads, getattr(layer, "head_dim", None) or getattr(layer, "hidden_size", 0) // heads))
+    return found
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """Tokens that a layer's attention reads at most, its own among them; None: all. ``config`` is of the text. Without
+    kinds of layers in it (Mistral 0.1, Phi-3.5) a window is that of every layer."""
+    kinds = getattr(config, "layer_types", None)
+    return getattr(config, "sliding_window", None) if not kinds or kinds[layer] == "sliding_attention" else None
 
 
 @cache

@@ -99,6 +99,7 @@ class _SampledLogprobs(torch.autograd.Function):
             target_logits[rows] = torch.where(inside, z.gather(1, place).squeeze(1).to(out), target_logits[rows])
             entropy_here = torch.special.entr(p, out=p).sum(dim=-1)
             lse[rows], entropy[rows] = _joined(lse[rows], entropy[rows], lse_here.double(), entropy_here.double())
+            del z, p  # else they would live beside those of the next tile
         lse_out = lse.to(out)
         logprobs = (target_logits - lse).to(out)
         entropy_out = entropy.to(out)
@@ -154,6 +155,8 @@ class _SampledLogprobs(torch.autograd.Function):
                     total = product.to(lse.dtype) if rows.start == 0 else total.add_(product)
                     if rows.stop == len(h):
                         grad_w[columns] = total
+                p = None
+                del z, log_p, g, capped
         if grad_h is not None:
             grad_h = grad_h.mul_(factor[:, None]).to(ctx.hidden_dtype)
         return (grad_h, grad_w, grad_b, *(None,) * 5)
@@ -181,6 +184,7 @@ def _tiles(
                 elif capped is not None:
                     z = capped.clone()
             yield rows, columns, w, z, capped
+            del z, capped
 
 
 def _parts(n: int, size: int) -> Iterator[slice]:

@@ -49,9 +49,10 @@ class Adapters:
                 self._peft: peft.PeftModel = peft.get_peft_model(model, options)
             except ValueError as error:
                 raise ConfigurationError(f"learner.lora.targets: choose other layers: {error}") from error
-        self._deltas: dict[str, Any] = {
-            name: m.get_delta_weight for name, m in model.named_modules() if isinstance(m, LoraLayer)
-        }
+        adapted = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+        self._deltas: dict[str, Any] = {name: m.get_delta_weight for name, m in adapted.items()}
+        for layer in adapted.values():
+            layer.cast_input_dtype_enabled = False  # autocast casts: a float32 copy of each input would be kept
         if folder is not None:
             self.load(folder)
 

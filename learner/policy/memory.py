@@ -9,9 +9,11 @@ tensors autograd keeps of a token, and which copies of weights. :func:`learner_m
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -24,11 +26,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from learner.data.microbatch import lay_out
-from learner.policy.attention import NAME, packed_inputs
+from learner.policy.activations import keep_little
+from learner.policy.attention import NAME, packed_inputs, window_of
 from learner.policy.experts import use_compute_type
 from learner.policy.logprobs import TILE
-from learner.policy.policy import DTYPES, layers_of
-from learner.policy.residual import narrow_residual
+from learner.policy.policy import DTYPES, DtypeName, layers_of
 from learner.policy.row_form import capped, unsupported
 from pipeline.config import RunConfig
 from pipeline.config.learner import LoraConfig
@@ -41,7 +43,12 @@ ENGINE_SHARE = 0.92
 """vLLM's own share of a GPU, where ``engine.gpu_memory_share`` is not set."""
 ENGINE_WORK_BYTES = 2 * GIB
 """Activations and CUDA graphs of vLLM: an assumption."""
+ENGINE_SIZES = (1, 2, 4, 8)
+"""GPUs among which an engine divides a copy of the model."""
 HUB_SECONDS_MAX = 5.0
+WORK_BYTES = 10
+"""Bytes of a value of the MLP's product in its backward pass: activation, product, and the gradients of both factors
+and of the product."""
 MOMENT_BYTES = {("adamw", "float32"): 8, ("adamw", "bfloat16"): 4, ("adamw_8bit", "float32"): 2}
 """Bytes of both moments of a trained weight, by ``learner.optimizer`` and ``optimizer_dtype``."""
 
@@ -55,6 +62,8 @@ class Layer:
     """Trained weights: all, or those of adapters."""
     token_bytes: float
     """Tensors that autograd keeps of a token."""
+    work_bytes: int
+    """Most that the backward pass of the layer holds of a token besides: gradients, and what it computes again."""
     copies: float
     """Bytes of the copies of weights that autograd keeps."""
     cache_bytes: int
@@ -74,6 +83,10 @@ class Footprint:
     """Weights of an output layer of its own; 0: it is the embedding."""
     other_weights: int
     """Outside of the layers: norms."""
+    heads: int
+    """Heads of the queries: an engine divides them evenly among its GPUs."""
+    key_heads: int
+    """Heads of keys and values, of which each GPU of an engine has whole ones; 1: a latent, which every GPU has."""
 
     @property
     def outer_weights(self) -> int:
@@ -83,9 +96,10 @@ class Footprint:
     def weights(self) -> int:
         return sum(layer.weights for layer in self.layers) + self.outer_weights
 
-    def cache_bytes(self, tokens: int) -> int:
-        """Cache of one sequence of ``tokens``."""
-        return sum(layer.cache_bytes * min(tokens, layer.window or tokens) for layer in self.layers)
+    def cache_bytes(self, tokens: int, tensor_parallel: int = 1) -> float:
+        """Cache of one sequence of ``tokens`` on each GPU of an engine."""
+        whole = sum(layer.cache_bytes * min(tokens, layer.window or tokens) for layer in self.layers)
+        return whole / min(tensor_parallel, self.key_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +124,20 @@ class LearnerMemory:
 
 def footprint(raw: Mapping[str, Any], row_tokens: int, lora: LoraConfig | None = None) -> Footprint:
     """Sizes of the model with the ``config.json`` ``raw``, which learns from rows of ``row_tokens``; ``lora``: by
-    adapters. Takes a few seconds. Raises :class:`ConfigurationError` for a model that transformers does not know or
+    adapters. Takes a second, once. Raises :class:`ConfigurationError` for a model that transformers does not know or
     that cannot be traced."""
-    kind = str(raw.get("model_type"))
+    kept = {key: value for key, value in raw.items() if key != "quantization_config"}
+    return _footprint_of(json.dumps(kept), row_tokens, lora)
+
+
+@cache
+def _footprint_of(text: str, row_tokens: int, lora: LoraConfig | None) -> Footprint:
+    kind = str(json.loads(text).get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise ConfigurationError(f"transformers does not know the model_type {kind}")
     try:
         with NamedTemporaryFile("w", suffix=".json") as file:
-            json.dump({key: value for key, value in raw.items() if key != "quantization_config"}, file)
+            file.write(text)
             file.flush()
             config = CONFIG_MAPPING[kind].from_json_file(file.name)
         return _footprint(config.get_text_config(), row_tokens, lora)
@@ -141,12 +161,17 @@ def _footprint(config: Any, row_tokens: int, lora: LoraConfig | None) -> Footpri
     own_head = 0 if head.weight is whole.get_input_embeddings().weight else head.weight.numel()
     inner = sum(p.numel() for layer in layers for p in layer.parameters())
     total = sum(p.numel() for p in whole.parameters())
+    each = config.per_layer_config
+    heads = math.gcd(*(getattr(one, "num_attention_heads", None) or 0 for one in each)) or ENGINE_SIZES[-1]
+    key_heads = min(getattr(one, "num_key_value_heads", None) or heads for one in each)
     return Footprint(
         tuple(traced[examples[kind]] for kind in kinds),
         config.hidden_size,
         embedding,
         own_head,
         total - inner - embedding - own_head,
+        heads,
+        1 if getattr(config, "kv_lora_rank", None) else key_heads,
     )
 
 
@@ -177,11 +202,12 @@ def _traced(config: Any, row_tokens: int, lora: LoraConfig | None) -> list[Layer
             if not weight.requires_grad:
                 weight.data = weight.data.to(DTYPES[lora.frozen_dtype])
     use_compute_type(model)
-    narrow_residual(model, torch.bfloat16)
+    keep_little(model)
     written_out = capped(model) or any(name.endswith("sinks") for name, _ in model.named_parameters())
     packed = unsupported(model) is None and not written_out
     model.set_attn_implementation(NAME if packed else "eager" if written_out else "sdpa")
-    trained = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers_of(model)]
+    layers = layers_of(model)
+    trained = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers]
     with FakeTensorMode(allow_non_fake_inputs=True):
         _on_cpu(model)
         one, two = (_kept(model, rows, row_tokens, packed=packed) for rows in (1, 2))
@@ -191,9 +217,10 @@ def _traced(config: Any, row_tokens: int, lora: LoraConfig | None) -> list[Layer
             base[i],
             trained[i],
             (two[i] - one[i]) / row_tokens,
+            WORK_BYTES * max(m.in_features for m in layers[i].modules() if isinstance(m, torch.nn.Linear)),
             max(0, 2 * one[i] - two[i]),
-            _cache_bytes(config, types[i]),
-            getattr(config, "sliding_window", None) if types[i] == "sliding_attention" else None,
+            _cache_bytes(config.per_layer_config[i], types[i]),
+            window_of(config, i),
         )
         for i in range(len(base))
     ]
@@ -270,14 +297,15 @@ def learner_memory(
     trained = sum(layer.trained for layer in model.layers) + (0 if lora else model.outer_weights)
     frozen = model.weights * (2 if learner.lora.frozen_dtype == "bfloat16" else 4) if lora else 0
     largest = max(layer.weights for layer in model.layers)
-    deepest = max(layer.token_bytes for layer in model.layers)
+    work = max(layer.work_bytes for layer in model.layers)
+    deepest = max(layer.token_bytes + layer.work_bytes for layer in model.layers)
     kept = sum(layer.token_bytes for layer in model.layers)
     one_copy = max(layer.copies for layer in model.layers)
     vocabulary = model.embedding_weights // model.hidden
-    logits = 12 * min(tile, tokens * vocabulary) + 10 * tokens * model.hidden
+    logits = 10 * min(tile, tokens * vocabulary) + 10 * tokens * model.hidden
     if ranks > 1:
         # gathered in the compute type, one layer ahead; a gradient, and its float32 form for the reduction
-        head: float = (2 if lora else 8) * model.head_weights + 2 * largest
+        head: float = (4 if lora else 6) * model.head_weights + 2 * largest  # the buffer of the gather lives on
         copies: float = (4 if lora else 10) * largest
         if not model.head_weights:  # the embedding, whole in float32 for the time of a pass
             head += (4 if lora else 8) * model.embedding_weights
@@ -286,20 +314,98 @@ def learner_memory(
         logits += 0 if lora else 4 * model.embedding_weights
         head = copies = one_copy if lora and checkpointing else sum(layer.copies for layer in model.layers)
     states = (trained * (8 + moments) + frozen) / ranks
-    if not checkpointing:
-        return LearnerMemory(states, max(head, copies), tokens * kept, logits)
-    inputs = 2 * tokens * model.hidden * len(model.layers)
-    peaks = [
-        LearnerMemory(states, copies, inputs, 0),  # autocast holds its copies to the end of the forward pass
-        LearnerMemory(states, head if ranks > 1 else 0, inputs, logits),
-        LearnerMemory(states, copies if ranks > 1 else one_copy, inputs + tokens * deepest, 0),
-    ]
+    inputs = tokens * kept
+    if checkpointing:
+        inputs = 2 * tokens * model.hidden * (1 if checkpointing == "offload" else len(model.layers))
+        peaks = [
+            LearnerMemory(states, copies, inputs, 0),  # autocast holds its copies to the end of the forward pass
+            LearnerMemory(states, head if ranks > 1 else 0, inputs, logits),
+            LearnerMemory(states, copies if ranks > 1 else one_copy, inputs + tokens * deepest, 0),
+        ]
+    else:
+        peaks = [
+            LearnerMemory(states, max(head, copies), inputs, logits),
+            LearnerMemory(states, copies, inputs + tokens * work, 0),
+        ]
+    if ranks > 1:  # the embedding as it is gathered, and the gradient of the output layer as it is reduced
+        size = 2 if lora and learner.lora.frozen_dtype == "bfloat16" else 4
+        reduced = 0 if lora else (8 + 4 / ranks) * model.head_weights
+        peaks += [
+            LearnerMemory(states, 2 * size * model.embedding_weights, 0, 0),
+            LearnerMemory(states, reduced, inputs, 10 * tokens * model.hidden),
+        ]
     return max(peaks, key=lambda peak: peak.total)
 
 
 def engine_bytes(model: Footprint, tensor_parallel: int = 1) -> float:
     """Bytes on each GPU of a 16-bit engine before its cache."""
     return 2 * model.weights / tensor_parallel + ENGINE_WORK_BYTES
+
+
+def _engine_room(model: Footprint, config: RunConfig, tensor_parallel: int, gpu_bytes: int) -> float:
+    """Rollouts of ``model.max_length`` tokens for which the cache of an engine has room; it needs 1."""
+    left = gpu_bytes * (config.engine.memory_share or ENGINE_SHARE) - engine_bytes(model, tensor_parallel)
+    return left / max(1, model.cache_bytes(config.model.max_length, tensor_parallel))
+
+
+def _learner_room(config: RunConfig, gpu_bytes: int, *, engine: bool = True) -> float:
+    """Bytes of a GPU that a rank may use; ``engine``: one is on the GPUs."""
+    split = config.engine.memory_share if engine and config.engine.colocate == "split" else None
+    return gpu_bytes * (1 - MARGIN if split is None else 1 - MARGIN / 2 - split)
+
+
+def fitting_sizes(config: RunConfig, gpu_bytes: int, ranks_max: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Numbers of ranks, up to ``ranks_max``, and of GPUs of a copy of the model, both ascending, with which learner and
+    engine fit GPUs of ``gpu_bytes``. None: the model is unknown."""
+    try:
+        model = _model(config)
+    except (ConfigurationError, OSError, ValueError):
+        return None
+    room = _learner_room(config, gpu_bytes)
+    ranks = tuple(n for n in range(1, ranks_max + 1) if learner_memory(model, config, n).total <= room)
+    sizes = _sizes(model) if config.engine.kind == "vllm" else (1,)
+    fitting = (n for n in sizes if config.engine.kind != "vllm" or _engine_room(model, config, n, gpu_bytes) >= 1)
+    return ranks, tuple(fitting)
+
+
+def _sizes(model: Footprint) -> tuple[int, ...]:
+    """GPUs among which vLLM can divide a copy of the model."""
+    return tuple(n for n in ENGINE_SIZES if model.heads % n == 0)
+
+
+def _model(config: RunConfig) -> Footprint:
+    """The model of a run file. Raises :class:`ConfigurationError`, :class:`OSError` or :class:`ValueError`."""
+    lora = config.learner.lora
+    return footprint(json.loads(_config_text(config)), config.model.max_length, lora if lora.rank else None)
+
+
+def host_memory(model: Footprint, config: RunConfig) -> dict[str, float]:
+    """Bytes of the learner's host memory by use, each at its largest: of every rank the copy that a checkpoint is
+    written from, without critic, and of rank 0 two published versions, the one that engines have and the
+    next; with ``learner.offload`` of the one rank what makes room for the engine, and of the engine that sleeps."""
+    learner, publish, lora, engine = config.learner, config.publish, config.learner.lora, config.engine
+    trained = sum(layer.trained for layer in model.layers) + (0 if lora.rank else model.outer_weights)
+    moments = MOMENT_BYTES[learner.optimizer, learner.optimizer_dtype] * trained
+    image = (4 * model.weights + (moments if config.checkpoint.optimizer else 0)) / learner.ranks
+    published = 2 * trained if publish.served_name else model.weights * DTYPES[_published(config)].itemsize
+    found = {
+        "checkpoint": image + (4 * trained if lora.rank else 0),
+        "publication": 0 if engine.weight_transfer == "nccl" and config.checkpoint.at_end else 2 * published,
+    }
+    if learner.offload:
+        found["offload"] = (
+            4 * trained + moments + (model.weights * DTYPES[lora.frozen_dtype].itemsize if lora.rank else 0)
+        )
+    if engine.colocate == "sleep" and engine.sleep_level == 1:
+        found["sleeping engine"] = 2 * model.weights
+    return found
+
+
+def _published(config: RunConfig) -> DtypeName:
+    """Type of published weights of a learner on a GPU."""
+    if config.publish.dtype != "auto":
+        return config.publish.dtype
+    return "bfloat16" if config.learner.compute_dtype == "auto" else config.learner.compute_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,42 +415,48 @@ class Estimate:
     """Sentences about parts that do not fit, with the changes that help most."""
 
 
-def estimate(config: RunConfig, gpu_bytes: int | None, *, learner: bool = True, engine: bool = True) -> Estimate:
-    """Memory of a run on GPUs of ``gpu_bytes`` (None: unknown), of the roles that are on GPUs there."""
-    lora, length = config.learner.lora, config.model.max_length
+def estimate(
+    config: RunConfig, gpu_bytes: int | None, *, learner: bool = True, engine: bool = True, buffers: int = 0
+) -> Estimate:
+    """Memory of a run on GPUs of ``gpu_bytes`` (None: unknown), of the roles that are on GPUs there, and of the host,
+    where the other processes have ``buffers``."""
+    length = config.model.max_length
     try:
-        raw = json.loads(_config_text(config))
-        model = footprint(raw, length, lora if lora.rank else None)
+        model = _model(config)
     except (ConfigurationError, OSError, ValueError) as error:
         return Estimate((f"GPU memory is not estimated: {error}",))
     rank = learner_memory(model, config)
     split = ", ".join(f"{name} {value / GIB:.1f}" for name, value in rank.parts.items())
-    tensor_parallel = config.placement.tensor_parallel
-    weights, rollout = engine_bytes(model, tensor_parallel), model.cache_bytes(length) / tensor_parallel
+    size = config.placement.gpus_per_copy
+    weights, rollout = engine_bytes(model, size), model.cache_bytes(length, size)
     sentence = (
         f"estimated GPU memory: learner {rank.total / GIB:.1f} GiB on each of {config.learner.ranks} ({split}); "
         f"engine {weights / GIB:.1f} GiB and {rollout / GIB:.2f} GiB for each rollout of {length:,} tokens in its cache"
     )
+    uses = host_memory(model, config)
+    host = (
+        f"estimated host memory: learner, rank 0 {sum(uses.values()) / GIB:.1f} GiB "
+        f"({', '.join(f'{use} {n / GIB:.1f}' for use, n in uses.items())})"
+        + (f", each other rank {uses['checkpoint'] / GIB:.1f}" if config.learner.ranks > 1 else "")
+        + f"; buffers of the other processes {buffers / GIB:.1f} GiB; libraries and page cache come on top"
+    )
     if gpu_bytes is None:
-        return Estimate((sentence,))
-    problems, split_share = [], config.engine.memory_share if config.engine.colocate == "split" else None
-    room = gpu_bytes * (1 - MARGIN if split_share is None or not engine else 1 - MARGIN / 2 - split_share)
+        return Estimate((sentence, host))
+    problems, room = [], _learner_room(config, gpu_bytes, engine=engine)
     if learner and rank.total > room:
-        problems.append(_learner_problem(raw, model, config, rank, room))
-    left = gpu_bytes * (config.engine.memory_share or ENGINE_SHARE) - weights
+        problems.append(_learner_problem(model, config, rank, room))
     if engine and config.engine.kind == "vllm":
-        if left < rollout:
-            problems.append(_engine_problem(model, config, weights, left + weights))
+        rollouts = _engine_room(model, config, size, gpu_bytes)
+        if rollouts < 1:
+            problems.append(_engine_problem(model, config, gpu_bytes))
         else:
-            sentence += f", which has room for {int(left / rollout):,} of them"
-    return Estimate((sentence,), tuple(problems))
+            sentence += f", which has room for {int(rollouts):,} of them"
+    return Estimate((sentence, host), tuple(problems))
 
 
-def _learner_problem(
-    raw: Mapping[str, Any], model: Footprint, config: RunConfig, rank: LearnerMemory, room: float
-) -> str:
+def _learner_problem(model: Footprint, config: RunConfig, rank: LearnerMemory, room: float) -> str:
     largest = max(rank.parts, key=rank.parts.__getitem__)
-    helpful = sorted(_remedies(raw, model, config, room), key=lambda change: change[1])[:3]
+    helpful = sorted(_remedies(model, config, room), key=lambda change: change[1])[:3]
     words = ", ".join(f"{change} ({total / GIB:.1f} GiB)" for change, total in helpful)
     return (
         f"the learner needs an estimated {rank.total / GIB:.1f} GiB on each of its {config.learner.ranks} GPUs, and "
@@ -353,11 +465,12 @@ def _learner_problem(
     )
 
 
-def _remedies(raw: Mapping[str, Any], model: Footprint, config: RunConfig, room: float) -> Iterator[tuple[str, float]]:
+def _remedies(model: Footprint, config: RunConfig, room: float) -> Iterator[tuple[str, float]]:
     """Changes of the run file, and the memory of a rank with each of them."""
     learner, lora = config.learner, config.learner.lora
+    more: bool | str = "offload" if learner.gradient_checkpointing else True
     changes: dict[str, dict[str, Any]] = {
-        "learner.gradient_checkpointing: true": {"gradient_checkpointing": True},
+        f"learner.gradient_checkpointing: {more}".lower(): {"gradient_checkpointing": more},
         "learner.optimizer_dtype: bfloat16": {"optimizer_dtype": "bfloat16"} if learner.optimizer == "adamw" else {},
         f"learner.tokens_per_microbatch: {config.model.max_length}": {
             "tokens_per_microbatch": min(learner.tokens_per_microbatch, config.model.max_length)
@@ -368,8 +481,8 @@ def _remedies(raw: Mapping[str, Any], model: Footprint, config: RunConfig, room:
     changes[small] = {"lora": adapters}
     before = learner_memory(model, config).total
     for words, values in changes.items():
-        changed = model if words != small else footprint(raw, config.model.max_length, adapters)
-        total = learner_memory(changed, config.updated(learner=values)).total
+        changed = config.updated(learner=values)
+        total = learner_memory(_model(changed), changed).total
         if total < before:
             yield words, total
     alone = config.engine.colocate != "none" or learner.optimizer == "adamw_8bit"
@@ -381,17 +494,16 @@ def _remedies(raw: Mapping[str, Any], model: Footprint, config: RunConfig, room:
         yield f"{key}: {ranks}", totals[ranks]
 
 
-def _engine_problem(model: Footprint, config: RunConfig, weights: float, usable: float) -> str:
-    row = model.cache_bytes(config.model.max_length)
-    sizes = [n for n in (1, 2, 4, 8) if n > config.placement.tensor_parallel]
-    fitting = [n for n in sizes if engine_bytes(model, n) + row / n <= usable]
+def _engine_problem(model: Footprint, config: RunConfig, gpu_bytes: int) -> str:
+    size, usable = config.placement.gpus_per_copy, gpu_bytes * (config.engine.memory_share or ENGINE_SHARE)
+    fitting = [n for n in _sizes(model) if n > size and _engine_room(model, config, n, gpu_bytes) >= 1]
     remedy = f"set placement.tensor_parallel to {fitting[0]}" if fitting else "take a smaller model or larger GPUs"
     if config.engine.memory_share is not None:
         remedy += ", or raise engine.gpu_memory_share"
     return (
-        f"an engine needs an estimated {weights / GIB:.1f} GiB on each of its GPUs and "
-        f"{row / config.placement.tensor_parallel / GIB:.1f} GiB for a single rollout of model.max_length tokens, and "
-        f"vLLM may use {usable / GIB:.1f}: {remedy}, or lower model.max_length"
+        f"an engine needs an estimated {engine_bytes(model, size) / GIB:.1f} GiB on each of its GPUs and "
+        f"{model.cache_bytes(config.model.max_length, size) / GIB:.1f} GiB for a single rollout of model.max_length "
+        f"tokens, and vLLM may use {usable / GIB:.1f}: {remedy}, or lower model.max_length"
     )
 
 
@@ -404,6 +516,11 @@ def _config_text(config: RunConfig) -> str:
         return (Path(folder) / "config.json").read_text()
     if source == "tiny" or source.startswith("package:"):
         raise ConfigurationError(f"the model {source} is made when the run starts")
+    return _hub_text(source)
+
+
+@cache
+def _hub_text(source: str) -> str:
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 

@@ -7,9 +7,11 @@ Dimensions: B rows, T padded length, S sampled tokens of a micro-batch, H hidden
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,10 +27,11 @@ from learner.data.rows import Row, TokenArray
 from learner.distributed.ranks import ALONE, IDLE, Interrupt, Ranks
 from learner.models.model_folder import is_empty
 from learner.observability.timing import Stopwatch
-from learner.policy.attention import packed_inputs, packs_by_varlen
+from learner.policy.activations import keep_little
+from learner.policy.attention import heads_of, packed_inputs, packs_by_varlen, window_of
 from learner.policy.experts import use_compute_type
 from learner.policy.logprobs import Head, sampled_logprobs
-from learner.policy.residual import narrow_residual
+from learner.policy.routers import Routers, found_routers
 from learner.policy.row_form import choose_form
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError, Interrupted
@@ -64,7 +67,8 @@ PEAK_TERAFLOPS = {
 
 
 def pass_cost(model: Any) -> PassCost:
-    """Operations of the matrix products and of attention. Of experts those count that a token is sent to."""
+    """Operations of the matrix products, of attention and of recurrent states. Of experts those count that a token is
+    sent to."""
     config = model.config.get_text_config()
     output = model.get_output_embeddings()
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
@@ -75,16 +79,34 @@ def pass_cost(model: Any) -> PassCost:
             continue
         for name, p in module.named_parameters(recurse=False):
             if p.ndim > 1:
-                weights += p.numel() * (active if p.ndim > 2 or "expert" in name else 1.0)
-    heads = getattr(config, "num_attention_heads", None) or 1
-    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
-    layers = getattr(config, "num_hidden_layers", 0)
+                is_expert = (p.ndim > 2 and not isinstance(module, torch.nn.Conv1d)) or "expert" in name
+                weights += p.numel() * (active if is_expert else 1.0)
+    pairs, states = Counter[int | None](), sum(map(_state_operations, model.modules()))
+    sizes = heads_of(config)
+    for module in model.modules():
+        if hasattr(module, "is_causal") and hasattr(module, "layer_idx"):
+            heads, size = sizes[module.layer_idx]
+            widths = getattr(module, "qk_head_dim", size) + getattr(module, "v_head_dim", size)
+            pairs[window_of(config, module.layer_idx)] += 2 * heads * widths  # a key's score, and its value's share
+    if not pairs and not states:  # a model whose attention looks unlike that of others
+        pairs[None] = 4 * getattr(config, "num_hidden_layers", 0) * getattr(config, "hidden_size", 0)
+    full = pairs.pop(None, 0)
     return PassCost(
-        token=max(1, int(2 * weights)),
-        pair=4 * layers * heads * size,
+        token=max(1, int(2 * weights) + states),
+        pair=full,
+        windows=tuple((window, count) for window, count in pairs.items() if window is not None),
         sampled=0 if output is None else 2 * output.weight.numel(),
         backward=2 if all(p.requires_grad for p in model.parameters()) else 1,
     )
+
+
+def _state_operations(layer: Any) -> int:
+    """Operations of a recurrent state for a token; 0: the layer has none. A gated delta net (arXiv:2412.06464, equation
+    10) reads its state twice and adds to it, Mamba (arXiv:2405.21060, equation 1) once."""
+    if (keys := getattr(layer, "head_k_dim", None)) and (values := getattr(layer, "head_v_dim", None)):
+        return 6 * int(layer.num_v_heads * keys * values)
+    states = int(getattr(layer, "ssm_state_size", None) or 0)
+    return 4 * states * int(layer.intermediate_size) if states else 0
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -146,8 +168,7 @@ class Backbone:
         self.compute_dtype = compute_dtype(config, device)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
-        if self.compute_dtype is not torch.float32:
-            narrow_residual(self.model, self.compute_dtype)
+        keep_little(self.model)
         for layer in self.layers:
             layer.register_forward_hook(self._watch)
         self._varlen = packs_by_varlen(self.model, self.device, self.compute_dtype)
@@ -155,6 +176,8 @@ class Backbone:
         self.form = replace(form, cost=pass_cost(self.model))
         """Form of the rows that :meth:`hidden` takes."""
         self.peak_flops = peak_flops(device, self.compute_dtype)
+        self.routers: Routers | None = None
+        """Routers of a policy that is a mixture of experts."""
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -244,13 +267,15 @@ class Backbone:
         return layers_of(self.model)
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
-        self.model.train(self._config.gradient_checkpointing and torch.is_grad_enabled())
+        self.model.train(bool(self._config.gradient_checkpointing) and torch.is_grad_enabled())
         if batch.layout is not None:
             inputs = packed_inputs(batch.layout, self.device, varlen=self._varlen)
         else:
             tokens = on_device(batch.token_ids_BT, self.device)
             inputs = {"input_ids": tokens, "use_cache": False}
-        with self._autocast():
+        place = partial(on_device, device=self.device)
+        routing = nullcontext() if self.routers is None else self.routers.passing(batch, place)
+        with routing, self._autocast(), self._offloaded():
             hidden_BTH = self.model.base_model(**inputs).last_hidden_state
             predictors = on_device(batch.predictors_S, self.device)
             hidden_SH: Tensor = hidden_BTH.reshape(-1, hidden_BTH.shape[-1]).index_select(0, predictors)
@@ -260,6 +285,12 @@ class Backbone:
         if self.compute_dtype is torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
+
+    def _offloaded(self) -> AbstractContextManager[Any]:
+        """Context of a pass whose tensors outside of the layers, and the inputs of the layers, go to host memory."""
+        if self._config.gradient_checkpointing != "offload":
+            return nullcontext()
+        return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
 
     def _watch(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         self._after_layer()
@@ -320,6 +351,7 @@ class Policy(Backbone):
             for parameter in model.parameters():
                 if not parameter.requires_grad:
                     parameter.data = parameter.data.to(DTYPES[config.lora.frozen_dtype])
+        self.routers = found_routers(model, config)
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -381,14 +413,9 @@ class Policy(Backbone):
         """Copies of all :meth:`weights` on the CPU; with several ranks only rank 0 has them."""
         return {name: tensor.cpu().contiguous() for name, tensor in self._weights(dtype, copies=True)}
 
-    def own_weights(self) -> dict[str, Tensor]:
-        """The weights by the names of a model without adapters, tied ones once, those of several ranks as shards.
-        Adapters are added."""
-        return {self._public(name): self._merged(name, tensor) for name, tensor in self._entries().items()}
-
     def shards(self, dtype: DtypeName) -> dict[str, Tensor]:
         """Copies on the CPU of this rank's shards of all weights in ``dtype``, and of what is not divided, by the names
-        that :meth:`own_weights` has. Adapters are added. All ranks must call it."""
+        of a model without adapters, tied ones once. Adapters are added. All ranks must call it."""
         parts = {self._public(n): self._part(n, tensor, dtype, copies=True) for n, tensor in self._entries().items()}
         return {
             name: (part.redistribute(placements=[Shard(0)]) if isinstance(part, DTensor) else part).cpu().contiguous()

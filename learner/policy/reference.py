@@ -8,48 +8,47 @@ for the requests of one update. Dimension: S sampled tokens of the rows.
 
 from __future__ import annotations
 
+import logging
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import anyio
 import numpy as np
 import orjson
 import torch
-from torch import Tensor
 
 from learner.data.microbatch import token_offsets
 from learner.data.rows import Row, TokenArray
 from learner.distributed.ranks import Interrupt
 from learner.observability.timing import Stopwatch
 from learner.policy.policy import Policy
+from pipeline.config import RunConfig
 from pipeline.config.learner import ReferenceConfig
-from pipeline.errors import EngineError, EngineProtocolError, Interrupted, StoreError, TrainingError
+from pipeline.errors import (
+    AfterplayError,
+    ConfigurationError,
+    EngineProtocolError,
+    Interrupted,
+    TrainingError,
+)
 from pipeline.runtime.engine_keys import authorization
-from pipeline.runtime.http import TEXT_MAX, HttpClient, retried
+from pipeline.runtime.http import TEXT_MAX, Answer, HttpClient, retried
+
+log = logging.getLogger(__name__)
 
 
-class Reference(ABC):
-    """A reference policy; one whose weights never change has only ``logprobs``."""
+class Reference(Protocol):
+    """A reference policy."""
 
-    @abstractmethod
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """log π_ref of all sampled tokens of ``rows``, nats, float32 ``[S]``, rows in order. Blocks."""
-
-    def updated(self, updates: int) -> None:  # noqa: B027 - optional
-        """``updates`` updates are made: the reference may follow."""
-
-    def state(self) -> dict[str, Tensor] | None:
-        """State that a resumed learner cannot rebuild; not copies. None: there is none."""
-        return None
-
-    def load(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 - optional
-        """Resume from a saved state. Raises :class:`StoreError`."""
+        ...
 
 
-class AdaptersOff(Reference):
-    """The policy without its adapters: no copy, never refreshed."""
+class AdaptersOff:
+    """The policy without its adapters: no copy."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -59,13 +58,11 @@ class AdaptersOff(Reference):
             return self._policy.token_pass(rows, self._policy.score, 2, watch)[0]
 
 
-class FrozenCopy(Reference):
-    """A second model, which takes the weights of ``live`` every ``refresh_every`` updates, or never."""
+class FrozenCopy:
+    """A second model."""
 
-    def __init__(self, copy: Policy, live: Policy, refresh_every: int | None = None) -> None:
+    def __init__(self, copy: Policy) -> None:
         self.backbone = copy
-        self._live = live
-        self._refresh_every = refresh_every
         copy.model.requires_grad_(False)
 
     @property
@@ -76,38 +73,28 @@ class FrozenCopy(Reference):
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         return self.backbone.token_pass(rows, self.backbone.score, 2, watch)[0]
 
-    def updated(self, updates: int) -> None:
-        if self._refresh_every is not None and updates % self._refresh_every == 0:
-            self._take(self._live.own_weights())
 
-    def state(self) -> dict[str, Tensor] | None:
-        """Its weights where it is refreshed; else None."""
-        return None if self._refresh_every is None else dict(self.backbone.model.state_dict())
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        try:
-            self._take(state)
-        except (KeyError, RuntimeError) as error:
-            raise StoreError(
-                f"the saved reference policy belongs to another model ({error}): choose another run.name"
-            ) from error
-
-    @torch.no_grad()
-    def _take(self, weights: Mapping[str, Tensor]) -> None:
-        own = self.backbone.model.state_dict()
-        unknown = sorted(weights.keys() - own.keys())
-        if unknown:
-            raise KeyError(f"no weights {unknown[:3]} in the reference policy")
-        for name, tensor in weights.items():
-            own[name].copy_(tensor)
-
-
-class AskedElsewhere(Reference):
+class AskedElsewhere:
     """Reference on ranks other than 0 if it is a server: rank 0 queries it and sends the scores with the rows."""
 
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """Zeros, which nothing reads."""
         return np.zeros(sum(row.n_sampled for row in rows), np.float32)
+
+
+CHECK_TEXT = (
+    "The list has 3 apples, 17 pears and 24 plums. Question: how many pieces of fruit are there? Answer: 3 + 17 = 20, "
+    "and 20 + 24 = 44."
+)
+
+
+def encoded_check_text(config: RunConfig, model: Path) -> list[int]:
+    """Ids of :data:`CHECK_TEXT` by the tokenizer in the folder ``model``."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=config.model.trust_remote_code)
+    ids: list[int] = tokenizer.encode(CHECK_TEXT, add_special_tokens=False)
+    return ids
 
 
 LOOK_SECONDS = 0.5
@@ -116,24 +103,29 @@ CONCURRENCY = 8
 """Requests to a reference server in flight."""
 TIMEOUT_SECONDS, ATTEMPTS_MAX, RETRY_SECONDS = 60.0, 3, 1.0
 """Limits of one request. The update fails after the last attempt."""
-ROUTE = "/v1/completions"
+ROUTE, TOKENIZE = "/v1/completions", "/tokenize"
 ANSWER_BYTES_MAX = 256 * 1024 * 1024
 """About 100 bytes for each token of a row."""
 
 
-class ServerReference(Reference):
+class ServerReference:
     """A reference policy behind HTTP. ``interrupt`` cancels the requests; ``key`` opens the server."""
 
-    def __init__(self, config: ReferenceConfig, interrupt: Interrupt, key: str | None = None) -> None:
+    def __init__(
+        self, config: ReferenceConfig, interrupt: Interrupt, key: str | None = None, check_ids: list[int] | None = None
+    ) -> None:
+        """``check_ids``: :func:`encoded_check_text`, with which the server's tokenizer is compared; None: it is not."""
         self._headers = authorization(key)
         self._url = (config.url or "").rstrip("/")
         self._server = f"the reference server {self._url}"
         self._config = config
         self._interrupt = interrupt
+        self._check_ids = check_ids
 
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """See :meth:`Reference.logprobs`. Raises :class:`TrainingError` for tokens that were
-        not sampled with temperature 1, :class:`pipeline.errors.EngineError` when the server does not give all in
+        not sampled with temperature 1, :class:`ConfigurationError` for a server with another tokenizer,
+        :class:`pipeline.errors.EngineError` when the server does not give all in
         :data:`ATTEMPTS_MAX` attempts each, :class:`Interrupted`."""
         for row in rows:
             if not (row.temperatures[row.loss_mask] == 1.0).all():
@@ -164,10 +156,41 @@ class ServerReference(Reference):
 
         async with HttpClient(self._headers) as http, anyio.create_task_group() as watching:
             watching.start_soon(watch_interrupt)
+            await self._require_same_tokenizer(http)
             async with anyio.create_task_group() as tasks:
                 for row, offset in zip(rows, token_offsets(rows), strict=True):
                     tasks.start_soon(one, row, int(offset))
             watching.cancel_scope.cancel()
+
+    async def _require_same_tokenizer(self, http: HttpClient) -> None:
+        """Compare the tokenizers, once. A server without vLLM's route is trusted."""
+        if self._check_ids is None:
+            return
+
+        async def ask() -> Any:
+            answer = await self._post(http, TOKENIZE, {"prompt": CHECK_TEXT, "add_special_tokens": False})
+            if answer.status in (404, 405):
+                log.warning("%s has no %s: its tokenizer is taken for that of the policy", self._server, TOKENIZE)
+                return expected
+            found = answer.accepted()
+            return found.get("tokens") if isinstance(found, dict) else found
+
+        expected = self._check_ids
+        came = await retried(ask, ATTEMPTS_MAX, RETRY_SECONDS)
+        if came != expected:
+            raise ConfigurationError(
+                f"learner.reference.url: expected a model with the policy's tokenizer at {self._url}, but of the same "
+                f"text it makes {came} and the policy's {expected}: serve a model of the same family"
+            )
+        self._check_ids = None
+
+    async def _post(self, http: HttpClient, route: str, body: dict[str, Any]) -> Answer:
+        if self._config.model is not None:
+            body["model"] = self._config.model
+        return await http.request(
+            "POST", self._url, route, data=orjson.dumps(body), seconds=TIMEOUT_SECONDS, bytes_max=ANSWER_BYTES_MAX,
+            server=self._server,
+        )  # fmt: skip
 
     async def _row(self, http: HttpClient, row: Row) -> TokenArray:
         body: dict[str, Any] = {
@@ -176,16 +199,9 @@ class ServerReference(Reference):
             "temperature": 0.0,
             "prompt_logprobs": 0,
         }
-        if self._config.model is not None:
-            body["model"] = self._config.model
-        data = orjson.dumps(body)
 
         async def ask() -> TokenArray:
-            answer = await http.request(
-                "POST", self._url, ROUTE, data=data, seconds=TIMEOUT_SECONDS, bytes_max=ANSWER_BYTES_MAX,
-                server=self._server,
-            )  # fmt: skip
-            return prompt_logprobs(answer.accepted(), row, self._server)
+            return prompt_logprobs((await self._post(http, ROUTE, body)).accepted(), row, self._server)
 
         return await retried(ask, ATTEMPTS_MAX, RETRY_SECONDS)
 
@@ -214,7 +230,7 @@ def prompt_logprobs(answer: Any, row: Row, server: str = "the engine") -> TokenA
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first single exception: a stop if there was one, else what the server did."""
-    error: BaseException = group.subgroup(Interrupted) or group.subgroup(EngineError) or group
+    error: BaseException = group.subgroup(Interrupted) or group.subgroup(AfterplayError) or group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

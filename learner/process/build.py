@@ -15,10 +15,18 @@ from learner.checkpoints.checkpoint import CheckpointState, adapter_folder, rest
 from learner.data.demonstrations import load_demonstrations
 from learner.distributed.collectives import RankGroup
 from learner.distributed.ranks import resolve_device
+from learner.models.info import require_same_tokenizer
 from learner.models.model_folder import ModelFolder
 from learner.policy.fsdp import shard
 from learner.policy.policy import DTYPES, Backbone, Policy
-from learner.policy.reference import AdaptersOff, AskedElsewhere, FrozenCopy, Reference, ServerReference
+from learner.policy.reference import (
+    AdaptersOff,
+    AskedElsewhere,
+    FrozenCopy,
+    Reference,
+    ServerReference,
+    encoded_check_text,
+)
 from learner.training.critic import Critic
 from learner.training.trainer import Trainer, needed_scores
 from pipeline.config import RunConfig
@@ -65,19 +73,29 @@ def make_policy(
     device = resolve_device(learner.device)
     interrupt = None if group is None else group.interrupt
     make = partial(Policy, config=learner, device=device, interrupt=interrupt, adapter_folder=adapters)
-    return _loaded(folder, config, device, group, make)
+    dtype = DTYPES[learner.lora.frozen_dtype if learner.lora.rank else "float32"]
+    return _loaded(folder, config, device, group, make, dtype)
 
 
 def _loaded(
-    folder: Path, config: RunConfig, device: torch.device, group: RankGroup | None, make: Callable[[Any], B]
+    folder: Path,
+    config: RunConfig,
+    device: torch.device,
+    group: RankGroup | None,
+    make: Callable[[Any], B],
+    dtype: torch.dtype = torch.float32,
 ) -> B:
-    """``make`` of the model in ``folder``; with a ``group`` divided among its ranks, each of which reads its shards."""
+    """``make`` of the model in ``folder``; with a ``group`` divided among its ranks, each of which reads its shards.
+    Weights that get another ``dtype`` than float32 are read in it."""
     model_folder = ModelFolder(folder, trust_remote_code=config.model.trust_remote_code)
-    if group is None:
+    if group is None and dtype is torch.float32:
         return make(model_folder.read(device))
     backbone = make(model_folder.empty())
-    shard(backbone, group)
+    if group is not None:
+        shard(backbone, group)
     model_folder.fill(backbone.model, device)
+    if group is None:
+        backbone.model.to(device)
     return backbone
 
 
@@ -86,7 +104,7 @@ def make_reference(config: RunConfig, policy: Policy, initial_model: Path, group
     learner = config.learner
     options, source = learner.reference, learner.reference.source
     if source == "auto":
-        source = "lora_off" if learner.lora.rank and options.refresh_every is None else "initial"
+        source = "lora_off" if learner.lora.rank else "initial"
     log.info("reference policy: %s", source)
     if source == "lora_off":
         return AdaptersOff(policy)
@@ -95,13 +113,15 @@ def make_reference(config: RunConfig, policy: Policy, initial_model: Path, group
             return AskedElsewhere()
         ours = (options.url or "").rstrip("/") in config.engine.addresses()
         key = find_key(config.engine, "learner_key") if ours else None
-        return ServerReference(options, policy.interrupt, key)
-    folder = options.folder if options.folder is not None else initial_model
+        return ServerReference(options, policy.interrupt, key, encoded_check_text(config, initial_model))
+    folder = initial_model
+    if options.folder is not None:
+        folder = options.folder
+        require_same_tokenizer(folder, initial_model, trust_remote_code=config.model.trust_remote_code)
     whole = learner.model_copy(update={"lora": LoraConfig(), "gradient_checkpointing": False})
     dtype = DTYPES[options.dtype]
     make = partial(Policy, config=whole, device=policy.device, interrupt=policy.interrupt, dtype=dtype)
-    copy = _loaded(folder, config, policy.device, group, make)
-    return FrozenCopy(copy, policy, options.refresh_every)
+    return FrozenCopy(_loaded(folder, config, policy.device, group, make, dtype))
 
 
 def make_critic(config: RunConfig, policy: Policy, initial_model: Path, group: RankGroup | None = None) -> Critic:
@@ -119,11 +139,6 @@ def _check_ranks(config: RunConfig) -> None:
     learner = config.learner
     if learner.optimizer == "adamw_8bit":
         raise ConfigurationError("learner.optimizer adamw_8bit is for one rank: set adamw, or learner.ranks: 1")
-    if learner.lora.rank and learner.reference.refresh_every is not None:
-        raise ConfigurationError(
-            "learner.reference.refresh_every with learner.lora is for one rank: omit one of them, or set "
-            "learner.ranks: 1"
-        )
 
 
 def load_trainer(

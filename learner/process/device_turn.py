@@ -4,8 +4,8 @@
 for* the engines to fall asleep; *unblocked by* their keepers.
 
 With offloading, models and optimizer state move between the device and host memory in place. A parameter stays the same
-object, and so does each tensor of an optimizer's state: only the memory behind it changes, so that optimizer, average
-and adapters keep their references. Nothing may compute while they are in host memory.
+object, and so does each tensor of an optimizer's state: only the memory behind it changes, so that optimizer
+and adapters keep theirs. Nothing may compute while they are in host memory.
 """
 
 from __future__ import annotations
@@ -70,8 +70,6 @@ class Offload:
             modules.append(trainer.reference.model)
         found: list[Any] = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         found += [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
-        if trainer.average is not None:
-            found += trainer.average.state().values()
         return {id(tensor): tensor for tensor in found if isinstance(tensor, Tensor)}.values()
 
 

@@ -35,7 +35,6 @@ from torch import Tensor
 
 from learner.checkpoints.best import is_evaluated
 from learner.checkpoints.checkpoint import CheckpointState, take_image
-from learner.checkpoints.skipped_steps import write_skipped
 from learner.checkpoints.writer import CheckpointWriter
 from learner.data.rows import Batch, Group, TokenArray
 from learner.metrics import LearnerMetrics
@@ -45,6 +44,7 @@ from learner.process.device_turn import DeviceTurn
 from learner.process.recorder import MetricsLog, Update, record_step, step_line, trained_facts
 from learner.process.session import LearnerSession
 from learner.process.traces import Tracer
+from learner.process.update_record import UpdateRecord, write_record
 from learner.process.witness import trained_line
 from learner.training.report import StepReport
 from learner.training.trainer import Trainer
@@ -192,8 +192,12 @@ class LearnerLoop:
         report = self.trainer.train(made.batch, self.version)
         if self._witness is not None:
             self._witness.write("trained", **trained_line(made.batch, report))
-        if report.skipped is not None:
-            write_skipped(self.ctx.directory.skipped, report.skipped)
+        if skipped := {where: n for where, n in report.nonfinite.items() if n}:
+            log.warning("optimizer steps of step %d are skipped, a value is not finite: %s", update + 1, skipped)
+        if replay.keep_trained:
+            kept = replay.keep_trained + 2 * self._config.checkpoint.every  # as long as the stage keeps the groups
+            record = UpdateRecord.of(made.batch, report, trainer.policy.compute_dtype)
+            write_record(self.ctx.directory.updates, record, kept)
         report.seconds["choose"] += made.choose_seconds
         report.seconds["prepare"] += made.build_seconds
         self.tracer.record(made.batch, report)
@@ -319,9 +323,14 @@ class LearnerLoop:
             done.set()
         self._last_publication = {"policy_version": version, "seconds": publication.seconds, "live": len(live),
                            "lagging": len(self.publisher.reason()), "finished": time.time()}  # fmt: skip
+        if loads := publication.load_seconds:
+            slowest = max(loads, key=loads.__getitem__)
+            self._last_publication |= {"slowest": slowest, "slowest_seconds": loads[slowest]}
         self.metrics.policy_version.set(version)
         self.metrics.weight_publish_duration_seconds.observe(publication.seconds)
         self.metrics.weight_publish_bytes_total.inc(publication.n_bytes)
+        for seconds in publication.load_seconds.values():
+            self.metrics.weight_load_duration_seconds.observe(seconds)
         log.info("version %d is live in %d engines after %.1f s", version, len(live), publication.seconds)
 
     async def _checkpoint(self) -> None:

@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 
 from learner.advantages.base import ScoredTrajectory, shaped
+from learner.advantages.distill import Distill
 from learner.advantages.estimate import COMPARING, OPTIONS, estimate, needed_scores
 from learner.advantages.estimators import PassAtK
 from learner.losses.options import CORRECTIONS, KL_CONTROLLERS, OFF_POLICIES, POLICIES
+from learner.models.prepare import model_folder
 from pipeline.config import RunConfig
 from pipeline.config.base import Options
 from pipeline.config.load import read_options
@@ -54,14 +56,14 @@ def with_options(config: RunConfig) -> RunConfig:
         else:
             if type(options) is not kinds.get("own"):
                 config = config.model_copy(update={section: before.model_copy(update={name: options})})
-    problems = problems or _check_groups(config)
+    problems = problems or _check_estimator(config)
     if problems:
         raise ConfigurationError("\n".join(problems))
     return config
 
 
-def _check_groups(config: RunConfig) -> list[str]:
-    """Reasons why the estimator cannot work with the groups of the run."""
+def _check_estimator(config: RunConfig) -> list[str]:
+    """Reasons why the estimator cannot work with the groups, the teacher or the loss of the run."""
     advantage, groups = config.advantage, config.groups
     name, n = advantage.estimator.name, groups.n_rollout
     problems = []
@@ -70,24 +72,37 @@ def _check_groups(config: RunConfig) -> list[str]:
             f"advantage.estimator.k ({advantage.estimator.k}) is more than groups.n_rollout ({n}): the sets of k "
             "rollouts are drawn from a group"
         )
+    if isinstance(advantage.estimator, Distill) and not advantage.estimator.reward_weight:
+        source = config.learner.reference.source
+        if name == "distill" and source not in ("folder", "server"):
+            problems.append(
+                f"advantage.estimator distill needs a teacher, but learner.reference.source is {source}, which is the "
+                "policy's own model: set it to folder or server, or set reward_weight above 0 to also train on rewards"
+            )
+        if config.loss.kl == "reward":
+            problems.append(
+                f"loss.kl is reward, but advantage.estimator {name} with reward_weight 0 reads no rewards: set loss.kl "
+                "to none or loss, or reward_weight above 0"
+            )
     if n == 1 and name in COMPARING and config.trained_environments and not config.loss.supervised.weight:
         problems.append(
             f"advantage.estimator {name} compares the rollouts of a group, but groups.n_rollout is 1, so every "
             "advantage is 0 and nothing is learned: set groups.n_rollout to 2 or more, or an estimator without groups "
-            "(reinforce_pp, remax, gae)"
+            "(reinforce_pp, remax, gae, distill)"
         )
-    if groups.zero_variance == "keep":
+    if groups.zero_variance == "keep" and groups.pilot is None:
         return problems
-    what, known = f"groups.zero_variance is {groups.zero_variance}", COMPARING | {"remax"}
+    key, off = ("zero_variance", "keep") if groups.pilot is None else ("pilot", "null")
+    what, known = f"groups.{key} is {getattr(groups, key)}", COMPARING | {"remax"}
     if name not in known and ":" not in name:
         problems.append(
-            f"{what}, but advantage.estimator {name} also learns from groups with equal rewards: set zero_variance: "
-            f"keep, or one of the estimators {', '.join(sorted(known))}"
+            f"{what}, but advantage.estimator {name} also learns from groups with equal rewards: set {key}: "
+            f"{off}, or one of the estimators {', '.join(sorted(known))}"
         )
     elif advantage.rewards != "outcome":
         problems.append(
             f"{what}, but advantage.rewards is {advantage.rewards}: turn rewards may differ when outcomes are equal, "
-            "and the replay stage compares only outcomes. Set zero_variance: keep"
+            f"and the replay stage compares only outcomes. Set {key}: {off}"
         )
     elif n == 1 and not advantage.orders_greedy:
         problems.append(f"{what}, but groups.n_rollout is 1, so the rewards of every group are equal")
@@ -113,6 +128,16 @@ def check_own_functions(config: RunConfig, tasks: Mapping[str, Sequence[Task]], 
     if ":" in config.loss.policy.name:
         with found.collecting():
             _learn(config, sum(p.n_tokens for p in scored))
+
+
+def check_routers(config: RunConfig, found: Findings) -> None:
+    """Add what the run file asks of routers that the model does not have, where it is on this machine."""
+    folder = model_folder(config) if config.learner.routing_replay or config.loss.load_balancing else None
+    if folder is not None:
+        from learner.policy import routers
+
+        with found.collecting():
+            routers.check_routers(config, folder)
 
 
 def _update(config: RunConfig, tasks: Mapping[str, Sequence[Task]]) -> tuple[list[ScoredTrajectory], list[Trajectory]]:

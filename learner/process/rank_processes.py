@@ -45,7 +45,8 @@ from learner.weights.vllm_transfer import follow
 from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError, Interrupted, TrainingError
 from pipeline.runtime.children import ChildGroup, OrphanReaper, append_working_folder, describe_exit, module_command
-from pipeline.runtime.process import ExitCode, configure_logging
+from pipeline.runtime.logs import configure_logging
+from pipeline.runtime.process import ExitCode
 from pipeline.runtime.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -249,7 +250,7 @@ def run(config: RunConfig, process: ProcessRank, store: Store | None = None) -> 
     """Work until rank 0 ends it; the exit code. The work is done in a thread, so that signals are handled: the first
     one interrupts the update, on all ranks; a process that is still there after
     ``checkpoint.drain_seconds_max`` ends by force."""
-    configure_logging(f"learner-{process.rank}")
+    configure_logging(f"learner-{process.rank}", config.run.name)
     interrupt, code = Interrupt(), ExitCode.FAILED
 
     def on_signal(number: int, frame: FrameType | None) -> None:

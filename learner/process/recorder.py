@@ -99,6 +99,10 @@ def _critic(read: Callable[[CriticReport], float | None]) -> Callable[[Update], 
     return lambda u: ABSENT if u.report.critic is None else read(u.report.critic)
 
 
+def _experts(read: Callable[[StepReport], float | None]) -> Callable[[Update], Any]:
+    return lambda u: ABSENT if (value := read(u.report)) is None else value
+
+
 def _of_source(source: str, **keys: str) -> tuple[Number, ...]:
     """Numbers of one source of tokens. ``keys``: those in the line."""
 
@@ -242,6 +246,8 @@ NUMBERS: Final = (
     ),
     Number("tokens_per_second", lambda u: u.report.tokens_per_second, doc="Tokens of the rows per second of the step."),
     Number("mfu", lambda u: u.report.mfu, M.mfu_ratio),
+    Number("router_entropy", _experts(lambda r: r.router_entropy), M.router_entropy_nats),
+    Number("expert_imbalance", _experts(lambda r: r.expert_imbalance), M.expert_imbalance_ratio),
     Number("peak_memory_bytes", lambda u: u.report.peak_memory_bytes, M.peak_memory_bytes),
     Number("rows_form", lambda u: u.report.form.name, doc="shared, packed or padded rows."),
     Number(

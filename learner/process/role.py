@@ -36,6 +36,7 @@ from pipeline.runtime.process import RoleContext, working_seconds
 from pipeline.runtime.progress import RoleState
 from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema.codec import Limits
+from pipeline.supervisor.history import rewind
 from pipeline.transport.link import Link
 from pipeline.transport.zeromq import open_link
 
@@ -124,6 +125,7 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> int:
                 version = choose_version(start.progress, recorded, published_versions(directory))
                 updates = start.trainer.updates
                 log.info("starting with %d updates as version %d", updates, version)
+                await when_room(partial(rewind, directory, updates), directory.history_file, "the history")
                 with (
                     await when_room(
                         partial(MetricsLog, directory.metrics_file, updates), directory.metrics_file, "metrics.jsonl"

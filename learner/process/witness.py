@@ -41,7 +41,7 @@ def trained_line(batch: Batch, report: StepReport) -> dict[str, Any]:
     return {
         "update": report.update,
         "version": report.policy_version,
-        "skipped": report.skipped is not None,
+        "skipped": any(report.nonfinite.values()),
         "groups": groups,
     }
 

@@ -20,8 +20,8 @@ from learner.data.rows import Row, TokenArray
 from learner.losses.auxiliary import value_loss
 from learner.observability.timing import Stopwatch
 from learner.policy.policy import Backbone, on_device
-from learner.training.optimizer import clip_gradients, gradient_norm, make_optimizer, set_rate
-from learner.training.report import CriticReport
+from learner.training.optimizer import clip_and_step, gradient_norm, make_optimizer
+from learner.training.report import AppliedStep, CriticReport
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import StoreError
 
@@ -43,7 +43,12 @@ class Critic:
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        return [*(self.backbone.parameters if self.owns else []), *self._head.parameters()]
+        return [parameter for _, parameter in self.named_parameters]
+
+    @property
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        head = [(f"head.{name}", p) for name, p in self._head.named_parameters()]
+        return [*(self.backbone.named_parameters if self.owns else []), *head]
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -67,13 +72,19 @@ class Critic:
         return self.backbone.token_pass(rows, lambda part: (self.score(part),), 1, watch)[0]
 
     def learn(
-        self, parts: Sequence[MicroBatch | None], values: TokenArray, returns: TokenArray, rate: float, watch: Stopwatch
+        self,
+        parts: Sequence[MicroBatch | None],
+        values: TokenArray,
+        returns: TokenArray,
+        rate: float,
+        watch: Stopwatch,
+        applied: list[tuple[AppliedStep, Tensor]] | None = None,
     ) -> CriticReport:
         """One optimizer step over ``parts``: the mean over their tokens of the clipped value loss.
 
         None among ``parts``: only another rank has rows there. ``values`` (before the update) and ``returns`` are
         indexed by ``MicroBatch.token_index_S``. A step whose loss or gradient is not finite is skipped. Interrupted
-        passes change nothing.
+        passes change nothing. ``applied``: gets the step, see :class:`StepTotals`.
         """
         ranks = self.backbone.ranks
         total = int(ranks.summed([sum(part.n_sampled for part in parts if part is not None)])[0])
@@ -97,9 +108,10 @@ class Critic:
                 norm, loss, clipped = torch.cat([gradient_norm(self.parameters).reshape(1).double(), sums]).tolist()
                 loss, clipped = ranks.summed([loss, clipped])
                 if finite := math.isfinite(loss) and math.isfinite(norm):
-                    set_rate(self.optimizer, rate)
-                    clip_gradients(self.parameters, norm, self._config.grad_clip)
-                    self.optimizer.step()
+                    fresh, limit, recorded = not self.optimizer.state, self._config.grad_clip, applied is not None
+                    bits = clip_and_step(self.optimizer, self.parameters, norm, rate, limit, summed=recorded)
+                    if applied is not None and bits is not None:
+                        applied.append((AppliedStep("critic", loss, norm, rate, fresh), bits))
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         passes = self.backbone.form.cost.learning if self.owns else 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pipeline.config.learner import LearnerConfig
-from pipeline.errors import ConfigurationError, StoreError
+from pipeline.errors import ConfigurationError
 
 EIGHT_BIT = ("torchao", "bitsandbytes")
 """Libraries that have an 8-bit AdamW, in the order in which they are looked for."""
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DROPPED = 0xFFFF
 """Bits of a float32 that bfloat16 does not have."""
 
@@ -57,10 +58,48 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> Tensor:
     return total.full_tensor() if isinstance(total, DTensor) else total
 
 
+def bit_sums(tensors: Iterable[Tensor | None]) -> Tensor:
+    """int64 ``[N]`` on the device: the sum modulo 2⁶⁴ of the 64-bit words of each tensor (of this rank's shard), which
+    no order of addition changes; 0 for None. Equal values have equal sums, a single change another one. Words of 32
+    bits would take 25 times as long on a CPU."""
+    sums = []
+    for tensor in tensors:
+        values = None if tensor is None else _local(tensor.detach()).reshape(-1)
+        if values is None or not values.numel():
+            sums.append(torch.zeros((), dtype=torch.int64))
+            continue
+        of_word = 8 // values.element_size()
+        if values.storage_offset() % of_word:
+            values = values.clone()
+        whole = len(values) - len(values) % of_word
+        words, rest = values[:whole], values[whole:]
+        sums.append(words.view(torch.int64).sum() + rest.view(_BITS[rest.element_size()]).sum(dtype=torch.int64))
+    device = next((s.device for s in sums if s.device.type != "cpu"), torch.device("cpu"))
+    return torch.stack([s.to(device) for s in sums])
+
+
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], norm: float, limit: float) -> None:
     """Scale all gradients, whose global norm is ``norm``, together to a norm of at most ``limit``."""
     if norm > limit:
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], limit / norm)
+
+
+def clip_and_step(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[torch.nn.Parameter],
+    norm: float,
+    rate: float,
+    limit: float,
+    *,
+    summed: bool,
+) -> Tensor | None:
+    """Clip the gradients, of global ``norm``, to ``limit``, and step with learning rate ``rate``. ``summed``: gives
+    :func:`bit_sums` of the gradients, and of the parameters after the step, ``[2, N]``; else None."""
+    set_rate(optimizer, rate)
+    clip_gradients(parameters, norm, limit)
+    gradients = bit_sums(p.grad for p in parameters) if summed else None
+    optimizer.step()
+    return None if gradients is None else torch.stack([gradients, bit_sums(parameters)])
 
 
 class BFloat16AdamW(torch.optim.Optimizer):
@@ -163,32 +202,3 @@ def learning_rate(update: int, config: LearnerConfig, total_steps: int) -> float
     if config.schedule == "cosine":
         return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
     return config.learning_rate
-
-
-class WeightAverage:
-    """``average ← decay · average + (1 - decay) · weights`` after every optimizer step, float32, on their device.
-
-    ``named`` are the trained parameters; the average begins as their present values.
-    """
-
-    def __init__(self, named: Iterable[tuple[str, torch.nn.Parameter]], decay: float) -> None:
-        self._parameters = dict(named)
-        self._decay = decay
-        self._average = {name: p.detach().float().clone() for name, p in self._parameters.items()}
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Move the average towards the current weights."""
-        weights = [p.detach() for p in self._parameters.values()]
-        torch._foreach_lerp_(list(self._average.values()), weights, 1.0 - self._decay)
-
-    def state(self) -> dict[str, Tensor]:
-        """The average by parameter name; not copies."""
-        return dict(self._average)
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Resume from a saved average. Raises :class:`StoreError` when it is of other parameters."""
-        if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in self._average.items()}:
-            raise StoreError("the saved average of the weights belongs to another model: choose another run.name")
-        for name, tensor in state.items():
-            self._average[name].copy_(tensor)

@@ -24,8 +24,8 @@ from learner.losses.options import SecondMoment
 from learner.observability.statistics import LOG_RATIO_MAX, TokenValues
 from learner.observability.timing import Stopwatch
 from learner.policy.policy import Policy, on_device
-from learner.training.optimizer import WeightAverage, clip_gradients, gradient_norm, set_rate
-from learner.training.report import NonFinite, StepSums, StepTotals
+from learner.training.optimizer import clip_and_step, gradient_norm
+from learner.training.report import AppliedStep, NonFinite, StepSums, StepTotals
 from pipeline.config import RunConfig
 from pipeline.config.losses import LossConfig
 
@@ -77,11 +77,13 @@ class Pass:
     """float64 ``[6]``: what :meth:`StepSums.add` takes."""
     tokens: Tensor | None
     """float32 ``[9, S]``: what :func:`token_values` takes; None where nobody reads it."""
+    routing: Tensor | None
+    """Sums of the routers (:class:`learner.policy.routers.Routing`); None without."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSteps:
-    """Optimizer steps of the policy; ``average`` follows its weights. The caller drops the gradients.
+    """Optimizer steps of the policy. The caller drops the gradients.
 
     :meth:`take` raises :class:`NonFiniteStep` before the weights are changed, :class:`pipeline.errors.Interrupted` when
     asked to stop. It waits for the device once, after all backward passes.
@@ -90,7 +92,6 @@ class OptimizerSteps:
     policy: Policy
     config: RunConfig
     optimizer: torch.optim.Optimizer
-    average: WeightAverage | None
     demonstrations: Demonstrations | None
 
     def _inputs(self, rows: Sequence[Row], offsets: Sequence[int], totals: StepTotals) -> LossInputs:
@@ -104,12 +105,14 @@ class OptimizerSteps:
 
     def _apply(self, norm: float, learning_rate: float, totals: StepTotals) -> None:
         """Clip the gradients, of global ``norm``, and step."""
-        set_rate(self.optimizer, learning_rate)
         with totals.watch.phase("optimize"):
-            clip_gradients(self.policy.parameters, norm, self.config.learner.grad_clip)
-            self.optimizer.step()
-            if self.average is not None:
-                self.average.update()
+            fresh, limit = not self.optimizer.state, self.config.learner.grad_clip
+            sums = clip_and_step(
+                self.optimizer, self.policy.parameters, norm, learning_rate, limit, summed=totals.recorded
+            )
+            if sums is not None:
+                step = AppliedStep("policy", totals.last_step.loss, norm, learning_rate, fresh)
+                totals.applied.append((step, sums))
         totals.last_step.grad_norm = norm
         totals.optimizer_steps += 1
 
@@ -148,13 +151,15 @@ class OptimizerSteps:
             if not chosen or not (learn or record or guard.enabled):
                 continue
             ours, at = [rows[i] for i in chosen], [offsets[i] for i in chosen]
-            for part in self.policy.microbatches(ours, totals.watch, [weights[i] for i in chosen], at):
+            parts = self.policy.microbatches(ours, totals.watch, [weights[i] for i in chosen], at)
+            balance = self._balance_share(parts) if learn else 0.0
+            for part in parts:
                 self.policy.ranks.agree()
                 if part is None:
                     idle_microbatch(self.policy, learn=learn)
                 else:
                     keep = record or guard.enabled
-                    passes.append(self._microbatch(part, inputs, share, totals, learn=learn, keep=keep))
+                    passes.append(self._microbatch(part, inputs, share, balance, totals, learn=learn, keep=keep))
         demonstrated = None if frozen else self._supervise(totals)
         norm = None
         if any(with_signal) or demonstrated is not None:
@@ -178,13 +183,14 @@ class OptimizerSteps:
         part: MicroBatch,
         inputs: LossInputs,
         supervised_share: float,
+        balance_share: float,
         totals: StepTotals,
         *,
         learn: bool,
         keep: bool,
     ) -> Pass:
-        """``supervised_share``: weight of a token of an imported demonstration; 0: there are none. ``keep`` the values
-        of tokens."""
+        """``supervised_share``: weight of a token of an imported demonstration; 0: there are none. ``balance_share``:
+        weight of a token in the load-balancing loss. ``keep`` the values of tokens."""
         with totals.watch.phase("forward"), torch.set_grad_enabled(learn):
             logprobs, entropy = self.policy.score(part)
             tokens = loss_tokens(part, logprobs, entropy, inputs, self.config.loss)
@@ -202,6 +208,9 @@ class OptimizerSteps:
                 trained, clipped = terms.trained & finite, (terms.clipped_low, terms.clipped_high)
                 values = [tokens.logprobs, tokens.entropy, terms.token_losses, trained, *clipped, terms.reasons,
                           terms.truncated, terms.reference_kl]  # fmt: skip
+            routing = None if self.policy.routers is None else self.policy.routers.taken()
+            if routing is not None and balance_share:
+                loss = loss + balance_share * part.n_real * routing.balance
         if learn:
             with totals.watch.phase("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -213,7 +222,13 @@ class OptimizerSteps:
             part,
             torch.stack([value.double() for value in sums]),
             None if values is None else torch.stack([value.detach().float() for value in values]),
+            None if routing is None else routing.sums,
         )
+
+    def _balance_share(self, parts: Sequence[MicroBatch | None]) -> float:
+        """Weight of a token in the load-balancing loss: over the tokens of all ranks' passes. Collective."""
+        weight = self.config.loss.load_balancing
+        return weight / self.policy.ranks.summed([sum(p.n_real for p in parts if p is not None)])[0] if weight else 0.0
 
     def _read(
         self,
@@ -241,6 +256,8 @@ class OptimizerSteps:
         numbers = torch.cat([*(each.sums for each in passes), *extras]).tolist() if passes or extras else []
         for i in range(len(passes)):
             sums.add(numbers[6 * i : 6 * i + 6])
+        if record and (found := [each.routing for each in passes if each.routing is not None]):
+            totals.routing += torch.stack(found).sum(dim=0).cpu().numpy()
         rest = numbers[6 * len(passes) :]
         if demonstrated is not None:
             sums.supervised += rest[0]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from learner.data.microbatch import Form
 from learner.data.rows import Row, TokenArray, TokenScores
@@ -25,6 +28,8 @@ from learner.observability.statistics import (
 from learner.observability.timing import Stopwatch
 
 NonFinite = Literal["loss", "gradient", "ratio", "value"]
+"""Value that was not finite; ``value``: the critic's step, loss or gradient."""
+_LOW = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +48,19 @@ class CriticReport:
 
 
 @dataclass(frozen=True, slots=True)
-class SkippedStep:
-    """An optimizer step that was not taken."""
+class AppliedStep:
+    """An optimizer step that was taken, as a repetition of it must be."""
 
-    where: NonFinite
-    """The value that was not finite; ``value``: the critic's step, loss or gradient."""
-    rows: tuple[int, ...]
-    """Their numbers in the update."""
-
-
-@dataclass(frozen=True, slots=True)
-class SkippedBatch:
-    """An update with skipped steps: the arguments of ``Trainer.step``, for inspection and repetition."""
-
-    update: int
-    policy_version: int
-    kl_coefficient: float
-    steps: tuple[SkippedStep, ...]
-    rows: tuple[Row, ...]
-    token_scores: TokenScores
+    model: Literal["policy", "critic"]
+    loss: float
+    grad_norm: float
+    """Before clipping."""
+    learning_rate: float
+    fresh_optimizer: bool
+    """True where it had no state: in the first step of a run, or of a policy that resumed without it."""
+    sums: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros((2, 0), np.uint64))
+    """``[2, P]``: sum of bits of each parameter's gradient after clipping, and of the parameter after the step
+    (:func:`learner.training.optimizer.bit_sums`), of all ranks, modulo 2⁶⁴."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +111,20 @@ class StepReport:
     """Factor of the ESS guard on the learning rate: mean over optimizer steps; 1 where it is off."""
     critic: CriticReport | None = None
     """None: there is none."""
-    skipped: SkippedBatch | None = None
-    """None: no step was."""
+    scores: TokenScores = field(default_factory=TokenScores)
+    """Scores that the update was made with; ``logprobs`` also where only the loss needs π_old."""
+    steps: tuple[AppliedStep, ...] = ()
+    """In the order in which they were taken; empty with ``replay.keep_trained: 0``."""
+    microbatch_sizes: tuple[int, ...] = ()
+    """Sampled tokens of each micro-batch of the first epoch, in the order of ``statistics.values``; with several ranks
+    those of each rank together."""
     mfu: float | None = None
     """Model FLOP utilisation: operations of the update's passes over what the chips of all ranks could have done in its
     forward, backward and optimize stages. Padding is no operation. None where the chip's peak is unknown."""
+    router_entropy: float | None = None
+    """Mean entropy of a router's scores, nats; None for a model without experts."""
+    expert_imbalance: float | None = None
+    """Tokens of the expert with most over those of an even load, mean over layers; None as above."""
     peak_memory_bytes: int = 0
     """Largest since the start, of the rank with most: of the device, on CPUs resident."""
     form: Form = field(default_factory=Form)
@@ -226,8 +234,16 @@ class StepTotals:
     tokens_shared: int = 0
     lr_factors: list[float] = field(default_factory=list)
     """Factor of the ESS guard in each optimizer step."""
-    skipped: list[SkippedStep] = field(default_factory=list)
+    nonfinite: dict[NonFinite, int] = field(default_factory=lambda: dict.fromkeys(get_args(NonFinite), 0))
+    """Optimizer steps that were skipped, by what was not finite."""
+    recorded: bool = False
+    """Optimizer steps get sums of bits."""
+    applied: list[tuple[AppliedStep, Tensor]] = field(default_factory=list)
+    """Optimizer steps that were taken, if ``recorded``, with the sums of this rank, ``[2, P]``, on the device."""
+    steps: tuple[AppliedStep, ...] = ()
     critic: CriticReport | None = None
+    routing: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    """Sums of :class:`learner.policy.routers.Routing` over the passes of the first epoch; empty without experts."""
     peak_memory_bytes: int = 0
 
     def add_ranks(self, ranks: Ranks) -> None:
@@ -237,17 +253,16 @@ class StepTotals:
         self.values = ranks.values(self.values)
         counts = ranks.summed([self.microbatches, self.tokens_padding, self.tokens_shared])
         self.microbatches, self.tokens_padding, self.tokens_shared = (int(n) for n in counts)
+        for step, sums in self.applied:
+            halves = torch.stack([sums & _LOW, sums >> 32 & _LOW]).flatten().tolist()  # exact in float64
+            low, high = np.asarray(ranks.summed(halves)).astype(np.uint64).reshape(2, 2, -1)
+            self.steps += (replace(step, sums=low + (high << np.uint64(32))),)
+        if self.routing.size:
+            self.routing = np.asarray(ranks.summed(self.routing.tolist()))
 
     def report(self, rows: Sequence[Row], form: Form, mfu: float | None) -> StepReport:
         """Report of the update that trained ``rows``, finished now."""
         rules, last = self.rules, self.last_step
-        nonfinite: dict[NonFinite, int] = {"loss": 0, "gradient": 0, "ratio": 0, "value": 0}
-        for step in self.skipped:
-            nonfinite[step.where] += 1
-        skipped = None
-        if self.skipped:
-            steps = tuple(self.skipped)
-            skipped = SkippedBatch(self.update, self.policy_version, rules.kl_coef, steps, tuple(rows), self.scores)
         values = TokenValues.join(self.values)
         statistics = batch_statistics(values, self.policy_version)
         trained = statistics.all.tokens
@@ -267,8 +282,7 @@ class StepTotals:
             learning_rate=self.learning_rate * (self.lr_factors[-1] if self.lr_factors else 1.0),
             guard_lr_factor=float(np.mean(self.lr_factors)) if self.lr_factors else 1.0,
             optimizer_steps=self.optimizer_steps,
-            nonfinite=nonfinite,
-            skipped=skipped,
+            nonfinite=self.nonfinite,
             n_microbatches=self.microbatches,
             tokens_trained=trained,
             tokens_masked=sum(len(row) for row in rows) - trained,
@@ -276,6 +290,9 @@ class StepTotals:
             tokens_shared=self.tokens_shared,
             tokens_without_signal=sum(row.n_sampled for row in rows if not row.has_signal),
             critic=self.critic,
+            scores=replace(self.scores, logprobs=self.old_logprobs),
+            steps=self.steps,
+            microbatch_sizes=tuple(map(len, self.values)),
             mfu=mfu,
             form=form,
             peak_memory_bytes=self.peak_memory_bytes,

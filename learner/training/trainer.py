@@ -29,10 +29,11 @@ from learner.losses.policy_losses import needed_scores as needed_by_loss
 from learner.observability.timing import Stopwatch, peak_memory_bytes, utilisation
 from learner.policy.policy import Policy
 from learner.policy.reference import FrozenCopy, Reference
+from learner.policy.routers import require_routers
 from learner.training.critic import Critic
-from learner.training.optimizer import WeightAverage, learning_rate, make_optimizer
+from learner.training.optimizer import learning_rate, make_optimizer
 from learner.training.optimizer_step import NonFiniteStep, OptimizerSteps, old_logprobs_of
-from learner.training.report import SkippedStep, StepReport, StepTotals
+from learner.training.report import StepReport, StepTotals
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, Interrupted, TrainingError
 
@@ -67,11 +68,13 @@ class Trainer:
         self.kl = KLController.of(config.loss)
         learner = config.learner
         self.optimizer = make_optimizer(policy.parameters, learner, learner.learning_rate)
-        self.average = None if learner.ema_decay is None else WeightAverage(policy.named_parameters, learner.ema_decay)
+        require_routers(policy.routers, config)
+        if policy.routers is not None:
+            policy.routers.balances = config.loss.load_balancing > 0
         self._config = config
         self._needed = needed_scores(config)
         self._rules = loss_rules(config.loss, config.importance, config.replay)
-        self._steps = OptimizerSteps(policy, config, self.optimizer, self.average, demonstrations)
+        self._steps = OptimizerSteps(policy, config, self.optimizer, demonstrations)
 
     def on_layer(self, call: Callable[[], None]) -> None:
         """Call ``call`` after each layer of a pass of any of its models, in the thread of the pass."""
@@ -147,6 +150,8 @@ class Trainer:
             scores=scores or TokenScores(),
             critic_only=self.critic is not None and self.updates < config.learner.critic.warmup_updates,
             n_sampled=batch.n_sampled,
+            recorded=config.replay.keep_trained > 0,
+            routing=np.zeros(0 if policy.routers is None else policy.routers.n_sums),
         )
         facts = {"update": batch.update, "policy_version": policy_version, "kl": self.kl.coefficient}
         with policy.ranks.together("step", batch.rows, facts, totals.scores):
@@ -158,11 +163,12 @@ class Trainer:
                 raise
             self.updates += 1
             policy.interrupt.mid_update = False
-            if self.reference is not None:
-                self.reference.updated(self.updates)
             totals.peak_memory_bytes = peak_memory_bytes(policy.device)
             totals.add_ranks(policy.ranks)
         report = totals.report(batch.rows, policy.form, utilisation(totals.watch, policy.ranks.size, policy.peak_flops))
+        if policy.routers is not None:
+            entropy, imbalance = policy.routers.measured(totals.routing)
+            report = replace(report, router_entropy=entropy, expert_imbalance=imbalance)
         self.kl.update(report.statistics.all.reference_kl.value, len({row.trajectory_index for row in batch.rows}))
         return report
 
@@ -177,7 +183,7 @@ class Trainer:
                 try:
                     self._steps.take(part, first_tokens, totals, record=epoch == 0)
                 except NonFiniteStep as error:
-                    totals.skipped.append(SkippedStep(error.where, tuple(chosen)))
+                    totals.nonfinite[error.where] += 1
                 finally:
                     self.optimizer.zero_grad(set_to_none=True)
                     self.policy.eval_mode()
@@ -185,7 +191,7 @@ class Trainer:
                 self._critic_step(part, first_tokens, totals)
                 self.policy.interrupt.mid_update |= totals.critic is not None
                 if totals.critic is not None and totals.critic.skipped:
-                    totals.skipped.append(SkippedStep("value", tuple(chosen)))
+                    totals.nonfinite["value"] += 1
 
     def _minibatches(self, rows: Sequence[Row], epoch: int) -> list[list[int]]:
         """Indices of the rows of each optimizer step: whole trajectories, shuffled by (seed, update, epoch) where
@@ -205,7 +211,8 @@ class Trainer:
             return
         parts = self.policy.microbatches(rows, totals.watch, offsets=offsets)
         rate = learner.critic.learning_rate * totals.learning_rate / learner.learning_rate
-        totals.critic = self.critic.learn(parts, values, returns, rate, totals.watch)
+        applied = totals.applied if totals.recorded else None
+        totals.critic = self.critic.learn(parts, values, returns, rate, totals.watch, applied)
 
     def _scores_and_values(self, rows: Sequence[Row], critic: Critic, watch: Stopwatch) -> tuple[TokenArray, ...]:
         """log π, entropy and value of all sampled tokens from one pass of the policy, float32 ``[S]`` each."""

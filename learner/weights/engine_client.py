@@ -36,6 +36,8 @@ class EngineControl:
         """Number of this learner process, once the replay stage has told it."""
         self._timeout_seconds = timeout_seconds
         self._requests = 0
+        self.starts = 0
+        """Times that it was found without a label, as it is after a start."""
         self.silence = EngineSilence()
         """Since its last answer to any call, counted during an attempt to load."""
 

@@ -20,8 +20,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,7 +31,7 @@ import numpy as np
 
 from learner.data.rows import Row, TokenArray
 from learner.metrics import LearnerMetrics
-from learner.policy.reference import prompt_logprobs
+from learner.policy.reference import encoded_check_text, prompt_logprobs
 from learner.weights.engine_client import EngineControl
 from pipeline.config import RunConfig
 from pipeline.errors import EngineError, EngineProtocolError, EngineRefused, EngineUnavailable
@@ -43,10 +44,6 @@ if TYPE_CHECKING:
     from learner.weights.device_weights import DeviceWeights
 
 log = logging.getLogger(__name__)
-CHECK_TEXT = (
-    "The list has 3 apples, 17 pears and 24 plums. Question: how many pieces of fruit are there? Answer: 3 + 17 = 20, "
-    "and 20 + 24 = 44."
-)
 CHECK_TOKENS_MAX = 32
 CHECK_SECONDS_MAX = 30.0
 """An engine that has not answered until then is too busy to prove anything."""
@@ -86,16 +83,31 @@ def make_probe(config: RunConfig, model: Path, metrics: LearnerMetrics) -> Weigh
     """The probe over the tokenizer in the folder ``model``; None where ``publish.probe_nats_max`` switches it off."""
     if config.publish.probe_nats_max is None:
         return None
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=config.model.trust_remote_code)
-    token_ids = tokenizer.encode(CHECK_TEXT, add_special_tokens=False)[
-        : min(CHECK_TOKENS_MAX, config.model.max_length - 1)
-    ]
+    token_ids = encoded_check_text(config, model)[: min(CHECK_TOKENS_MAX, config.model.max_length - 1)]
     request: dict[str, Any] = {"sampling_params": {"top_p": 1.0, "top_k": -1}}
     if config.publish.served_name:
         request["model"] = config.publish.served_name
     return WeightProbe(token_ids, config.publish.probe_nats_max, metrics, request)
+
+
+class Attendance:
+    """Engines that may still come to load a version together with others. For any thread."""
+
+    def __init__(self, engines: Iterable[str] = ()) -> None:
+        self._missing = set(engines)
+        self._changed = threading.Condition()
+
+    def seen(self, engine: str) -> None:
+        """Count one that has come, or will not."""
+        with self._changed:
+            self._missing.discard(engine)
+            self._changed.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """Until none is missing, at most ``seconds``. Those that are still missing are not waited for again."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._missing, seconds)
+            self._missing.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +129,8 @@ class Target:
     """``run.id``, which is part of the stamp."""
     expected: TokenArray | None = None
     """The learner's log-probabilities of the probe; None: nothing is proved."""
+    attendance: Attendance = field(default_factory=Attendance)
+    """Engines that the publication waits for and that have not begun to load."""
 
     @property
     def stamp(self) -> str:
@@ -153,6 +167,8 @@ class EngineState:
     """The engine was slower than a publication waits. Publications do not wait for it until it serves the newest
     version."""
     failures: int = 0
+    load_seconds: float = 0.0
+    """Time that its last load took."""
 
 
 def load_needed(served: str, target: Target, *, seen: bool) -> bool:
@@ -198,6 +214,8 @@ class EngineKeeper:
         """True while the engine's label is of this process: one that only answers late is not loaded again."""
         self._served = False
         """True once it has served a version to this process."""
+        self._came_late = False
+        """True where it was healthy at the last attempt, but its weights were gone."""
         self._left = False
         self._shield = anyio.CancelScope()
         """Scope of the newest call that must not be cancelled."""
@@ -215,8 +233,9 @@ class EngineKeeper:
 
     @property
     def responsive(self) -> bool:
-        """True where a publication should wait for it: it was healthy until now, or was never asked."""
-        return not self.state.lagging and (self.state.attempted < 0 or not self.state.reason)
+        """True where a publication should wait for it: it was healthy until now, was never asked, or lacked nothing but
+        weights that training had changed."""
+        return not self.state.lagging and (self.state.attempted < 0 or not self.state.reason or self._came_late)
 
     async def until_attempted(self, version: int) -> None:
         """Wait until ``version`` (or a newer one) was tried."""
@@ -237,6 +256,8 @@ class EngineKeeper:
         a paused engine, and whoever waits for an attempt waits no longer."""
         self._left = True
         self.state.attempted = sys.maxsize
+        if self._target is not None:
+            self._target.attendance.seen(self.control.url)
         self._tell()
         self.look_soon()
 
@@ -316,8 +337,10 @@ class EngineKeeper:
             attempt.cancel()
 
     async def _bring_to(self, target: Target) -> None:
+        self._came_late = False
         served = await self.control.version()
         if load_needed(served, target, seen=self._seen):
+            self._came_late = target.gone
             if target.gone:
                 raise EngineRefused("the learner trains, and nothing else has these weights: the next version comes")
             await self._load(target, served)
@@ -340,6 +363,7 @@ class EngineKeeper:
         try:
             if served == UNSTAMPED:
                 self._whole, self._spoilt, self._idle = True, 0, True
+                self.control.starts += 1
                 await self.control.withdraw()  # else a learner that takes over takes them for the initial weights
             await self.control.pause()
             await self._replace_weights(target)
@@ -371,6 +395,7 @@ class EngineKeeper:
         if self._spoilt:
             with contextlib.suppress(EngineError):  # the embedded engine loads all or nothing
                 await self.control.abandon_update()
+        began = anyio.current_time()
         try:
             await self._loader.load(self.control, target)
         except EngineRefused:  # it said so before anything changed
@@ -382,6 +407,7 @@ class EngineKeeper:
         except BaseException:
             self._spoilt = max(1, self._spoilt)
             raise
+        self.state.load_seconds = anyio.current_time() - began
         if self._idle:
             await self._prove_idle(target)
         await self.control.stamp(target.stamp)
@@ -466,6 +492,7 @@ class EngineKeeper:
 
     def _attempted(self, target: Target) -> None:
         self.state.attempted = max(self.state.attempted, target.version)
+        target.attendance.seen(self.control.url)
         self._tell()
 
     def _tell(self) -> None:

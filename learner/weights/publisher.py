@@ -32,7 +32,7 @@ from learner.weights.colocated import ColocatedKeeper, SharedDevice
 from learner.weights.delta_loader import DeltaLoader
 from learner.weights.device_weights import DeviceWeights, Write, write_version
 from learner.weights.engine_client import EngineControl
-from learner.weights.engine_keeper import EngineKeeper, Target, WeightLoader, WeightProbe, make_probe
+from learner.weights.engine_keeper import Attendance, EngineKeeper, Target, WeightLoader, WeightProbe, make_probe
 from pipeline.config import RunConfig
 from pipeline.config.learner import PublishConfig
 from pipeline.errors import ConfigurationError, EngineRefused
@@ -61,6 +61,8 @@ class Publication:
     """Engines that do not yet, and why; their keepers keep trying."""
     seconds: float = 0.0
     n_bytes: int = 0
+    load_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Time in which each engine of ``live`` loaded it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +240,9 @@ class Publisher:
         elif not initial and tensors is not None:
             n_bytes = await write_version(self._write, folder, version, tensors)
         read = self._directory.model if initial else folder
-        target = Target(version, read, folder, initial, tensors, weights, self._run, expected)
         responsive = [keeper for keeper in self.keepers.values() if keeper.responsive]
+        attendance = Attendance(keeper.control.url for keeper in responsive)
+        target = Target(version, read, folder, initial, tensors, weights, self._run, expected, attendance)
         async with self._digesting(target):
             self._target = target
             for keeper in self.keepers.values():
@@ -258,7 +261,8 @@ class Publisher:
             for url, keeper in self.keepers.items()
             if url not in live
         }
-        return Publication(version, live, lagging, time.perf_counter() - start, n_bytes)
+        loads = {} if initial else {url: self.keepers[url].state.load_seconds for url in live}
+        return Publication(version, live, lagging, time.perf_counter() - start, n_bytes, loads)
 
     @asynccontextmanager
     async def _digesting(self, target: Target) -> AsyncIterator[None]:
@@ -358,7 +362,7 @@ def make_publisher(config: RunConfig, directory: RunDirectory, policy: Policy, m
     """
     _check_dtype(config, policy)
     key = find_key(config.engine, "learner_key")
-    loader, write = _transfer(config, directory, policy, key)
+    loader, write = _transfer(config, directory, policy, key, metrics)
     addresses, sleep = engine_addresses(config.engine, directory, key), config.engine.colocate == "sleep"
     return Publisher(
         addresses.fixed,
@@ -418,7 +422,7 @@ def record_version(folder: Path, tensors: Mapping[str, Tensor]) -> int:
 
 
 def _transfer(
-    config: RunConfig, directory: RunDirectory, policy: Policy, key: str | None
+    config: RunConfig, directory: RunDirectory, policy: Policy, key: str | None, metrics: LearnerMetrics
 ) -> tuple[WeightLoader, Write]:
     """The loader of ``engine.weight_transfer``, and what writes a version before engines load it."""
     transfer, whole = config.engine.weight_transfer, partial(write_weights, policy.model)
@@ -431,5 +435,5 @@ def _transfer(
         return deltas, deltas.write
     from learner.weights.vllm_transfer import VllmTransferLoader
 
-    loader = VllmTransferLoader(transfer, config.publish.timeout_seconds, whole, key, policy.ranks)
+    loader = VllmTransferLoader(transfer, config.publish.timeout_seconds, whole, key, policy.ranks, metrics=metrics)
     return loader, record_version if config.checkpoint.at_end else whole

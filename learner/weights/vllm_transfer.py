@@ -5,10 +5,8 @@ Written against ``vllm.distributed.weight_transfer`` of vLLM 0.32. The control m
 by vLLM's trainer-side classes; pause, stamp and resume stay with the keeper. Needs vLLM in the learner's environment
 and GPUs on both sides.
 
-One NCCL group per engine, of rank 0 and the workers of that engine (:mod:`learner.weights.nccl_transfer`). A
-communicator cannot lose a member: with one group for all, an engine that dies would take the transfer to all others
-with it, and one that starts could join only by a new group of all. The price is that rank 0 sends the weights once for
-each engine. An engine that answers that it cannot join gets a folder instead, until the learner starts again.
+NCCL sends one pass over the weights to groups of rank 0 and engines (:mod:`learner.weights.fan_out`). An engine that
+answers that it cannot join one gets a folder instead, until the learner starts again.
 
 IPC passes handles of GPU memory. vLLM's sender gathers those of all ranks, for workers that share a GPU with another
 rank than 0, so all ranks take part (:func:`follow`): each gets every tensor from rank 0 and exports its own copy. Only
@@ -17,7 +15,6 @@ rank 0 talks to the engine. A failure there is raised after the collectives, in 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.util
 import logging
@@ -33,14 +30,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learner.distributed.ranks import ALONE, Ranks
+from learner.metrics import LearnerMetrics
 from learner.weights.device_weights import Write
 from learner.weights.engine_client import EngineControl
 from learner.weights.engine_keeper import Target
-from learner.weights.nccl_transfer import NcclGroup, ParameterMeta, Send
-from pipeline.errors import ConfigurationError, EngineError, EngineRefused, EngineUnavailable
+from learner.weights.fan_out import FanOut, Outcome
+from learner.weights.nccl_transfer import Member, ParameterMeta
+from pipeline.errors import ConfigurationError, EngineError, EngineProtocolError, EngineRefused, EngineUnavailable
 from pipeline.runtime.engine_keys import authorization
 
 log = logging.getLogger(__name__)
+HOLD_SECONDS = 5.0
+"""Time for which one engine may hold up the others in a transfer by NCCL; an eighth of ``publish.timeout_seconds`` if
+that is less."""
 
 
 class VllmTransferLoader:
@@ -56,6 +58,7 @@ class VllmTransferLoader:
         key: str | None = None,
         ranks: Ranks = ALONE,
         device: torch.device | None = None,
+        metrics: LearnerMetrics | None = None,
     ) -> None:
         """``write`` makes a whole folder. ``device`` holds the weights; None: the GPU, which must be there."""
         if device is None and (not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None):
@@ -69,7 +72,10 @@ class VllmTransferLoader:
         self._key = key
         self._ranks = ranks
         self._device = device or torch.device("cuda")
-        self._groups: dict[str, NcclGroup | IpcGroup] = {}
+        self._groups: dict[str, IpcGroup] = {}
+        self._fan_out = FanOut(self._device, min(HOLD_SECONDS, timeout_seconds / 8), metrics)
+        self._members: dict[str, tuple[int, Member]] = {}
+        """Engines as they last joined a group, each with the number of its start."""
         self._without_group: set[str] = set()
         """Engines that answered that they cannot join one."""
 
@@ -87,19 +93,8 @@ class VllmTransferLoader:
 
     async def _transfer(self, engine: EngineControl, target: Target) -> bool:
         """False where the engine cannot join a group; nothing has changed then."""
-        group = self._groups.pop(engine.url, None)
         try:
-            if group is None:
-                group = await self._open(engine)
-            if isinstance(group, NcclGroup):
-                await self._broadcast(group, target)
-            else:
-                assert target.tensors is not None
-                abandoned = threading.Event()
-                try:
-                    await anyio.to_thread.run_sync(group.send, target.tensors, abandoned, abandon_on_cancel=True)
-                finally:
-                    abandoned.set()
+            await (self._send if self._backend == "nccl" else self._share)(engine, target)
         except EngineRefused as error:
             if self._backend != "nccl":
                 raise
@@ -112,7 +107,6 @@ class VllmTransferLoader:
             raise EngineUnavailable(
                 f"{self._backend} transfer to {engine.url} failed: {type(error).__name__}: {error}"
             ) from error
-        self._groups[engine.url] = group
         return True
 
     async def _load_folder(self, engine: EngineControl, target: Target) -> None:
@@ -121,44 +115,36 @@ class VllmTransferLoader:
             await target.weights.write(target.written, target.version, self._write)
         await engine.reload(target.folder)
 
-    async def _broadcast(self, group: NcclGroup, target: Target) -> None:
-        if target.weights is not None:
-            send = Send(target.weights.description, target.weights.read)
-        else:
-            tensors = target.tensors or {}
-            send = Send([(n, t.dtype, t.shape) for n, t in tensors.items()], lambda: (pair for pair in tensors.items()))
+    async def _send(self, engine: EngineControl, target: Target) -> None:
+        """By NCCL. Raises :class:`EngineRefused` where the engine answers that it cannot take part."""
+        start, member = self._members.get(engine.url, (-1, None))
+        if member is None or start != engine.starts:
+            client = await self._client(engine)
+            member = Member(engine.url, await engine.world_size(), client)
+            self._members[engine.url] = engine.starts, member
+        outcome = await self._fan_out.send(member, target)
+        while outcome is not Outcome.SENT:  # each time without the engine that failed, or alone
+            with contextlib.suppress(EngineRefused, EngineProtocolError):
+                await engine.abandon_update()
+            outcome = await self._fan_out.send(member, target, alone=outcome is Outcome.ALONE)
+
+    async def _share(self, engine: EngineControl, target: Target) -> None:
+        """By IPC."""
+        group = self._groups.pop(engine.url, None)
+        if group is None:
+            make = partial(IpcGroup, await self._client(engine), self._ranks, self._device)
+            group = await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
+        assert target.tensors is not None
+        abandoned = threading.Event()
         try:
-            await anyio.to_thread.run_sync(group.send, send, abandon_on_cancel=True)
-        except anyio.get_cancelled_exc_class():
-            send.stop(EngineUnavailable("the transfer was given up"))
-            raise
+            await anyio.to_thread.run_sync(group.send, target.tensors, abandoned, abandon_on_cancel=True)
+        finally:
+            abandoned.set()
+        self._groups[engine.url] = group
 
-    async def _open(self, engine: EngineControl) -> NcclGroup | IpcGroup:
-        """Raises :class:`EngineRefused` where the engine answers that it cannot take part."""
+    async def _client(self, engine: EngineControl) -> Any:
         connect = partial(_client, engine.url, self._timeout_seconds, self._key)
-        client = await anyio.to_thread.run_sync(connect, abandon_on_cancel=True)  # vLLM takes seconds to import
-        if self._backend == "ipc":
-            make = partial(IpcGroup, client, self._ranks, self._device)
-            return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
-        workers, loop, ended = await engine.world_size(), asyncio.get_running_loop(), anyio.Event()
-        results: list[NcclGroup | Exception] = []
-
-        def end(result: NcclGroup | Exception) -> None:
-            results.append(result)
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
-                loop.call_soon_threadsafe(ended.set)
-
-        def join() -> None:
-            try:
-                end(NcclGroup(engine.url, workers, client, self._device, failed=end))
-            except Exception as error:
-                end(error)
-
-        threading.Thread(target=join, name="join", daemon=True).start()
-        await ended.wait()
-        if isinstance(results[0], Exception):
-            raise results[0]
-        return results[0]
+        return await anyio.to_thread.run_sync(connect, abandon_on_cancel=True)  # vLLM takes seconds to import
 
 
 Description = Sequence[tuple[str, str, Sequence[int]]]

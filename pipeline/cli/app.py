@@ -30,9 +30,11 @@ from pipeline.cli.plan import show_plan
 from pipeline.cli.push import push
 from pipeline.cli.replay import START, open_run
 from pipeline.cli.replay import app as replay_app
+from pipeline.cli.retrain import explain, retrain
 from pipeline.cli.show import show
 from pipeline.errors import AfterplayError, ConfigurationError
 from pipeline.runtime.children import append_working_folder, end_with_supervisor, module_command
+from pipeline.runtime.logs import FORMAT, LogFormat
 from pipeline.runtime.plugins import load_main
 from pipeline.runtime.run_directory import RunDirectory
 
@@ -52,6 +54,7 @@ app = typer.Typer(
   afterplay status runs/tiny                  processes, newest step, and the state of every order
   afterplay plot runs/tiny                    draw the curves
   afterplay show runs/tiny                    list and print rollouts, or write them as an HTML page
+  afterplay retrain runs/tiny                 make its last steps again and compare them bit for bit
   afterplay eval runs/tiny --checkpoint best  evaluate a checkpoint on held-out tasks
   afterplay compare A.yaml B.yaml --reach 0.8 tokens, updates and time to a success rate, over seeds
   afterplay report runs/tiny --to wandb       send its numbers to an experiment tracker
@@ -82,8 +85,13 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    log_format: Annotated[
+        LogFormat | None,
+        typer.Option("--log-format", help="Form of all processes' logs. json: an object a line, with run, role, ids."),
+    ] = None,
 ) -> None:
-    pass
+    if log_format is not None:
+        os.environ[FORMAT] = log_format
 
 
 config_app = typer.Typer(no_args_is_help=True, help="Check a run file, or show it with all defaults.")
@@ -227,7 +235,7 @@ def plot(
 @app.command()
 def report(
     run_directory: Run,
-    to: Annotated[str, typer.Option(metavar="NAME", help="tensorboard, wandb, mlflow or trackio.")],
+    to: Annotated[str, typer.Option(metavar="NAME", help="tensorboard, wandb, mlflow, trackio or otel.")],
     follow: Annotated[bool, typer.Option("--follow", help="Continue while the run is alive.")] = False,
     sets: Sets = None,
 ) -> None:
@@ -284,6 +292,8 @@ def evaluate(
 
 
 app.command()(compare)
+app.command()(retrain)
+app.command()(explain)
 app.command()(push)
 app.command("plan")(show_plan)
 

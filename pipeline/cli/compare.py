@@ -53,6 +53,10 @@ def compare(
     until_reached: Annotated[
         bool, typer.Option("--until-reached", help="Stop a run when it has reached the target.")
     ] = False,
+    claim: Annotated[
+        float | None,
+        typer.Option(metavar="RATIO", help="Ratio that the study is to show: how many seeds does it take?"),
+    ] = None,
     sets: Sets = None,
     arm_sets: Annotated[
         list[str] | None, typer.Option("--set-arm", metavar="NAME:KEY=VALUE", help="Change one value of one arm.")
@@ -71,7 +75,9 @@ def compare(
 
     Ratios are of geometric means, with 95 % t intervals of the logarithms, paired by seed if all seeds are the same. A
     run that never reaches the target is reported and counts with a cost that is restricted to a horizon; it is not
-    left out. Written: compare.json and compare.png. The exit code is 1 if a run failed or the command was stopped.
+    left out. What the seeds can show is the ratio nearest to 1 that four of five such studies show; --claim tells how
+    many seeds a ratio takes, also from a few pilot runs. Written: compare.json and compare.png. The exit code is 1 if a
+    run failed or the command was stopped.
 
       afterplay compare a.yaml b.yaml --seeds 1-12 --reach 0.8
       afterplay compare off=@replay_tiny on=@replay_tiny --set-arm off:replay.enabled=false --reach 0.8 --seeds 1-12
@@ -79,9 +85,11 @@ def compare(
     """
     if not math.isfinite(reach):
         raise ConfigurationError(f"--reach: expected a number, got {reach}")
+    if (claim is not None and not 0 < claim < math.inf) or claim == 1:
+        raise ConfigurationError(f"--claim: expected a ratio above 0 other than 1, such as 0.7, got {claim}")
     sources = read_arms(arms)
     own = read_arm_sets(arm_sets or [], sources)
-    study = Study(sources, out, metric, reach, window or WINDOWS[metric], until_reached)
+    study = Study(sources, out, metric, reach, window or WINDOWS[metric], until_reached, claim)
     raise typer.Exit(study.run(seeds_of(seeds), sets or [], own, jobs))
 
 
@@ -182,6 +190,7 @@ class Study:
     target: float
     window: int
     until_reached: bool
+    claim: float | None = None
 
     def run(
         self, seeds: Sequence[int], sets: Sequence[str], own: Mapping[str, Sequence[str]], at_once: int
@@ -204,7 +213,7 @@ class Study:
         for fault in faults:
             typer.echo(fault, err=True)
         arms = {name: read_arm(name, source, jobs, self.metric) for name, source in self.sources.items()}
-        report(arms, self.metric, self.target, self.window, self.out)
+        report(arms, self.metric, self.target, self.window, self.out, self.claim)
         return ExitCode.FAILED if faults else ExitCode.FINISHED
 
     def is_enough(self, job: Job) -> bool:
@@ -303,21 +312,25 @@ def read_arm(name: str, source: str, jobs: Sequence[Job], metric: Metric) -> lis
     return curves
 
 
-def report(arms: Arms, metric: Metric, target: float, window: int, out: Path) -> None:
+def report(arms: Arms, metric: Metric, target: float, window: int, out: Path, claim: float | None = None) -> None:
     """Print the table and what was found, and write ``compare.json`` and ``compare.png`` into ``out``."""
-    from pipeline.views.comparison import LEVEL, QUANTITIES, band, cost_to_reach, describe_ratio, ratio_of
+    from pipeline.views.comparison import LEVEL, POWER, QUANTITIES, band, cost_to_reach, describe_ratio, ratio_of
     from pipeline.views.plots import draw_comparison
 
     costs = {name: {c.seed: cost_to_reach(c.points, target, window) for c in curves} for name, curves in arms.items()}
     base, *others = arms
     ratios = {name: [ratio_of(costs[name], costs[base], quantity) for quantity in QUANTITIES] for name in others}
     sentences = [
-        *(describe_ratio(name, base, found[0], f"{TARGETS[metric]} {target:g}") for name, found in ratios.items()),
+        *(
+            describe_ratio(name, base, found[0], f"{TARGETS[metric]} {target:g}", claim)
+            for name, found in ratios.items()
+        ),
         *notes(arms, costs),
     ]
     _print(costs, ratios, sentences)
     found = {
-        "metric": metric, "target": target, "window": window, "level": LEVEL, "base": base, "found": sentences,
+        "metric": metric, "target": target, "window": window, "level": LEVEL, "power": POWER, "claim": claim,
+        "base": base, "found": sentences,
         "ratios": ratios,
         "arms": {
             name: [{**asdict(curve), **asdict(costs[name][curve.seed])} for curve in curves]
@@ -365,9 +378,10 @@ def _print(
                 ratio = ratios[name][i]
                 ends = "none" if math.isinf(ratio.high) else f"{ratio.low:.2f}–{ratio.high:.2f}"
                 row[-1] = f"{ratio.ratio:.2f} ({ends})"
-        rows.append(row)
-    columns = (column for what in QUANTITIES.values() for column in (f">{what}: median (range)", ">ratio (95 %)"))
+        tokens = ratios[name][0].can_show if name in ratios else 0
+        rows.append([*row, f"{tokens:.2f}" if tokens else ""])
+    columns = [column for what in QUANTITIES.values() for column in (f">{what}: median (range)", ">ratio (95 %)")]
     console = plain_console()
-    console.print(table(("arm", "reached", *columns), rows))
+    console.print(table(("arm", "reached", *columns, ">tokens: can show"), rows))
     for sentence in sentences:
         console.print(sentence)

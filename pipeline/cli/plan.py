@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pipeline.cli.options import File, Json, Sets, load
+from pipeline.cli.replay import open_run
 from pipeline.runtime.plugins import load_main
 from pipeline.views.tables import plain_console, table
 
 if TYPE_CHECKING:
+    from pipeline.config import RunConfig
+    from pipeline.supervisor.forecast import Speeds
     from pipeline.supervisor.inventory import Inventory
     from pipeline.supervisor.plan import Place, Plan
 
@@ -28,6 +32,13 @@ def show_plan(
     gpu_memory: Annotated[
         float | None, typer.Option(min=1, metavar="GIB", help="Plan for GPUs of so much memory, instead of ours.")
     ] = None,
+    speeds: Annotated[
+        str,
+        typer.Option(
+            metavar="RUN|SPEEDS",
+            help="Also forecast the run: with the speeds measured in RUN, or with rollout=MEAN:P95,update=S,publish=S.",
+        ),
+    ] = "",
     as_json: Json = False,
     sets: Sets = None,
 ) -> None:
@@ -39,8 +50,10 @@ def show_plan(
       afterplay plan @gpu
       afterplay plan @gpu --gpus 8 --gpu-memory 80
       afterplay plan @gpu --nodes head:8,worker:8 --set placement.tensor_parallel=4
+      afterplay plan @gpu --speeds rollout=30:90,update=20,publish=5
     """
     from pipeline.runtime.process import ExitCode
+    from pipeline.supervisor.forecast import forecast
     from pipeline.supervisor.inventory import given_inventory, local_inventory
     from pipeline.supervisor.plan import plan
 
@@ -49,15 +62,38 @@ def show_plan(
     found = plan(config, inventory)
     if not found.problems and (on_gpus := {place.role for place in found.places if place.gpus} & {"learner", "engine"}):
         roles = {role: role in on_gpus for role in ("learner", "engine")}
-        memory = load_main("learner.policy.memory:estimate")(found.config, inventory.gpu_bytes, **roles)
+        buffers = sum(place.memory_bytes for place in found.places)
+        memory = load_main("learner.policy.memory:estimate")(
+            found.config, inventory.gpu_bytes, **roles, buffers=buffers
+        )
         found = replace(found, reasons=(*found.reasons, *memory.sentences), problems=memory.problems)
+    if config.learner.routing_replay:
+        found = replace(
+            found, reasons=(*found.reasons, load_main("learner.models.prepare:routing_replay_size")(config))
+        )
+    outlook = None
+    if speeds:
+        outlook, bounds = forecast(found.config, _speeds(speeds, found.config), found.config.run.total_steps)
+        found = replace(found, reasons=(*found.reasons, bounds))
     if as_json:
         import orjson
 
-        typer.echo(orjson.dumps(describe(found, inventory), option=orjson.OPT_INDENT_2).decode())
+        told = describe(found, inventory) | ({} if outlook is None else {"forecast": asdict(outlook)})
+        typer.echo(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode())
     else:
         _print(found, inventory)
+        if outlook is not None:
+            plain_console().print(table(("forecast", ">"), outlook.rows().items()))
     raise typer.Exit(ExitCode.CONFIGURATION if found.problems else ExitCode.FINISHED)
+
+
+def _speeds(text: str, config: RunConfig) -> Speeds:
+    """Given ones, or those of a run directory."""
+    from pipeline.supervisor.forecast import Speeds, measure
+
+    if "=" in text:
+        return Speeds.parse(text, config.groups.n_rollout)
+    return measure(*open_run(Path(text)))[0]
 
 
 def describe(plan: Plan, inventory: Inventory) -> dict[str, Any]:

@@ -55,12 +55,14 @@ def show(found: ReplayReport, config: RunConfig, run: Path) -> None:
         f"{'on' if guard['enabled'] else 'off'}, factor {guard['factor']:.2f}; replay share now "
         f"{guard['share']:.2f} of task_ratio {config.replay.task_ratio:.2f}"
     )
-    kinds = ("tokens", "seconds", "reward", "age")
+    kinds = ("tokens", "seconds", "reward", "age", "tasks", "tasks_effective")
     means = [
         (name, own["count"], *("" if own[kind] is None else f"{own[kind]:.3g}" for kind in kinds))
         for name, own in value["audit"].items()
     ]
-    console.print(table(("population", ">count", *(f">{kind}" for kind in kinds)), means, "bias audit: means"))
+    console.print(
+        table(("population", ">count", *(f">{kind}" for kind in kinds)), means, "bias audit: means, and tasks")
+    )
 
 
 START = "start"
@@ -107,7 +109,8 @@ def inspect_command(run: Run, as_json: Json = False) -> None:
     """Show difficulty buckets, the pool and its ages, final states, the ESS guard and the bias audit.
 
     Read-only; works while the run is alive. The audit compares the mean length, duration, reward and age of sampled,
-    stored, trained and replayed trajectories. Differences show how selection has shifted the data.
+    stored, trained and replayed trajectories, and how many tasks they are of. Differences show how selection has
+    shifted the data.
 
       afterplay replay inspect runs/tiny
       afterplay replay inspect runs/tiny --json

@@ -173,12 +173,12 @@ def evaluator(file: File, index: Index = 0, sets: Sets = None) -> None:
 
 def reporter(file: File, index: Index = 0, sets: Sets = None) -> None:
     """Report the run to the tracker at this position of report_to, until SIGTERM."""
-    from pipeline.runtime.process import configure_logging
+    from pipeline.runtime.logs import configure_logging
     from pipeline.trackers.reporter import report
 
     config = load(file, sets)
     name = config.report_to[index]
-    configure_logging(f"report-{name}")
+    configure_logging(f"report-{name}", config.run.name)
     os.nice(REPORTER_NICENESS)
     report(name, config, RunDirectory(config.run.path), lambda: True)
 
@@ -190,10 +190,10 @@ def prepare(file: File, sets: Sets = None) -> None:
 
       afterplay prepare @quickstart
     """
-    from pipeline.runtime.process import configure_logging
+    from pipeline.runtime.logs import configure_logging
 
-    configure_logging("prepare")
     config = load(file, sets)
+    configure_logging("prepare", config.run.name)
     _settle(config)
     info = load_main("learner.models.prepare:prepare_model")(config, RunDirectory(config.run.path).model)
     typer.echo(f"model ready in {info.path}")
@@ -201,11 +201,12 @@ def prepare(file: File, sets: Sets = None) -> None:
 
 def preflight(file: File) -> None:
     """Check the plug-ins of FILE beside a run that starts."""
-    from pipeline.runtime.process import configure_logging
+    from pipeline.runtime.logs import configure_logging
     from pipeline.supervisor.preflight import check_beside_run
 
-    configure_logging("preflight")
-    check_beside_run(load(file))
+    config = load(file)
+    configure_logging("preflight", config.run.name)
+    check_beside_run(config)
 
 
 def keys(

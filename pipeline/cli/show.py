@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -15,6 +15,8 @@ from pipeline.errors import ConfigurationError
 from pipeline.views.tables import plain_console
 
 if TYPE_CHECKING:
+    from pipeline.config import RunConfig
+    from pipeline.runtime.run_directory import RunDirectory
     from pipeline.store.queries import Sort, Span
     from pipeline.views.terminal import Colour
 
@@ -100,6 +102,9 @@ def show(
     from pipeline.schema import TrajectoryStatus
     from pipeline.store.queries import Filters
     from pipeline.store.records import TrajectoryState
+    from pipeline.store.trained import describe_steps
+    from pipeline.trackers.reporter import delivery_of
+    from pipeline.trackers.tracker import trace_id
     from pipeline.views.page import write_page
     from pipeline.views.reader import RunReader
     from pipeline.views.terminal import json_line, print_found, print_list
@@ -139,9 +144,12 @@ def show(
             f"{page.n_bytes / 1e6:.1f} MB. Open it in a browser."
         )
     elif whole or trajectory is not None:
-        vocabulary = Vocabulary.read(reader.model)
+        vocabulary, traces = Vocabulary.read(reader.model), delivery_of(directory, "otel")
         for found in reader.find(listing.rows, filters.step):
             value = found_json(found, vocabulary)
+            if traces.run is not None:
+                name = found.listed.trajectory_id
+                value["trace"] = {"id": trace_id(traces.run, name), "place": traces.place}
             if as_json:
                 typer.echo(json_line(value))
             else:
@@ -150,7 +158,23 @@ def show(
         for row in listing.rows:
             typer.echo(json_line(listed_json(row)))
     else:
-        print_list(listing, reader, console)
+        again = repeatable_updates(config, directory)
+        print_list(listing, reader, console, again)
+        if again:
+            console.print(f"↻ can be made again: {describe_steps(again)} (afterplay retrain {run})", style="dim")
+
+
+def repeatable_updates(config: RunConfig, directory: RunDirectory) -> Collection[int]:
+    """The updates of a run that ``afterplay retrain`` can make again."""
+    from pipeline.store.store import store_path
+    from pipeline.store.trained import TrainedUpdates, repeatable
+    from pipeline.supervisor.history import exact_checkpoints
+
+    path = store_path(config, directory)
+    if not path.exists():
+        return ()
+    with TrainedUpdates.open(path) as found:
+        return repeatable(found.updates, exact_checkpoints(directory))
 
 
 def require_known(option: str, value: str | None, known: Iterable[str]) -> None:

@@ -1,9 +1,13 @@
-"""``afterplay status RUN``: processes, newest step, stage times, evaluations and ledger of a run."""
+"""``afterplay status RUN``: processes, newest step, phase times, forecast, evaluations and ledger of a run."""
 
 from __future__ import annotations
 
-from rich.console import Console
+from contextlib import suppress
 
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.config import RunConfig
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError, StoreError
 from pipeline.runtime.disk import FREE_BYTES_MIN, free_bytes, size
@@ -14,6 +18,7 @@ from pipeline.runtime.run_directory import RunDirectory, is_locked, read_json
 from pipeline.store.evaluation_results import read_results
 from pipeline.store.ledger import ACCOUNTS, Ledger, read_ledger
 from pipeline.store.store import store_path
+from pipeline.supervisor.forecast import forecast, measure
 from pipeline.views.step_lines import MetricsTail, describe, describe_evaluation, print_phase_times
 from pipeline.views.tables import counts_table, plain_console, table
 
@@ -44,6 +49,8 @@ def show_status(directory: RunDirectory) -> ExitCode:
     if tail.last is not None:
         console.print(describe(tail.last, config.run.total_steps))
         print_phase_times(directory.metrics_file, console)
+        with suppress(ConfigurationError, StoreError):  # too few updates
+            console.print(_forecast(config, directory))
     _evaluations(directory, console)
     for name, facts in damaged_folders(directory.checkpoints).items():
         console.print(facts.get("sentence") or f"checkpoints/{name} is damaged", style="red")
@@ -53,6 +60,14 @@ def show_status(directory: RunDirectory) -> ExitCode:
         console.print(f"no ledger: {error}", style="yellow")
         return ExitCode.FINISHED
     return _accounts(ledger, console)
+
+
+def _forecast(config: RunConfig, directory: RunDirectory) -> Table:
+    """Course of the newest updates, beside what their speeds forecast."""
+    speeds, measured = measure(config, directory)
+    outlook, bounds = forecast(config, speeds, measured.updates_left)
+    rows = zip(measured.rows().items(), outlook.rows().values(), strict=True)
+    return table(("newest updates", ">measured", ">forecast"), ((*row, other) for row, other in rows), bounds)
 
 
 def _evaluations(directory: RunDirectory, console: Console) -> None:

@@ -9,6 +9,8 @@ from pydantic import Field
 from pipeline.config.base import Choice, Function, Given, Kind, Section, expect_kind
 
 HINT_TEMPLATE = "{prompt}\n\nHint: {hint}"
+HINTED = ("cpo", "self_distill")
+"""Built-in estimators that need the prompt with a hint."""
 
 
 class AdvantageConfig(Section):
@@ -17,13 +19,14 @@ class AdvantageConfig(Section):
     estimator: Annotated[Function, Choice("grpo")] = Given(name="grpo")
     """Advantage estimator, by name or with its options: ``rloo`` or ``{name: cpo, failed_weight: 0.5}``. Built in:
     ``grpo``, ``rloo`` (also called ``leave_one_out``), ``opo``, ``maxrl``, ``gpg``, ``pass_at_k``, ``remax``,
-    ``reinforce_pp``, ``reinforce_pp_baseline``, ``gae``, ``cpo``. Your own: ``module:function`` or
-    ``file.py:function``, with ``greedy_rollouts: true`` to add one rollout at temperature 0 to each group, whose reward
-    is the ``baseline`` that estimators see; ``remax`` always does this. Options and sources: docs/ALGORITHMS.md."""
+    ``reinforce_pp``, ``reinforce_pp_baseline``, ``gae``, ``cpo``, ``distill``, ``self_distill``. Your own:
+    ``module:function`` or ``file.py:function``, with ``greedy_rollouts: true`` to add one rollout at temperature 0 to
+    each group, whose reward is the ``baseline`` that estimators see; ``remax`` always does this. Options and sources:
+    docs/ALGORITHMS.md."""
     hint_template: str | None = None
-    """First user message as the learner scores it with a hint, for ``cpo`` and your own estimators. ``{prompt}`` is the
-    original message, ``{hint}`` the hint that the environment gives (``Episode.hint``). None: the hint as a last
-    paragraph, ``Hint: ...``."""
+    """First user message as the learner scores it with a hint, for ``cpo``, ``self_distill`` and your own estimators.
+    ``{prompt}`` is the original message, ``{hint}`` the hint that the environment gives (``Episode.hint``). None: the
+    hint as a last paragraph, ``Hint: ...``."""
     rewards: Literal["outcome", "turns", "both"] = "outcome"
     """Rewards that the estimator sees. ``outcome``: the scorer's reward, placed at the last token. ``turns``: the
     environment's reward for each turn, times ``scorer.environment_weight``, placed at the last token of that turn.
@@ -54,7 +57,7 @@ class AdvantageConfig(Section):
         """Template of the prompt with a hint, which actors record beside the prompt that they use; None if the
         estimator uses no hints."""
         name = self.estimator.name
-        return (self.hint_template or HINT_TEMPLATE) if name == "cpo" or ":" in name else None
+        return (self.hint_template or HINT_TEMPLATE) if name in HINTED or ":" in name else None
 
     @property
     def orders_greedy(self) -> bool:
@@ -68,7 +71,7 @@ class AdvantageConfig(Section):
     def check(self) -> None:
         if self.hint_template is not None and self.prompt_with_hint is None:
             raise ValueError(
-                f"advantage.hint_template is for cpo and estimators of your own, got the estimator "
+                f"advantage.hint_template is for cpo, self_distill and estimators of your own, got the estimator "
                 f"{self.estimator.name}: omit it"
             )
         if not all(part in (self.prompt_with_hint or HINT_TEMPLATE) for part in ("{prompt}", "{hint}")):

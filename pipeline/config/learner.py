@@ -32,7 +32,8 @@ class LoraConfig(Section):
 
 
 class ReferenceConfig(Section):
-    """Reference policy of the KL term. It is loaded only if the estimator or the loss needs it."""
+    """Reference policy of the KL term, or teacher of ``advantage.estimator: distill``. It is loaded only if the
+    estimator or the loss needs it."""
 
     source: Literal["auto", "initial", "folder", "lora_off", "server"] = "auto"
     """``initial``: a frozen copy of the initial model. ``folder``: another Hugging Face model with the same tokenizer.
@@ -42,8 +43,6 @@ class ReferenceConfig(Section):
     """With ``source: folder``: the model folder."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the copy's weights."""
-    refresh_every: int | None = Field(None, ge=1)
-    """Updates between copies of the current weights into the reference. None: the reference never changes."""
     url: str | None = None
     """With ``source: server``: its base URL. The server scores at temperature 1, so ``sampling.temperature`` must be
     1."""
@@ -55,10 +54,9 @@ class ReferenceConfig(Section):
             raise ValueError("learner.reference.folder belongs to source: folder, which requires it")
         if (self.source == "server") != (self.url is not None):
             raise ValueError("learner.reference.url belongs to source: server, which requires it")
-        if self.refresh_every is not None and self.source in ("lora_off", "server"):
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(
-                f"learner.reference.refresh_every needs a copy of the model, but source {self.source} has none: set "
-                "source: initial"
+                f"learner.reference.url: expected an address such as http://127.0.0.1:8000, got {self.url!r}"
             )
 
 
@@ -103,9 +101,6 @@ class LearnerConfig(Section):
     optimizer_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the moments of ``adamw``. ``bfloat16`` halves their memory; they are rounded stochastically, because with
     ordinary rounding the second moment would never decrease."""
-    ema_decay: float | None = Field(None, gt=0, lt=1)
-    """Decay per optimizer step of an exponential moving average of the weights, which is saved in the checkpoint. None:
-    no average."""
     grad_clip: float = Field(1.0, gt=0)
     """Largest global gradient norm, of the policy and of the critic."""
     epochs: int = Field(1, ge=1)
@@ -120,8 +115,14 @@ class LearnerConfig(Section):
     before a branch) is computed only once. ``packed`` needs a decoder with full or sliding attention in every layer, on
     a GPU without sinks and capped scores. ``auto``: ``packed`` if the model supports it, except on a GPU in float32.
     Results are equal up to rounding."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more compute."""
+    gradient_checkpointing: bool | Literal["offload"] = False
+    """Recompute activations in the backward pass: less memory, more compute. ``offload``: keep what it begins from, the
+    input of each layer, in host memory, for long rows."""
+    routing_replay: bool = False
+    """For a mixture of experts: the learner's routers choose the experts that the engine chose for the same token
+    (R3, arXiv:2510.11370), weighted by the learner's own scores. Engines return their choice, which is stored with each
+    trajectory: for each token ``layers x k`` bytes, twice that with more than 256 experts. vLLM on a GPU, or the
+    embedded engine; vLLM on a CPU cannot return it."""
     offload: bool = False
     """With ``engine.colocate: sleep``: move weights, optimizer state and the other models to host memory while the
     engine uses the device. False: they stay, and ``engine.gpu_memory_share`` must leave room for them."""

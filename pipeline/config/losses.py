@@ -132,6 +132,10 @@ class LossConfig(Section):
     kl_controller: Annotated[Function, Choice("fixed")] = Given(name="fixed")
     """Controller of the coefficient, by name or with its options. ``fixed``: it is constant. ``adaptive``, or
     ``{name: adaptive, target: 0.01, horizon: 10000}``: it moves after each update, towards a mean KL of ``target``."""
+    load_balancing: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """For a mixture of experts: weight of the load-balancing loss (Switch Transformers, arXiv:2101.03961), the mean
+    over layers of ``experts · Σ f · P``, which is 1 when the load is even. f is an expert's share of the choices, P its
+    mean router probability, over all tokens of the rows that have a gradient, context included. 0: off."""
     supervised: SupervisedConfig = SupervisedConfig()
 
     def check(self) -> None:

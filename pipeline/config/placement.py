@@ -17,7 +17,14 @@ def _gpus(value: Any) -> Any:
     raise ValueError(f"expected a number of GPUs from 1 to 1024, auto or null, got {value!r}")
 
 
+def _size(value: Any) -> Any:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 64):
+        return value
+    raise ValueError(f"expected a number of GPUs from 1 to 64, or auto, got {value!r}")
+
+
 Gpus = Annotated[int | Literal["auto"] | None, BeforeValidator(_gpus)]
+Size = Annotated[int | Literal["auto"], BeforeValidator(_size)]
 
 
 class PlacementConfig(Section):
@@ -29,10 +36,11 @@ class PlacementConfig(Section):
     """GPUs of all engines together. A number sets ``engine.replicas``. ``auto``: three quarters of the GPUs, or what
     ``learner_gpus`` leaves; with one GPU engine and learner take turns on it. None: as ``engine.replicas`` says."""
     learner_gpus: Gpus = None
-    """GPUs of the learner. A number sets ``learner.ranks``. ``auto``: what the engines leave. None: as
-    ``learner.ranks`` says."""
-    tensor_parallel: int = Field(1, ge=1, le=64)
-    """GPUs among which vLLM divides each copy of the model (``--tensor-parallel-size``)."""
+    """GPUs of the learner. A number sets ``learner.ranks``. ``auto``: what the engines leave; with ``engine_gpus:
+    auto`` a quarter of the GPUs, or more where the estimate of memory needs more. None: as ``learner.ranks`` says."""
+    tensor_parallel: Size = "auto"
+    """GPUs among which vLLM divides each copy of the model (``--tensor-parallel-size``). ``auto``: the fewest on which
+    the model fits by the estimate of memory; 1 where that is unknown, and for engines that you start yourself."""
     data_parallel: int = Field(1, ge=1, le=64)
     """Copies of the model behind the port of one engine (``--data-parallel-size``). An engine has ``tensor_parallel``
     times ``data_parallel`` GPUs, all on one machine."""
@@ -40,7 +48,12 @@ class PlacementConfig(Section):
     @property
     def gpus_per_engine(self) -> int:
         """GPUs of one engine."""
-        return self.tensor_parallel * self.data_parallel
+        return self.gpus_per_copy * self.data_parallel
+
+    @property
+    def gpus_per_copy(self) -> int:
+        """GPUs of one copy of the model."""
+        return 1 if self.tensor_parallel == "auto" else self.tensor_parallel
 
 
 _ARGUMENTS = {

@@ -90,7 +90,13 @@ class ReplayConfig(Section):
     """Stored trajectories of all tasks. Above this, the oldest are evicted."""
     capacity_bytes: int = Field(16 * 1024**3, ge=1)
     """Payload bytes of all stored trajectories (``mode: mix``) or groups (``mode: groups``), on disk. Above this, the
-    oldest are evicted."""
+    oldest are evicted. Also the bound of ``keep_trained``."""
+    keep_trained: int = Field(10, ge=0)
+    """Updates before the newest checkpoint whose rollouts at least stay in the store after use, with ``enabled`` or
+    without: ``afterplay retrain`` repeats them from the checkpoint before them, and a learner that goes back to it
+    trains the same groups. As many more stay as there are back to that checkpoint (``checkpoint.keep``). Above
+    ``capacity_bytes`` the oldest go, beyond ``run.disk_bytes_max`` all. 0: none, and the learner does not record what
+    its updates computed."""
     success_threshold: float = Field(1.0, allow_inf_nan=False)
     """A reward of at least this is a success. Decides about difficulty, retirement and storing. The
     successes of a group are stored unless all its fresh rollouts succeed."""

@@ -192,6 +192,9 @@ class LoopConfig(Section):
     that changes earlier tokens (removed thinking, trimmed text, rewritten tool calls), the trajectory forks into a
     branch. ``append``: sampled tokens are never changed and new messages are appended. This gives one branch and fewer
     tokens, but a prompt that the template alone would not have produced."""
+    summaries: Literal["train", "mask"] = "train"
+    """Training of summaries: replies that a compacted history of the main conversation holds in place of what they sum
+    up (docs/AGENTS.md). ``train``: with the trajectory's reward, as every reply. ``mask``: recorded, not trained."""
 
 
 HELD_OUT_SEED = 2**40

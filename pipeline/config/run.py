@@ -31,7 +31,7 @@ from pipeline.config.rollouts import (
 )
 from pipeline.config.stage import GroupsConfig, StageConfig, StalenessConfig
 
-TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "otel"]
 
 
 class TrackersConfig(Section):
@@ -64,7 +64,7 @@ class RunSection(Section):
     """Seed of everything that the run draws at random, except the engine's sampling."""
     disk_bytes_max: int | None = Field(None, ge=1)
     """Bytes of the run directory beyond which no new groups are admitted, until something is removed. Before that older
-    logs, traces and skipped batches are removed. None: no bound."""
+    logs, traces and records of updates are removed. None: no bound."""
 
     @property
     def path(self) -> Path:
@@ -126,7 +126,7 @@ class RunConfig(Section):
     traces: TracesConfig = TracesConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
     report_to: tuple[TrackerName, ...] = ()
-    """Trackers that the run is reported to: some of tensorboard, wandb, mlflow, trackio."""
+    """Trackers that the run is reported to: some of tensorboard, wandb, mlflow, trackio, otel."""
     trackers: TrackersConfig = TrackersConfig()
 
     def updated(self, **sections: Mapping[str, Any]) -> RunConfig:
@@ -154,6 +154,7 @@ class RunConfig(Section):
                 f"sampling.max_tokens ({self.sampling.max_tokens}) must be below model.max_length "
                 f"({self.model.max_length}), which includes the prompt"
             )
+        self._check_tasks()
         self._check_replay()
         self._check_adapters()
         self._check_delta()
@@ -178,6 +179,12 @@ class RunConfig(Section):
                     f"scorer: {part.known_as} names unknown environments: {', '.join(unknown)}; expected some of "
                     f"{', '.join(self.environments)}"
                 )
+        if self.groups.pilot is not None and (scorer.by_group or self.advantage.orders_greedy):
+            what = "scorer.functions has one with per: group" if scorer.by_group else "the group has a greedy rollout"
+            raise ValueError(
+                f"groups.pilot compares the rewards of {self.groups.pilot} rollouts before the others are ordered, but "
+                f"{what}, so that these alone say nothing: omit groups.pilot"
+            )
         if scorer.by_group and self.advantage.orders_greedy:
             raise ValueError(
                 f"scorer.functions has one with per: group, but advantage.estimator {self.advantage.estimator.name} "
@@ -247,6 +254,23 @@ class RunConfig(Section):
             raise ValueError(
                 f"{what}, with which the last version may not be on disk as a whole: set checkpoint.at_end: true, or "
                 "weight_transfer: files"
+            )
+
+    def _check_tasks(self) -> None:
+        """Refuse a choice of tasks where no task comes twice."""
+        trained = self.trained_environments
+        if self.groups.tasks == "uniform" or not trained:
+            return
+        for name, section in trained.items():
+            if section.tasks_from is not None and section.tasks_from.epochs is not None:
+                raise ValueError(
+                    f"groups.tasks is informative, which draws some rows often, but environments.{name}.tasks_from."
+                    f"epochs ({section.tasks_from.epochs}) bounds that: omit epochs, or set groups.tasks: uniform"
+                )
+        if all(section.tasks is None and section.tasks_from is None for section in trained.values()):
+            raise ValueError(
+                "groups.tasks is informative, but every task is new where an environment has no number of tasks: set "
+                f"environments.{next(iter(trained))}.tasks, or groups.tasks: uniform"
             )
 
     def _check_replay(self) -> None:

@@ -47,6 +47,17 @@ class GroupsConfig(Section):
     """Groups in one update."""
     attempts_max: int = Field(3, ge=1)
     """Attempts at one rollout of a group. If all fail, the group is cancelled."""
+    tasks: Literal["uniform", "informative"] = "uniform"
+    """Choice of the task of a new group. ``uniform``: each task once in a pass, in random order. ``informative``: in
+    proportion to the mean of p(1-p) under the posterior of the task's success rate p (``replay.success_threshold``,
+    ``replay.difficulty_half_life``), with a tenth of the groups drawn as by ``uniform``. Tasks that always or never
+    succeed are then trained less often than others, and no weight corrects that (docs/REPLAY.md). Environments without
+    a number of tasks are drawn as by ``uniform``."""
+    pilot: int | None = Field(None, ge=2)
+    """Rollouts of a new group that are ordered first. If their rewards differ, the others follow. If all are equal, the
+    others follow in half of the cases, and the loss of the group is multiplied by 2, so that the expected gradient
+    keeps its direction; in the other half a new group replaces it. It pays where most tasks always or never succeed
+    (docs/REPLAY.md). Groups with replays are ordered whole. None: every group is."""
     zero_variance: Literal["keep", "drop", "refill"] = "keep"
     """Treatment of a group whose rewards are all equal. Estimators that compare a group give it advantage 0. ``keep``:
     it is trained. ``drop``: the update is made from the other groups; an update without any group is counted and
@@ -57,6 +68,13 @@ class GroupsConfig(Section):
     refill_max: float = Field(2.0, ge=0)
     """Largest number of groups that ``refill`` replaces in one update, as a multiple of ``groups_per_step``. After
     that, groups with equal rewards are trained. 2 means that an update costs at most three times its groups."""
+
+    def check(self) -> None:
+        if self.pilot is not None and self.pilot >= self.n_rollout:
+            raise ValueError(
+                f"groups.pilot ({self.pilot}) must be below groups.n_rollout ({self.n_rollout}): it is the part of a "
+                "group that is ordered first"
+            )
 
     @property
     def trajectories_per_step(self) -> int:

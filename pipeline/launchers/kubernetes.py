@@ -9,6 +9,7 @@ command updates a run that was installed before, and continues it.
 from __future__ import annotations
 
 import base64
+import itertools
 import logging
 import math
 import re
@@ -38,6 +39,7 @@ from pipeline.supervisor.plan import Place, Plan, plan
 from pipeline.transport.curve import make_keys
 
 CHART = Path(__file__).with_name("chart")
+GRAFANA = Path(__file__).parents[2] / "grafana"
 FILE, VALUES = "run.yaml", "values.yaml"
 HUB_PORT, ENGINE_PORT, METRICS_PORT = 5555, 8100, 9400
 LIBRARIES_BYTES = 2 * 2**30
@@ -112,7 +114,10 @@ def write_files(config: RunConfig, values: dict[str, Any], folder: Path) -> list
     """Write run file and values; returns the arguments with which helm reads them."""
     write_bytes_atomically(folder / FILE, dump(config).encode())
     write_bytes_atomically(folder / VALUES, dump_yaml(values).encode())
-    return ["--values", str(folder / VALUES), "--set-file", f"config={folder / FILE}"]
+    texts = {"config": folder / FILE, "alerts": GRAFANA / "prometheus" / "alerts.yml"}
+    texts |= {f"dashboards.{path.stem}": path for path in sorted((GRAFANA / "dashboards").glob("*.json"))}
+    named = (("--set-file", f"{name}={path}") for name, path in texts.items())
+    return ["--values", str(folder / VALUES), *itertools.chain.from_iterable(named)]
 
 
 def _show(config: RunConfig, values: dict[str, Any], request: Launch) -> int:

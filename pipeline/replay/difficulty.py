@@ -42,11 +42,14 @@ class Difficulty:
         self._buckets: Counter[int] = Counter()
         self._retired: list[str] = []
         self._retired_of: Counter[str] = Counter()
+        self.known: Counter[str] = Counter()
+        """Records of each environment."""
         self._endless: list[tuple[int, str]] = []
         self.changed: dict[str, TaskRecord] = {}
         self.forgotten: set[str] = set()
         for record in records:
-            if record.bucket is not None:
+            record.retired = record.retired and self._retire_after is not None
+            if record.bucket is not None or (record.visits and not record.retired):
                 record.bucket = bucket_of(record.success_rate, self._n)
             self._enter(record)
 
@@ -103,7 +106,8 @@ class Difficulty:
         return selected_rate(record.successes, record.successes + record.failures, n_fresh)
 
     def meet(self, task: Task) -> None:
-        """The task has come into the pool by import: from here on there is a record of it."""
+        """The task has come into the pool by import, or its first group is admitted: from here on there is a record of
+        it."""
         if task.task_id not in self.records:
             record = TaskRecord(task)
             self._enter(record)
@@ -128,11 +132,13 @@ class Difficulty:
         task_id = record.task.task_id
         self._leave(record)
         del self.records[task_id]
+        self.known[record.task.environment] -= 1
         self.changed.pop(task_id, None)
         self.forgotten.add(task_id)
 
     def _enter(self, record: TaskRecord) -> None:
         task = record.task
+        self.known[task.environment] += task.task_id not in self.records
         self.records[task.task_id] = record
         if record.bucket is not None:
             self._buckets[record.bucket] += 1

@@ -118,10 +118,17 @@ class DeferredTasks:
         self._again = dict.fromkeys(str(task_id) for task_id in state.get("again", ()))
 
     def draw(
-        self, sampler: TaskSampler, batch: Collection[str], is_retired: Callable[[str], bool], exhausted: set[str]
+        self,
+        sampler: TaskSampler,
+        batch: Collection[str],
+        is_retired: Callable[[str], bool],
+        exhausted: set[str],
+        again: Callable[[str], Drawn | None] | None = None,
     ) -> Task | None:
-        """A task that is neither retired nor in this batch; None when nothing like that is found."""
-        for task_id in [task_id for task_id in self._tasks if is_retired(task_id)]:
+        """A task that is neither retired nor in this batch; None when nothing like that is found. ``again`` as for
+        :meth:`TaskSampler.draw_where`."""
+        closed = [task_id for task_id, task in self._tasks.items() if is_retired(task_id) or not sampler.trains(task)]
+        for task_id in closed:
             del self._tasks[task_id]
             self._again.pop(task_id, None)
         for task_id in self._tasks:
@@ -136,7 +143,7 @@ class DeferredTasks:
             self._tasks[drawn.task_id] = drawn.task()
             return DrawOutcome.KEEP
 
-        return sampler.draw_where(verdict, exhausted=exhausted)
+        return sampler.draw_where(verdict, exhausted=exhausted, again=again)
 
     def take(self) -> Task | None:
         """The first deferred task, although it is in this batch; None when there is none."""

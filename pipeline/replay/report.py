@@ -15,21 +15,21 @@ from pipeline.store.records import TrainedVersions
 
 AGES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 """Lower bounds of the age classes, in versions."""
-_FACTS = "n_sampled, duration_seconds, reward"
+_FACTS = "group_number, n_sampled, duration_seconds, reward"
 _LIVE = "group_number IN (SELECT group_number FROM groups)"
 """Groups whose rows are not rolled up: of others only what is in the pool is left, which are successes."""
 _POPULATION = {
     "sampled": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE {_LIVE} AND reward IS NOT NULL",
     "stored": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE saved IS NOT NULL",
     "trained": f"SELECT {_FACTS}, 0 AS age_insert FROM trajectories WHERE {_LIVE} AND state = 'trained'",
-    "replayed": "SELECT t.n_sampled, t.duration_seconds, t.reward, r.age AS age_insert FROM group_replays r JOIN "
-    "trajectories t USING (row_id) WHERE r.chosen = 1",
+    "replayed": "SELECT r.group_number, t.n_sampled, t.duration_seconds, t.reward, r.age AS age_insert "
+    "FROM group_replays r JOIN trajectories t USING (row_id) WHERE r.chosen = 1",
     "zero_variance": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE state = 'dropped' AND "
-    "reason = 'zero_variance'",
+    "reason IN ('zero_variance', 'pilot')",
 }
 """The populations of the selection-bias audit. Age: versions that its oldest token was behind the newest one when
 it came (sampled, stored, zero_variance), or behind the weights that were updated when it was trained (trained,
-replayed). ``zero_variance``: left out because all rewards of its group were equal."""
+replayed). ``zero_variance``: left out because all rewards of its group, or of its pilot, were equal."""
 _TRAINED_AGES = """
 SELECT g.update_number, t.version_min, count(*), total(t.age_insert) FROM trajectories t
 JOIN groups g ON g.group_number = t.group_number WHERE t.state = 'trained' GROUP BY 1, 2"""
@@ -56,11 +56,18 @@ class Population:
     seconds: float = 0.0
     reward: float = 0.0
     age: float = 0.0
+    tasks: int = 0
+    """Different tasks that trajectories of it are of; those of imports are not known."""
+    tasks_effective: float | None = None
+    """Kish's effective number of tasks, ``1 / Σ share²`` over their shares of the trajectories: ``tasks`` where each
+    has as many."""
 
-    def means(self) -> dict[str, float | int | None]:
+    def json(self) -> dict[str, float | int | None]:
+        """Means, and the tasks."""
         n = self.count
         values = {"tokens": self.tokens, "seconds": self.seconds, "reward": self.reward, "age": self.age}
-        return {"count": n, **{name: value / n if n else None for name, value in values.items()}}
+        means = {name: value / n if n else None for name, value in values.items()}
+        return {"count": n, **means, "tasks": self.tasks, "tasks_effective": self.tasks_effective}
 
 
 @dataclass(slots=True)
@@ -93,6 +100,7 @@ class ReplayReport:
 
     def json(self, config: RunConfig) -> dict[str, Any]:
         """For machines."""
+        mixing = self.started and config.replay.enabled
         return {
             "enabled": config.replay.enabled,
             "policy_version": self.policy_version,
@@ -122,11 +130,11 @@ class ReplayReport:
             "counters": dict(self.counters),
             "guard": {
                 "enabled": config.replay.ess_guard.enabled,
-                "mixing": self.started,
+                "mixing": mixing,
                 "factor": self.factor,
-                "share": config.replay.task_ratio * self.factor if self.started else 0.0,
+                "share": config.replay.task_ratio * self.factor if mixing else 0.0,
             },
-            "audit": {name: population.means() for name, population in self.audit.items()},
+            "audit": {name: population.json() for name, population in self.audit.items()},
         }  # fmt: skip
 
 
@@ -169,11 +177,14 @@ def examine_run(path: Path) -> ReplayReport:
             if name.startswith(("pool.", "replays.", "tasks.", "groups.zero_variance_")):
                 found.counters[name] += value
         for name, query in _POPULATION.items():
-            sums = read(
+            count, tokens, seconds, reward, age = read(
                 "SELECT count(*), total(n_sampled), total(duration_seconds), total(reward), total(age_insert) "
                 f"FROM ({query})"
-            )
-            found.audit[name] = Population(*sums.fetchone())
+            ).fetchone()
+            of_tasks = f"SELECT count(*) FROM ({query}) JOIN groups USING (group_number) GROUP BY groups.task"
+            sizes = [int(size) for (size,) in read(of_tasks)]
+            effective = sum(sizes) ** 2 / sum(size**2 for size in sizes) if sizes else None
+            found.audit[name] = Population(count, tokens, seconds, reward, age, len(sizes), effective)
         versions = TrainedVersions(state.get("trained_versions"))
         for update, version_min, count, age_insert in read(_TRAINED_AGES):
             at = versions.at(update) if update is not None else None

@@ -228,12 +228,12 @@ def _entry(record: TrajectoryRecord, trajectory: Trajectory, portable: ArchivedT
 
 
 def _foreign(trajectory: Trajectory, frames: Frames, version: int) -> Trajectory:
-    """A trajectory of another run: its id and its versions mean nothing here, and its age counts from now on."""
+    """A trajectory of another run: its id, versions and experts mean nothing here, and its age counts from now on."""
     identity = trajectory.trajectory_id
     if not identity.startswith("import-"):
         identity = import_id(b"".join(bytes(frame) for frame in frames))
     at = version if trajectory.recorded else 0
-    turns = tuple(replace(turn, completion=_at_version(turn.completion, at)) for turn in trajectory.turns)
+    turns = tuple(replace(t, completion=_at_version(t.completion, at), experts=None) for t in trajectory.turns)
     return replace(trajectory, trajectory_id=identity, group_id="imported", turns=turns)
 
 

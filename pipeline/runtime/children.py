@@ -34,6 +34,15 @@ PARENT_SECONDS = 0.5
 """Between two looks at whether the parent lives."""
 SUPERVISOR = "AFTERPLAY_SUPERVISOR"
 """Environment variable of a role that is to end with its supervisor: the supervisor's process id."""
+PASSIVE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Environment of a process that computes, unless ours has another value: OpenMP threads that spin at their barriers,
+which is the default, take the cores from the engine beside a learner, which slows generation several times."""
+
+
+def wait_passively() -> None:
+    """:data:`PASSIVE_THREADS` in this process, which has effect before PyTorch is imported."""
+    for name, value in PASSIVE_THREADS.items():
+        os.environ.setdefault(name, value)
 
 
 def module_command(module: str, *arguments: str) -> list[str]:

@@ -296,12 +296,12 @@ class DiskBudget:
 
 def expendable(directory: RunDirectory) -> Iterator[Path]:
     """Files that the run does without, in the order in which they go: older halves of logs, traces but for the newest
-    file of each kind, batches of skipped steps."""
+    file of each kind, records of updates."""
     yield from sorted(directory.logs.glob("*.log.1"))
     traces = sorted(directory.traces.glob("*.traces"))
     newest = {path.name.rpartition("-")[0]: path for path in traces}
     yield from (path for path in traces if path not in newest.values())
-    yield from sorted(directory.skipped.glob("u*.batch"))
+    yield from sorted(directory.updates.glob("u*.record"))
 
 
 def bytes_below(folder: Path) -> int:

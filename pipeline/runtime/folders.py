@@ -28,7 +28,7 @@ from typing import Any
 import orjson
 
 from pipeline.runtime.disk import disk_fault
-from pipeline.runtime.run_directory import read_json, sync, write_json_atomically
+from pipeline.runtime.run_directory import PathWatch, read_json, sync, write_json_atomically
 
 _TEMPORARY = ".writing-"
 
@@ -39,14 +39,18 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
     All files are on disk before the rename. What was at ``target`` before is replaced. An error removes the scratch
     folder. Raises :class:`OSError` where the file system refuses it, whatever the libraries inside raise for that. The
-    folder above ``target`` is made if it is missing, and none above that: a run directory that is gone stays gone.
+    folder above ``target`` is made if it is missing, and none above that: a run directory that is gone stays gone, also
+    where a library in the block makes it again.
     """
     scratch = target.with_name(f"{_TEMPORARY}{target.name}.{os.getpid()}")
     shutil.rmtree(scratch, ignore_errors=True)
     target.parent.mkdir(exist_ok=True)
-    scratch.mkdir()
+    above = PathWatch(target.parent)
     try:
+        scratch.mkdir()
         yield scratch
+        if above.gone(looks=1):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target.parent))
         _open_to_readers(scratch)
         sync_tree(scratch)
         if target.exists():
@@ -65,6 +69,11 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         raise OSError(number, f"{os.strerror(number)} ({error})", str(target)) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+        if above.gone(looks=1):
+            with contextlib.suppress(OSError):  # raised where others have files in it
+                target.parent.rmdir()
+                target.parent.parent.rmdir()
+        above.close()
 
 
 def _open_to_readers(folder: Path) -> None:

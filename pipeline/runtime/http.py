@@ -152,8 +152,10 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         bytes_max: int = ANSWER_BYTES_MAX,
         server: str = "",
+        heard: Callable[[bytes], None] | None = None,
     ) -> Answer:
-        """The answer of the server at ``url`` to ``path``; ``data`` is JSON; ``server`` names it in messages. Raises
+        """The answer of the server at ``url`` to ``path``; ``data`` is JSON; ``server`` names it in messages. ``heard``
+        gets the bytes of a body of server-sent events as they come; the answer is without them then. Raises
         :class:`EngineGone` (it takes no connection), :class:`EngineUnavailable`, :class:`EngineProtocolError` (the
         answer is too long)."""
         server = server or url
@@ -164,7 +166,8 @@ class HttpClient:
             async with self._open().request(
                 method, url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
-                body = await self._read(response, bytes_max, server)
+                streamed = heard is not None and response.content_type == "text/event-stream"
+                body = await self._read(response, bytes_max, server, heard if streamed else None)
                 return Answer(server, method, response.status, body, _seconds(response.headers.get("Retry-After")))
         except aiohttp.ConnectionTimeoutError as error:
             raise EngineUnavailable(f"{server} did not accept a connection{_within(connect_seconds)}") from error
@@ -176,11 +179,22 @@ class HttpClient:
             on = f" on {path}" if path else ""
             raise EngineUnavailable(f"{server} failed{on}: {type(error).__name__}: {error}") from error
 
-    async def _read(self, response: aiohttp.ClientResponse, bytes_max: int, server: str) -> bytes:
-        """The body of an answer, of at most ``bytes_max``, once there is room for it."""
+    async def _read(
+        self, response: aiohttp.ClientResponse, bytes_max: int, server: str, heard: Callable[[bytes], None] | None
+    ) -> bytes:
+        """The body of an answer, of at most ``bytes_max``, once there is room for it. What ``heard`` gets is not kept,
+        and needs no room."""
         length = None if "Content-Encoding" in response.headers else response.content_length
         if length is not None and length > bytes_max:
             raise _too_long(server, bytes_max, f"{length}")
+        if heard is not None:
+            size = 0
+            async for chunk in response.content.iter_any():
+                size += len(chunk)
+                if size > bytes_max:
+                    raise _too_long(server, bytes_max, "more")
+                heard(chunk)
+            return b""
         async with self._memory.reserve(bytes_max if length is None else length):
             if length is not None:
                 return await response.read()

@@ -46,6 +46,7 @@ from pipeline.errors import (
     FormatMismatch,
 )
 from pipeline.runtime import disk as disk_wait
+from pipeline.runtime.logs import configure_logging
 from pipeline.runtime.metrics import CollectorRegistry, ProcessMetrics
 from pipeline.runtime.plugin_limits import bounded_prints
 from pipeline.runtime.progress import Alarm, Progress, RoleState, Watchdog
@@ -286,21 +287,10 @@ def metrics_port(name: str, index: int, base: int) -> int:
     return port
 
 
-def configure_logging(name: str) -> None:
-    """Time, role and level on stderr."""
-    level = os.environ.get("AFTERPLAY_LOG_LEVEL", "INFO").upper()
-    logging.basicConfig(
-        level=getattr(logging, level, logging.INFO),
-        format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )
-
-
 def run_role(name: str, index: int, config: RunConfig, main: Main, ends_with_run: bool = False) -> int:
     """Run ``main`` as a process of its own and return its exit code. ``ends_with_run``: nobody ends it when the run has
     finished, so it looks for that itself."""
-    configure_logging(name)
+    configure_logging(name, config.run.name)
     try:
         return anyio.run(_live, name, index, config, main, ends_with_run, backend_options={"use_uvloop": True})
     except BaseException as error:

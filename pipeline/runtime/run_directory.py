@@ -12,7 +12,7 @@
       lessons.sqlite     the memory of lessons, if they are on
       traces/            some trained, evaluated and failed rollouts, for ``afterplay show``
       metrics.jsonl      one JSON object for each update
-      skipped/           batches of optimizer steps that were not finite (learner/checkpoints/skipped_steps.py)
+      updates/           what each of the newest updates computed (learner/process/update_record.py)
       evaluations.jsonl  one JSON object for each evaluation that ended, written by the replay stage
       evaluations/NAME/  one ``afterplay eval`` of a checkpoint: a small run directory
       curves.png         the picture of metrics.jsonl
@@ -90,7 +90,7 @@ class RunDirectory:
     lessons_file = Inside("lessons.sqlite")
     checkpoints = Inside("checkpoints")
     traces = Inside("traces")
-    skipped = Inside("skipped")
+    updates = Inside("updates")
     logs = Inside("logs")
     processes = Inside("processes")
     engines = Inside("engines")
@@ -246,18 +246,20 @@ class PathWatch:
         self._gone = 0
 
     def gone(self, looks: int = 2) -> str:
-        """Says what became of it, once so many calls in a row have found that; else empty."""
+        """Says that it is gone, once so many calls in a row have found that; else empty."""
         try:
-            found = os.stat(self.path)
-            became = "" if os.path.samestat(found, self._first) else "replaced by another"
+            there = os.path.samestat(os.stat(self.path), self._first)
         except (FileNotFoundError, NotADirectoryError):
-            became = "moved or removed"
+            there = False
         except OSError:
-            became = ""
-        self._gone = self._gone + 1 if became else 0
+            there = True
+        self._gone = 0 if there else self._gone + 1
         if not self._gone or self._gone < looks:
             return ""
-        return f"{self.path} was {became} while the run used it (put it back, and start the run again to resume it)"
+        return (
+            f"{self.path} was moved, removed or replaced while the run used it (put it back, and start the run again "
+            "to resume it)"
+        )
 
     def close(self) -> None:
         """Harmless when done already."""

@@ -12,9 +12,12 @@ frame  content                                dtype, shape
 3      version spans of all completions       ``<i4`` ``[K, 3]`` start, stop, version
 =====  =====================================  ==================================================
 
-Decoding makes views on the received buffers. It checks the whole arrays once and builds the spans of turns without
-repeating the checks, which would cost a dozen small numpy calls a turn; where a check fails, the checking constructors
-are called after all, because they say which part of which turn is wrong.
+Where experts are recorded (``experts`` in the header is their dtype, layers and k), those of all turns follow the
+version spans: ``u1`` or ``<u2`` ``[T, layers, k]``.
+
+Decoding makes views on the received buffers. It checks header and arrays as a whole, and builds turns only when they
+are asked for. Where a check fails, the checking constructors are called at once, because they say which part of which
+turn is wrong.
 
 Schema evolution: a reader ignores unknown header keys and fills missing optional ones; ``schema_version`` changes only
 when a meaning changes, which raises :class:`VersionMismatch`.
@@ -24,6 +27,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +40,9 @@ from pipeline.schema.orders import Record, decode_task, task_header
 from pipeline.schema.record_file import Buffer, Frames, array_bytes, json_object, n_bytes
 from pipeline.schema.trajectory import (
     SCHEMA_VERSION,
+    DecodedTurns,
     EngineRecord,
+    ExpertArray,
     Failure,
     FinishReason,
     Message,
@@ -49,6 +56,7 @@ from pipeline.schema.trajectory import (
     VersionSpan,
     are_sampled_logprobs,
     are_tiles,
+    experts_of,
 )
 
 if TYPE_CHECKING:
@@ -77,6 +85,8 @@ class Limits:
 _CONTEXT, _SAMPLED = SpanSource.CONTEXT, SpanSource.SAMPLED
 
 _FINISH = {reason.value: reason for reason in FinishReason}
+
+_NUMBERS, _TEXT, _STEPS = frozenset((float, int)), frozenset((str,)), (0, 1)
 
 _new = object.__new__
 
@@ -108,14 +118,15 @@ def encode_trajectory(trajectory: Trajectory) -> Frames:
     """Payload frames of a trajectory (see the table above)."""
     ids = [np.zeros(0, np.int32)]  # a failed episode has no turns
     logprobs = [np.zeros(0, np.float32)]
-    spans: list[tuple[int, int, int]] = []
+    spans: list[int] = []
     turns = []
     for turn in trajectory.turns:
         completion = turn.completion
         assert completion.behaviour_logprobs is not None
         ids += [turn.context.token_ids, completion.token_ids]
         logprobs.append(completion.behaviour_logprobs)
-        spans += [(s.start, s.stop, s.policy_version) for s in completion.version_spans]
+        for span in completion.version_spans:
+            spans += (span.start, span.stop, span.policy_version)
         turns.append(_turn_header(turn))
     header = {
         "schema_version": trajectory.schema_version,
@@ -136,17 +147,21 @@ def encode_trajectory(trajectory: Trajectory) -> Frames:
     if (lessons := trajectory.lessons) is not None:
         plain = [[turn, list(ids)] for turn, ids in lessons.plain_contexts.items()]
         header["lessons"] = {"ids": list(lessons.ids), "keep": lessons.keep, "plain": plain, "query": lessons.query}
+    experts = experts_of(trajectory.turns)
+    if experts is not None:
+        header["experts"] = [experts.dtype.newbyteorder("<").str, *experts.shape[1:]]
     if trajectory.hinted_contexts:
         header["hinted"] = [[turn, list(ids)] for turn, ids in trajectory.hinted_contexts.items()]
     try:
         json = orjson.dumps(header)
     except TypeError as error:
         raise SchemaError(f"trajectory {trajectory.trajectory_id} holds something that is not JSON: {error}") from error
+    tail = array_bytes(np.fromiter(spans, "<i4", len(spans)))
     return (
         json,
         array_bytes(np.concatenate(ids)),
         array_bytes(np.concatenate(logprobs)),
-        array_bytes(np.asarray(spans, dtype="<i4").reshape(-1, 3)),
+        tail if experts is None else b"".join((tail, array_bytes(experts))),
     )
 
 
@@ -167,13 +182,14 @@ def decode_trajectory(frames: Sequence[Buffer], limits: Limits = DEFAULT_LIMITS)
         )
     ids = _array(frames[1], "<i4", "token ids")
     logprobs = _array(frames[2], "<f4", "log-probabilities")
-    spans = _array(frames[3], "<i4", "version spans")
+    tail, experts = _divided(frames[3], header.get("experts"), len(ids))
+    spans = _array(tail, "<i4", "version spans")
     if len(ids) > limits.tokens_max:
         raise LimitExceeded(f"trajectory has {len(ids)} tokens, more than stage.tokens_max={limits.tokens_max}")
     if len(spans) % 3:
         raise WireError(f"expected version spans as [K, 3], got {len(spans)} numbers")
     try:
-        turns = _decode_turns(header["turns"], ids, logprobs, spans.reshape(-1, 3))
+        turns = _decode_turns(header["turns"], ids, logprobs, spans.reshape(-1, 3).tolist(), experts)
         failure = header.get("failure")
         return Trajectory(
             trajectory_id=header["trajectory_id"],
@@ -186,7 +202,7 @@ def decode_trajectory(frames: Sequence[Buffer], limits: Limits = DEFAULT_LIMITS)
             reward=header.get("reward"),
             actor_id=header.get("actor_id", "actor"),
             engine=_decode_engine(header.get("engine") or {}),
-            timings=_decode_plain(Timings, header.get("timings") or {}, int, float),
+            timings=_decode_plain(Timings, header.get("timings") or {}, int, float, list),
             recorded=bool(header.get("recorded", True)),
             lessons=_decode_lessons(header["lessons"]) if header.get("lessons") else None,
             hinted_contexts={int(turn): tuple(int(i) for i in ids) for turn, ids in header.get("hinted", ())},
@@ -199,17 +215,30 @@ def decode_trajectory(frames: Sequence[Buffer], limits: Limits = DEFAULT_LIMITS)
 
 
 def _turn_header(turn: Turn) -> dict[str, Any]:
+    """Leaves out defaults."""
     header = {
-        "n": [len(turn.context), len(turn.completion), len(turn.completion.version_spans)],
-        "messages": turn.context_messages,
-        "completion": turn.completion_message,
-        "finish": turn.finish_reason.value,
+        "n": (len(turn.context.token_ids), len(turn.completion.token_ids), len(turn.completion.version_spans)),
+        "messages": [_message_header(message) for message in turn.context_messages],
+        "completion": _message_header(turn.completion_message),
+        "finish": turn.finish_reason,
         "temperature": turn.temperature,
-        "signals": dict(turn.signals),
-        "branch": turn.branch,
     }
+    if turn.signals:
+        header["signals"] = dict(turn.signals)
+    if turn.branch:
+        header["branch"] = turn.branch
     if turn.reward is not None:
         header["reward"] = turn.reward
+    if not turn.trained:
+        header["trained"] = False
+    return header
+
+
+def _message_header(message: Message) -> dict[str, Any]:
+    """A plain dictionary: orjson writes it four times as fast as a dataclass."""
+    header: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.extra:
+        header["extra"] = message.extra
     return header
 
 
@@ -234,7 +263,7 @@ def _decode_lessons(header: Mapping[str, Any]) -> PromptLessons:
 def _decode_plain(cls: type[Record], header: Mapping[str, Any], *types: type[Any]) -> Record:
     """A dataclass whose fields all have one of ``types``; unknown keys are ignored."""
     fields = {name: header[name] for name in cls.__dataclass_fields__ if name in header}  # type: ignore[attr-defined]
-    if not all(type(value) in types for value in fields.values()):
+    if not set(types).issuperset(map(type, fields.values())):
         raise WireError(
             f"expected fields of {cls.__name__} as {' or '.join(t.__name__ for t in types)}, got {fields!r:.200}"
         )
@@ -248,21 +277,91 @@ def _array(frame: Buffer, dtype: str, what: str) -> np.ndarray[Any, Any]:
         raise WireError(f"{what}: {n_bytes(frame)} bytes are no array of {dtype}") from error
 
 
+def _divided(frame: Buffer, form: Any, n_tokens: int) -> tuple[Buffer, ExpertArray | None]:
+    """The version spans in the last frame, and the experts behind them. ``form``: that of the header."""
+    match form:
+        case None:
+            return frame, None
+        case ["|u1" | "<u2" as dtype, int(layers), int(k)] if layers > 0 and k > 0:
+            at = n_bytes(frame) - np.dtype(dtype).itemsize * n_tokens * layers * k
+            if at >= 0:
+                experts = np.frombuffer(frame, dtype, offset=at) if at < n_bytes(frame) else np.zeros(0, dtype)
+                return memoryview(frame)[:at], experts.reshape(n_tokens, layers, k)
+    raise WireError(f"expected experts of {n_tokens} tokens, got {n_bytes(frame)} bytes in the form {form!r:.100}")
+
+
 def _decode_turns(
     headers: list[dict[str, Any]],
     ids: npt.NDArray[np.int32],
     logprobs: npt.NDArray[np.float32],
-    spans: npt.NDArray[np.int32],
-) -> tuple[Turn, ...]:
-    """``ids`` int32 ``[T]``, ``logprobs`` float32 ``[S]`` and ``spans`` int32 ``[K, 3]`` of all turns in order.
+    spans: list[list[int]],
+    experts: ExpertArray | None,
+) -> Sequence[Turn]:
+    """``ids`` int32 ``[T]``, ``logprobs`` float32 ``[S]``, ``spans`` int32 ``[K, 3]`` and ``experts``
+    ``[T, layers, k]`` of all turns in order.
 
     Raises :class:`WireError` where lengths do not add up, :class:`SchemaError` for values that break the data model,
     and ``KeyError``, ``TypeError``, ``ValueError`` or ``AttributeError`` for a header of another form.
     """
-    for array in (ids, logprobs):
-        array.flags.writeable = False
+    ids.flags.writeable = logprobs.flags.writeable = False
     sound = (not len(ids) or ids.min() >= 0) and are_sampled_logprobs(logprobs)
-    rows = spans.tolist()
+    build = partial(_build_turns, headers, ids, logprobs, spans, experts, sound)
+    try:
+        checked = sound and _are_sound(headers, len(ids), len(logprobs), spans)
+    except (KeyError, TypeError, AttributeError, WireError):
+        checked = False
+    if not checked:
+        return build()
+    versions = [version for _, _, version in spans]
+    return DecodedTurns(build, len(headers), (min(versions), max(versions)) if versions else None)
+
+
+def _are_sound(headers: list[dict[str, Any]], n_ids: int, n_logprobs: int, spans: list[list[int]]) -> bool:
+    """True only if :func:`_build_turns` raises nothing for them, and their branches may follow one another. Raises
+    anything for a header of another form."""
+    numbers: list[Any] = [0]
+    texts: list[Any] = []
+    at_id = at_logprob = at_span = branch = 0
+    for header in headers:
+        n_context, n_completion, n_spans = _lengths(header["n"])
+        at = version = 0
+        for start, stop, of in spans[at_span : at_span + n_spans]:
+            if start != at or stop <= start or of < version:
+                return False
+            at, version = stop, of
+        step = header.get("branch", 0) - branch
+        if not (at == n_completion and header["temperature"] >= 0 and header["finish"] in _FINISH and step in _STEPS):
+            return False
+        numbers.append(header["temperature"])
+        if signals := header.get("signals"):
+            numbers += signals.values()
+        if (reward := header.get("reward")) is not None:
+            numbers.append(reward)
+        for message in (*header["messages"], header["completion"]):
+            texts += (message["role"], message["content"])
+            if (extra := message.get("extra")) and type(extra) is not dict:
+                return False
+        branch += step
+        at_id += n_context + n_completion
+        at_logprob += n_completion
+        at_span += n_spans
+    return (
+        (at_id, at_logprob, at_span) == (n_ids, n_logprobs, len(spans))
+        and _NUMBERS.issuperset(map(type, numbers))
+        and isfinite(sum(numbers))
+        and _TEXT.issuperset(map(type, texts))
+    )
+
+
+def _build_turns(
+    headers: list[dict[str, Any]],
+    ids: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32],
+    rows: list[list[int]],
+    experts: ExpertArray | None,
+    sound: bool,
+) -> tuple[Turn, ...]:
+    """The turns of :func:`_decode_turns`. ``sound``: ids and log-probabilities need no check."""
     turns = []
     at_id = at_logprob = at_span = 0
     for header in headers:
@@ -284,6 +383,8 @@ def _decode_turns(
                 header.get("signals") or {},
                 header.get("branch", 0),
                 header.get("reward"),
+                None if experts is None else experts[at_id:end],
+                bool(header.get("trained", True)),
             )
         )
         at_id, at_logprob, at_span = end, end_logprob, end_span

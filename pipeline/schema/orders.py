@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from pipeline.errors import ImpossibleClaim, SchemaError, WireError
@@ -66,6 +66,8 @@ class GroupPlan:
     """Number of learner updates that were done when the group was admitted; staleness is counted from here."""
     baseline: float | None = None
     """Reward of the group's greedy rollout; None: none was ordered."""
+    weight: float = 1.0
+    """Factor on the loss of its fresh rollouts, 1 or more: see ``groups.pilot``."""
     left_out: bool = False
     """Its rewards were all equal and it is not trained: nothing of it is delivered, and its update is made without
     it."""
@@ -74,6 +76,8 @@ class GroupPlan:
         require_id("group_id", self.group_id)
         if self.baseline is not None:
             require_finite("baseline", self.baseline)
+        require_finite("weight", self.weight)
+        require(self.weight >= 1, "weight >= 1", self.weight)
         require(self.n_rollout >= 1, "n_rollout >= 1", self.n_rollout)
         require(0 <= self.n_fresh <= self.n_rollout, f"n_fresh in 0..{self.n_rollout}", self.n_fresh)
         require(
@@ -100,12 +104,14 @@ class GroupPlan:
 
 Record = TypeVar("Record")
 
+_DEFAULTS = {cls: [(field.name, field.default) for field in fields(cls)] for cls in (Order, GroupPlan)}
+
 
 def encode_request(record: Order | GroupPlan) -> dict[str, Any]:
     """Header of an ORDER or PLAN message; what has its default is left out."""
-    fields = ((name, field, getattr(record, name)) for name, field in record.__dataclass_fields__.items())
-    header = {name: value for name, field, value in fields if value != field.default}
-    return header | {"task": task_header(record.task)}
+    header = {name: value for name, default in _DEFAULTS[type(record)] if (value := getattr(record, name)) != default}
+    header["task"] = task_header(record.task)
+    return header
 
 
 def decode_request(cls: type[Record], header: Mapping[str, Any]) -> Record:

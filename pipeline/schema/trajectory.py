@@ -8,10 +8,11 @@ A failed check raises :class:`SchemaError` with the expected and the actual valu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from itertools import chain, groupby
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -175,6 +176,31 @@ class TokenSpan:
         return out
 
 
+ExpertArray = npt.NDArray[np.uint8 | np.uint16]
+"""Experts that a router chose, ``[tokens, layers, k]``. ``layers`` counts all layers of the model, also those without
+experts, whose entries mean nothing. A token whose experts are unknown has the largest number of the type everywhere:
+no router chooses an expert twice."""
+
+
+def require_experts(array: Any, length: int) -> None:
+    """Experts of ``length`` tokens."""
+    if not isinstance(array, np.ndarray) or array.ndim != 3 or array.dtype not in (np.uint8, np.uint16):
+        came = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise SchemaError(f"expected experts as a 3-d array of uint8 or uint16, got {came}")
+    if len(array) != length or 0 in array.shape[1:]:
+        raise SchemaError(f"expected experts of {length} tokens, got an array of the shape {array.shape}")
+
+
+def unknown_experts(length: int, like: ExpertArray) -> ExpertArray:
+    """Unknown experts of ``length`` tokens, in the form of those in ``like``."""
+    return np.full((length, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
+
+
+def known_experts(experts: ExpertArray) -> npt.NDArray[np.bool_]:
+    """bool ``[tokens]``: the experts of the token are known."""
+    return np.asarray((experts != np.iinfo(experts.dtype).max).any(axis=(1, 2)))
+
+
 @dataclass(frozen=True, slots=True)
 class FlatTokens:
     """A sequence that the engine saw, as arrays of one length T, aligned by position."""
@@ -182,13 +208,16 @@ class FlatTokens:
     token_ids: npt.NDArray[np.int32]
     """int32 ``[T]``."""
     loss_mask: npt.NDArray[np.bool_]
-    """bool ``[T]``: True exactly on sampled tokens."""
+    """bool ``[T]``: True exactly on sampled tokens that are trained."""
     behaviour_logprobs: npt.NDArray[np.float32]
     """float32 ``[T]``, nats; 0 where ``loss_mask`` is False."""
     policy_versions: npt.NDArray[np.int32]
     """int32 ``[T]``; ``NO_VERSION`` where ``loss_mask`` is False."""
     turn_index: npt.NDArray[np.int32]
     """int32 ``[T]``: the turn whose context or completion the token belongs to."""
+    experts: ExpertArray | None = None
+    """``[T, layers, k]``: experts that the engine chose for the token itself; of the last token unknown. None: no turn
+    has any."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -264,7 +293,9 @@ class Task:
         require_id("task_id", self.task_id)
         require_id("environment", self.environment)
         require(isinstance(self.seed, int) and 0 <= self.seed <= SEED_MAX, "seed in 0..2**63-1", self.seed)
-        require(isinstance(self.payload, Mapping), "payload to be a mapping", self.payload)
+        require(
+            type(self.payload) is dict or isinstance(self.payload, Mapping), "payload to be a mapping", self.payload
+        )
 
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "ipython", "function", "observation", "model"})
@@ -306,6 +337,12 @@ class Turn:
     reward: float | None = None
     """The environment's reward of this turn, unweighted. None: nobody recorded it. The episode's score, in
     ``Trajectory.rewards``, is what counts as the outcome."""
+    experts: ExpertArray | None = None
+    """Experts that the engine chose for the token *before* each token of context and completion: a request returns
+    those of all tokens but the last one sampled, which the next request of the branch reads. None: nobody recorded
+    them."""
+    trained: bool = True
+    """False: a summary that training leaves out (``loop.summaries: mask``). Its tokens are context to the learner."""
 
     def __post_init__(self) -> None:
         if self.context.source is not SpanSource.CONTEXT:
@@ -318,6 +355,51 @@ class Turn:
             require_finite(f"signal {name!r}", value)
         if self.reward is not None:
             require_finite("reward of a turn", self.reward)
+        if self.experts is not None:
+            require_experts(self.experts, len(self.context) + len(self.completion))
+            object.__setattr__(self, "experts", frozen(self.experts))
+
+    @property
+    def spans(self) -> tuple[TokenSpan, TokenSpan]:
+        """Context and completion as the learner takes them: a completion that is not trained is context too."""
+        return self.context, self.completion if self.trained else TokenSpan.context(self.completion.token_ids)
+
+
+class DecodedTurns(Sequence[Turn]):
+    """Turns that were checked as a whole, and are built when one is first asked for.
+
+    The replay stage looks at no turn of most trajectories, and building them costs three times as much as checking.
+    """
+
+    __slots__ = ("_build", "_turns", "n_turns", "version_range")
+
+    def __init__(
+        self, build: Callable[[], tuple[Turn, ...]], n_turns: int, version_range: tuple[int, int] | None
+    ) -> None:
+        self._build, self.n_turns, self.version_range = build, n_turns, version_range
+        self._turns: tuple[Turn, ...] | None = None
+
+    def __len__(self) -> int:
+        return self.n_turns
+
+    @overload
+    def __getitem__(self, index: int) -> Turn: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Turn, ...]: ...
+    def __getitem__(self, index: int | slice) -> Turn | tuple[Turn, ...]:
+        if self._turns is None:
+            self._turns = self._build()
+        return self._turns[index]
+
+
+def experts_of(turns: Sequence[Turn]) -> ExpertArray | None:
+    """:attr:`Turn.experts` of turns, one after another; None where no turn has any."""
+    like = next((turn.experts for turn in turns if turn.experts is not None), None)
+    if like is None:
+        return None
+    lengths = [len(turn.context) + len(turn.completion) for turn in turns]
+    parts = zip((turn.experts for turn in turns), lengths, strict=True)
+    return np.concatenate([unknown_experts(n, like) if part is None else part for part, n in parts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,9 +427,14 @@ class Timings:
     finished_at: float = 0.0
     generate_seconds: float = 0.0
     environment_seconds: float = 0.0
+    requests: tuple[tuple[float, float], ...] = ()
+    """Begin since ``started_at`` and duration of each request to an engine that succeeded, in the order of their ends:
+    one for each turn, or for each part of a long one."""
 
     def __post_init__(self) -> None:
-        for seconds in (self.started_at, self.finished_at, self.generate_seconds, self.environment_seconds):
+        object.__setattr__(self, "requests", tuple([(begin, seconds) for begin, seconds in self.requests]))
+        plain = (self.started_at, self.finished_at, self.generate_seconds, self.environment_seconds)
+        for seconds in (*plain, *chain.from_iterable(self.requests)):
             if not -SECONDS_MAX <= seconds <= SECONDS_MAX:
                 raise SchemaError(f"expected times of at most {SECONDS_MAX:g} s, got {seconds!r}")
 
@@ -400,7 +487,7 @@ class Trajectory:
     """Idempotency key; equal to the id of the order it answers."""
     group_id: str
     task: Task
-    turns: tuple[Turn, ...]
+    turns: Sequence[Turn]
     status: TrajectoryStatus
     failure: Failure | None = None
     rewards: Mapping[str, float | None] = field(default_factory=dict)
@@ -436,16 +523,22 @@ class Trajectory:
                 require_finite(f"reward {name!r}", value)
         for index, ids in self.hinted_contexts.items():
             require(0 <= index < len(self.turns) and all(i >= 0 for i in ids), "hinted turns and ids >= 0", index)
+        if isinstance(self.turns, DecodedTurns):
+            return
         branch = 0
         for turn in self.turns:
             if turn.branch not in (branch, branch + 1):
                 raise SchemaError(f"expected branch {branch} or {branch + 1}, got {turn.branch!r}")
             branch = turn.branch
+        forms = {(t.experts.dtype, t.experts.shape[1:]) for t in self.turns if t.experts is not None}
+        require(len(forms) < 2, "experts of one model in all turns", forms)
 
     @property
     def usable(self) -> bool:
-        """True if it may be trained once it has a reward: it ended by itself or by a limit, and sampled something."""
-        return self.status in (TrajectoryStatus.COMPLETE, TrajectoryStatus.TRUNCATED) and self.n_sampled > 0
+        """True if it may be trained once it has a reward: it ended by itself or by a limit, and sampled tokens to
+        train."""
+        trained = any(len(turn.completion) for turn in self.turns if turn.trained)
+        return self.status in (TrajectoryStatus.COMPLETE, TrajectoryStatus.TRUNCATED) and trained
 
     @property
     def n_sampled(self) -> int:
@@ -474,20 +567,20 @@ class Trajectory:
 
     def version_range(self) -> tuple[int, int] | None:
         """Oldest and newest policy version that sampled a token, or None where nothing was sampled."""
+        if isinstance(self.turns, DecodedTurns):
+            return self.turns.version_range
         versions = [span.policy_version for turn in self.turns for span in turn.completion.version_spans]
         return (min(versions), max(versions)) if versions else None
 
     def branches(self) -> Iterator[FlatTokens]:
-        """Each branch as one sequence; concatenated spans are exactly what the engine saw."""
-        spans: list[tuple[int, TokenSpan]] = []
-        branch = 0
-        for index, turn in enumerate(self.turns):
-            if turn.branch != branch:
-                yield FlatTokens.join(spans)
-                spans, branch = [], turn.branch
-            spans += [(index, turn.context), (index, turn.completion)]
-        if spans:
-            yield FlatTokens.join(spans)
+        """Each branch as one sequence: exactly what the engine saw."""
+        for _, members in groupby(enumerate(self.turns), key=lambda member: member[1].branch):
+            turns = list(members)
+            spans = [(index, span) for index, turn in turns for span in turn.spans]
+            tokens, experts = FlatTokens.join(spans), experts_of([turn for _, turn in turns])
+            if experts is not None:
+                experts = np.concatenate([experts[1:], unknown_experts(1, experts)])
+            yield replace(tokens, experts=experts)
 
     def scored(self, reward: float | None, rewards: Mapping[str, float | None]) -> Trajectory:
         """A copy with the scorer's verdict."""

@@ -183,6 +183,8 @@ class StageCore:
     def plan(self) -> None:
         """Everything that follows from the events and the time: expiry, cancellations, orders, dispatch."""
         self.leases.tick()
+        if self.groups.paused and self.dispatch.free_covered(0):
+            self.journal.shrink()
         while self.groups.given_up:
             group, reason = self.groups.given_up.pop()
             if group.open:

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from pipeline.schema import GroupPlan
 from pipeline.schema.counters import Count
 from pipeline.schema.orders import encode_request
 from pipeline.stage.group_records import SharedState, StagePart
@@ -51,6 +50,8 @@ class Dispatch(StagePart):
         self.peer: str | None = None
         """Name of the learner that is connected."""
         self.durable_updates: int = meta.get("durable_updates", 0)
+        self._checkpoints: list[int] = meta.get("checkpoints", [])
+        """Updates of the newest ``checkpoint.keep`` checkpoints, which the learner keeps, oldest first."""
         self._versions = TrainedVersions(meta.get("trained_versions"))
         self.credit = 0
         self.sent: set[int] = set()
@@ -121,20 +122,7 @@ class Dispatch(StagePart):
         waited = 0.0 if self._starved_since is None else self._clock.now - self._starved_since
         self._journal.observe("sample_wait_seconds", waited)
         self._starved_since = None
-        candidates = tuple(replay.entry.trajectory_id for replay in group.replays)
-        plan = GroupPlan(
-            group.group_id,
-            group.task,
-            group.n_rollout,
-            group.n_fresh,
-            replay_ids=candidates[: group.k],
-            candidates=candidates,
-            attempt=group.attempt,
-            admitted_update=group.admitted_update,
-            baseline=group.baseline,
-            left_out=group.dropped,
-        )
-        self._journal.effect(Send(self.peer, Kind.PLAN, {**encode_request(plan), "update": group.update}))
+        self._journal.effect(Send(self.peer, Kind.PLAN, {**encode_request(group.plan()), "update": group.update}))
         if group.dropped:
             return
         for index, record in enumerate(self._members(group)):
@@ -221,14 +209,37 @@ class Dispatch(StagePart):
         self._replays.trained(update, groups, report, version)
 
     def checkpointed(self, updates: int) -> None:
-        """Everything before update ``updates`` is safe at the learner: forget it."""
+        """Everything before update ``updates`` is safe at the learner: forget it, but for ``replay.keep_trained``."""
         self.durable_updates = max(self.durable_updates, updates)
         self._journal.meta("durable_updates", self.durable_updates)
         self._replays.replay.covered(updates)
+        known = sorted({*self._checkpoints, updates})
+        self._checkpoints = known[-self._config.checkpoint.keep :]
+        self._journal.meta("checkpoints", self._checkpoints)
         for group in list(self._records.values()):
-            made = group.consumed and group.update is not None and group.update < updates
-            if made or (group.state is GroupState.CANCELLED and group.admitted_update < updates):
+            if group.state is GroupState.CANCELLED and group.admitted_update < updates:
                 self.forget(group)
+        self.free_covered(self._config.replay.keep_trained)
+
+    def free_covered(self, keep_updates: int) -> bool:
+        """Forget groups that a checkpoint covers, but those of at least ``keep_updates`` updates before it, back to an
+        older checkpoint that the learner can begin with, up to ``replay.capacity_bytes``. True where some were."""
+        begun = self.durable_updates <= keep_updates + self._config.checkpoint.every  # so the initial model may do
+        starts = [0, *self._checkpoints] if begun else self._checkpoints
+        old_enough = [start for start in starts if start <= self.durable_updates - keep_updates]
+        oldest = max(old_enough, default=min(starts, default=0))
+        covered: dict[int, list[GroupRecord]] = {}
+        for group in self._records.values():
+            if group.consumed and group.update is not None and group.update < self.durable_updates:
+                covered.setdefault(group.update, []).append(group)
+        n_bytes, freed = 0, False
+        for update, groups in sorted(covered.items(), reverse=True):
+            n_bytes += sum(group.n_bytes for group in groups)
+            if update < oldest or n_bytes > self._config.replay.capacity_bytes:
+                freed = True
+                for group in groups:
+                    self.forget(group)
+        return freed
 
     def cancelled(self, group: GroupRecord) -> None:
         """A group that the learner may have was cancelled."""
@@ -280,6 +291,7 @@ class Dispatch(StagePart):
         self._staleness.roll_back(updates, again)
         self._close_gaps()
         self.durable_updates = min(self.durable_updates, updates)
+        self._checkpoints = [made for made in self._checkpoints if made <= updates]
         self._journal.meta("consumed", self._staleness.consumed)
         self._journal.meta("live", self._staleness.live)
 

@@ -95,8 +95,9 @@ class Ingest(StagePart):
         self._journal.count(Count.TRAJECTORIES_RECEIVED)
         key = OrderKey.parse(trajectory_id)
         order = self._records.find_order(key) if key else None
+        name = str(trajectory_id)
         if order is None or order.state is not OrderState.LEASED or order.actor != actor:
-            self._unexpected(actor, str(trajectory_id), key, order)
+            self._unexpected(actor, name, key, order)
             return
         seen = examine(frames, self._limits, order.key, self._records[order.key.group].task)
         self._leases.ended([order])
@@ -108,19 +109,19 @@ class Ingest(StagePart):
             )
         if isinstance(seen, Unreadable):
             reason = f"{seen.drop.value}: {seen.reason}"
-            self._journal.refuse(actor, order.key.text, reason)
+            self._journal.refuse(actor, name, reason)
             self._groups.failed(order, seen.drop, None, reason)
             return
-        self._journal.ack(actor, order.key.text)
+        self._journal.ack(actor, name)
         self._leases.answered(actor)
         if seen.drop is not None:
             failure = seen.trajectory.failure
             reason = f"{failure.boundary}: {failure.kind}: {failure.message}" if failure else "nothing was sampled"
             self._groups.failed(order, seen.drop, seen.facts, reason)
-            self._journal.effect(UntrainedRollout(order.key.text, frames, self._clock.wall))
+            self._journal.effect(UntrainedRollout(name, frames, self._clock.wall))
         else:
             if late := seen.facts.version_min < order.policy_version:
-                log.warning("trajectory %s was sampled by version %d, ordered from %d on", order.key.text,
+                log.warning("trajectory %s was sampled by version %d, ordered from %d on", name,
                             seen.facts.version_min, order.policy_version)  # fmt: skip
             self._hold(seen.trajectory, self._groups.answered(order, seen.facts, frames, late))
 

@@ -131,11 +131,11 @@ class Leases(StagePart):
         by_actor: dict[str, list[str]] = {}
         for order in orders:
             actor = self.actors.get(order.actor)
-            if actor is not None and actor.leases.pop(order.key, None) is not None and actor.down_since is None:
-                by_actor.setdefault(actor.name, []).append(order.key.text)
-        if cancel:
-            for name, ids in by_actor.items():
-                self._journal.effect(Send(name, Kind.CANCEL, {"order_ids": ids, "reason": cancel}))
+            known = actor is not None and actor.leases.pop(order.key, None) is not None and actor.down_since is None
+            if known and cancel:
+                by_actor.setdefault(order.actor, []).append(order.key.text)
+        for name, ids in by_actor.items():
+            self._journal.effect(Send(name, Kind.CANCEL, {"order_ids": ids, "reason": cancel}))
 
     def tick(self) -> None:
         """Expire what is over its time."""

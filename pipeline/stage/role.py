@@ -19,6 +19,7 @@ from pipeline.config.tasks import TRAIN
 from pipeline.errors import TransportClosed
 from pipeline.lessons.service import LessonService, open_lesson_service
 from pipeline.runtime.disk import LOOK_SECONDS, DiskBudget, disk_fault, left_out, when_room
+from pipeline.runtime.garbage_collection import gc_paused, gc_policy
 from pipeline.runtime.plugin_limits import interrupting_blocks
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.progress import RoleState
@@ -99,7 +100,8 @@ DRAIN_SECONDS_MAX = 1.0
 async def main(ctx: RoleContext) -> None:
     """Serve until ``ctx.stopping``. Raises :class:`ConfigurationError` for a bad score function or address,
     :class:`StoreError` for a store that cannot be used."""
-    await serve(ctx, open_hub(ctx.config))
+    with gc_policy():
+        await serve(ctx, open_hub(ctx.config))
 
 
 async def serve(ctx: RoleContext, hub: Hub) -> None:
@@ -120,19 +122,20 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
     ctx.watch(path)
     try:
         snapshot = await anyio.to_thread.run_sync(store.load)
-        core = StageCore(
-            config,
-            snapshot,
-            now=anyio.current_time(),
-            wall=time.time(),
-            score_now=scorer.score_now if scorer.immediate else None,
-            sources={n: source.splits[TRAIN] for n, source in sources.items() if n in config.trained_environments},
-            held_out={
-                name: source.splits[config.evaluation.split]
-                for name, source in sources.items()
-                if config.evaluation.split in source.splits
-            },
-        )
+        with gc_paused():
+            core = StageCore(
+                config,
+                snapshot,
+                now=anyio.current_time(),
+                wall=time.time(),
+                score_now=scorer.score_now if scorer.immediate else None,
+                sources={n: source.splits[TRAIN] for n, source in sources.items() if n in config.trained_environments},
+                held_out={
+                    name: source.splits[config.evaluation.split]
+                    for name, source in sources.items()
+                    if config.evaluation.split in source.splits
+                },
+            )
         if core.evaluations.last is not None:
             # a kill may have come between the transaction and the line
             write = partial(write_results, ctx.directory.evaluations_file, [core.evaluations.last])

@@ -189,6 +189,7 @@ class StalenessLedger:
             if self.placed.pop(group, None) is not None:
                 self._filled[update] -= 1
         self.consumed = max(self.consumed, update + 1)
+        self._unplaced = +self._unplaced  # without the deadlines that no group has any more
 
     def cancel(self, group: int) -> None:
         """The group will not be trained; its slot is free again. Unknown groups are ignored."""

@@ -85,6 +85,55 @@ def rollouts(path: Path) -> list[Rollout]:
         return [Rollout(*row) for row in connection.execute(_ROLLOUTS)]
 
 
+_GROUPS = """
+SELECT g.group_number, g.state != 'cancelled', sum(max(o.ended_at - o.issued_at, 0))
+FROM groups g LEFT JOIN orders o ON o.group_number = g.group_number AND o.ended_at IS NOT NULL
+WHERE g.state IN ('trained', 'zero_variance') AND g.update_number BETWEEN :first AND :last
+    OR g.state = 'cancelled' AND g.reason IN ('zero_variance', 'pilot') AND g.ended_at BETWEEN :since AND :until
+GROUP BY g.group_number, o.slot ORDER BY g.group_number, o.slot"""
+_BUSY = """
+SELECT coalesce(sum(min(coalesce(ended_at, :until), :until) - max(issued_at, :since)), 0)
+FROM orders WHERE issued_at < :until AND coalesce(ended_at, :until) > :since"""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTimes:
+    """A group that has ended, by the seconds that actors took for it."""
+
+    seconds: tuple[float, ...]
+    """Time of each slot, from the first order to the end of the last. Empty: a stored group that came back whole."""
+    trained: bool = True
+    """An update was made from it, with its rollouts or without; False: another group took its place."""
+
+
+def order_times(path: Path, updates: Span, since: float, until: float) -> tuple[list[GroupTimes], float]:
+    """Groups of ``updates``, and of the Unix times from ``since`` to ``until`` those that were replaced for equal
+    rewards, and the seconds that all orders were out. Raises :class:`StoreError`."""
+    values = {"first": updates.low, "last": updates.high, "since": since, "until": until}
+    found: dict[int, tuple[bool, list[float]]] = {}
+    with reading(path) as connection:
+        for number, trained, seconds in connection.execute(_GROUPS, values):
+            slots = found.setdefault(number, (bool(trained), []))[1]
+            slots += [] if seconds is None else [seconds]
+        (busy,) = connection.execute(_BUSY, values).fetchone()
+    return [GroupTimes(tuple(s), trained) for trained, s in found.values() if s or trained], float(busy)
+
+
+_ORDERS = """
+SELECT t.trajectory_id, o.issued_at, CASE WHEN t.state = 'trained' OR t.reason = 'zero_variance' THEN (
+    SELECT max(x.received_at) FROM trajectories x
+    WHERE x.group_number = g.group_number AND (x.state = 'trained' OR x.reason = 'zero_variance')) END
+FROM groups g JOIN trajectories t USING (group_number) JOIN orders o USING (group_number, slot, serial)
+WHERE g.update_number = ? AND g.state IN ('trained', 'zero_variance')"""
+
+
+def orders_of_update(path: Path, update: int) -> dict[str, tuple[float, float | None]]:
+    """By id of each trajectory that was ordered for the groups of an update: Unix times at which its order was issued,
+    and at which its group was complete (None: without it). Raises :class:`StoreError`."""
+    with reading(path) as connection:
+        return {name: (issued, complete) for name, issued, complete in connection.execute(_ORDERS, (update,))}
+
+
 Sort = Literal[
     "newest", "oldest", "step", "reward", "tokens", "turns", "seconds", "entropy", "version", "age", "replays"
 ]
@@ -161,6 +210,8 @@ class Filters:
     """Trained again from the pool at least once."""
     kept: frozenset[str] | None = None
     """Tokens are in the store, or kept elsewhere of these trajectory ids."""
+    among: frozenset[str] | None = None
+    """Trajectory ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +325,8 @@ def _conditions(f: Filters) -> tuple[str, list[Any]]:
             "(trajectory_id IN (SELECT value FROM json_each(?)) OR row_id IN (SELECT row_id FROM payloads))",
             orjson.dumps(sorted(f.kept)).decode(),
         )
+    if f.among is not None:
+        add("trajectory_id IN (SELECT value FROM json_each(?))", orjson.dumps(sorted(f.among)).decode())
     if f.replayed:
         add("n_replays > 0")
     return (f"WHERE {' AND '.join(parts)}" if parts else ""), values

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.schema import Task, Trajectory
-from pipeline.schema.record_file import Buffer
+from pipeline.schema import GroupPlan, Task, Trajectory
+from pipeline.schema.record_file import Buffer, n_bytes
 from pipeline.schema.trajectory import NO_VERSION
 from pipeline.store.replay_records import Candidate
 
@@ -97,6 +97,8 @@ class Drop(StrEnum):
     """Some of its tokens have a policy version that the learner cannot have published."""
     ZERO_VARIANCE = "zero_variance"
     """All rewards of its group were equal (``groups.zero_variance``)."""
+    PILOT = "pilot"
+    """All rewards of its group's pilot were equal (``groups.pilot``)."""
 
 
 class CancelReason(StrEnum):
@@ -114,6 +116,8 @@ class CancelReason(StrEnum):
     """The learner made its update without it."""
     ZERO_VARIANCE = "zero_variance"
     """Its rewards were all equal, and a new group replaces it (``groups.zero_variance: refill``)."""
+    PILOT = "pilot"
+    """The rewards of its pilot were all equal, its other rollouts were not ordered, and a new group replaces it."""
     RESTORED = "restored"
     """The store is an older copy, and an update that it does not know may have been made from the group."""
     LOST = "lost"
@@ -239,6 +243,9 @@ class GroupRecord:
     late: bool = False
     dropped: bool = False
     """Its rewards have zero variance: its trajectories are dropped, and its update is made without it."""
+    weight: float | None = 1.0
+    """Factor on the loss of its fresh rollouts: one divided by the probability that these were ordered. None: its pilot
+    (``groups.pilot``) has not decided if they are."""
     reason: str = ""
     ended_at: float | None = None
     orders: dict[OrderKey, OrderRecord] = field(default_factory=dict)
@@ -265,6 +272,29 @@ class GroupRecord:
     @property
     def n_rollout(self) -> int:
         return len(self.slots) + self.k
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the payloads of its fresh rollouts and its replays."""
+        fresh = sum(slot.trajectory.facts.n_bytes for slot in self.slots if slot.trajectory is not None)
+        return fresh + sum(replay.entry.n_bytes for replay in self.replays)
+
+    def plan(self) -> GroupPlan:
+        """Plan for the learner, with everything that the group holds from the pool."""
+        candidates = tuple(replay.entry.trajectory_id for replay in self.replays)
+        return GroupPlan(
+            self.group_id,
+            self.task,
+            self.n_rollout,
+            self.n_fresh,
+            replay_ids=candidates[: self.k],
+            candidates=candidates,
+            attempt=self.attempt,
+            admitted_update=self.admitted_update,
+            baseline=self.baseline,
+            weight=1.0 if self.weight is None else self.weight,
+            left_out=self.dropped,
+        )
 
     @property
     def attempt(self) -> int:
@@ -357,24 +387,20 @@ class TrainedVersions:
 
 def facts_of(trajectory: Trajectory, frames: Sequence[Buffer]) -> Facts:
     """Metadata of a trajectory and its payload frames."""
-    versions, logprobs = np.frombuffer(frames[3], dtype="<i4")[2::3], np.frombuffer(frames[2], dtype="<f4")
-    mean = float(logprobs.mean(dtype=np.float64)) if len(logprobs) else math.nan
+    version_min, version_max = trajectory.version_range() or (NO_VERSION, NO_VERSION)
+    logprobs = np.frombuffer(frames[2], dtype="<f4")
+    mean = float(np.add.reduce(logprobs, dtype=np.float64)) / len(logprobs) if len(logprobs) else math.nan
     return Facts(
         status=trajectory.status.value,
         n_turns=len(trajectory.turns),
-        n_tokens=frame_size(frames[1]) // 4,
-        n_sampled=frame_size(frames[2]) // 4,
-        version_min=int(versions.min()) if len(versions) else NO_VERSION,
-        version_max=int(versions.max()) if len(versions) else NO_VERSION,
+        n_tokens=n_bytes(frames[1]) // 4,
+        n_sampled=n_bytes(frames[2]) // 4,
+        version_min=version_min,
+        version_max=version_max,
         duration_seconds=trajectory.timings.duration_seconds,
         actor=trajectory.actor_id,
-        n_bytes=sum(map(frame_size, frames)),
+        n_bytes=sum(map(n_bytes, frames)),
         failure=asdict(trajectory.failure) if trajectory.failure else None,
         entropy=-mean if trajectory.recorded and math.isfinite(mean) else None,
         replayable=trajectory.recorded and (trajectory.lessons is None or trajectory.lessons.keep),
     )
-
-
-def frame_size(frame: Buffer) -> int:
-    """Bytes of one frame."""
-    return len(frame) if isinstance(frame, bytes) else frame.nbytes

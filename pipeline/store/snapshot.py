@@ -124,7 +124,8 @@ def build(
 
 
 def _group(row: Sequence[Any]) -> GroupRecord:
-    number, task, _, n_fresh, k, admitted, task_index, state, update, late, dropped, reason, planned_at, ended_at = row
+    number, task, _, n_fresh, k, admitted, task_index, state, update, late, dropped, weight, *ended = row
+    reason, planned_at, ended_at = ended
     return GroupRecord(
         group_number=number,
         task=_task(task),
@@ -136,6 +137,7 @@ def _group(row: Sequence[Any]) -> GroupRecord:
         update=update,
         late=bool(late),
         dropped=bool(dropped),
+        weight=weight,
         reason=reason,
         ended_at=ended_at,
         k=k,

@@ -22,7 +22,8 @@ import threading
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,11 +34,12 @@ import orjson
 from pipeline.config import RunConfig
 from pipeline.errors import DamagedFiles, StoreError
 from pipeline.runtime.disk import size
+from pipeline.runtime.garbage_collection import gc_paused
 from pipeline.runtime.run_directory import RunDirectory
-from pipeline.schema.record_file import Buffer, Frames
+from pipeline.schema.record_file import Buffer, Frames, n_bytes
 from pipeline.store import tables
 from pipeline.store.journal import Changes, Row
-from pipeline.store.records import CancelReason, Drop, frame_size
+from pipeline.store.records import CancelReason, Drop
 from pipeline.store.snapshot import POOL_COLUMNS, REPLAY_COLUMNS, STORED_GROUP_COLUMNS, Snapshot, build
 from pipeline.store.sqlite import HighWaterFile, Mark, users_of
 from pipeline.store.tables import STORE
@@ -45,11 +47,14 @@ from pipeline.store.tables import STORE
 log = logging.getLogger(__name__)
 
 CHECK_SECONDS_MAX = 10.0
-"""CPU time for the check of pages and payloads when a store is opened; payloads that are left are checked when they
-are read. Rows are always checked."""
+"""CPU time for each of the checks of pages and of payloads when a store is opened; payloads that are left are checked
+when they are read. Rows are always checked."""
 
 CHECK_BYTES_MAX = 4 * 10**9
 """Size from which on only the tables without payloads are checked page by page, which cannot be interrupted."""
+
+MAPPED_BYTES_MAX = 2 * 10**9
+"""Part of the file that the checks of pages and payloads map into memory, which takes half of the CPU time of reads."""
 
 WAL_BYTES_MAX = 128 * 1024 * 1024
 """Size of the ``-wal`` beyond which a reader must keep it from being emptied: 16 times the size at which it is."""
@@ -84,11 +89,11 @@ _TOTALS = ("counters", "rolled_up")
 
 _GROUP_COLUMNS = (
     "group_number, task, n_rollout, n_fresh, k, admitted_update, task_index, state, update_number, late, dropped, "
-    "reason, planned_at, ended_at"
+    "weight, reason, planned_at, ended_at"
 )
 
 _GROUP = f"""
-INSERT INTO groups VALUES ({",".join("?" * 16)}) ON CONFLICT (group_number) DO UPDATE SET
+INSERT INTO groups VALUES ({",".join("?" * 17)}) ON CONFLICT (group_number) DO UPDATE SET
 {", ".join(f"{c} = excluded.{c}" for c in _GROUP_COLUMNS.split(", ")[1:])},
 crc = excluded.crc - excluded.kept + kept"""
 
@@ -143,6 +148,48 @@ def _together(digests: Mapping[str, int]) -> bytes:
     return orjson.dumps(functools.reduce(operator.xor, digests.values(), 0))
 
 
+def _damaged(path: Path, what: str) -> DamagedFiles:
+    return DamagedFiles(f"the replay store {path} is damaged ({what}). Restore a copy of it. {STORE.remedy}")
+
+
+def read_payload(connection: sqlite3.Connection, row_id: int, path: Path) -> Frames | None:
+    """Frames of a stored trajectory as they came; None where they were forgotten. Raises :class:`DamagedFiles` for
+    others than came."""
+    query = "SELECT crc, header, token_ids, logprobs, spans FROM payloads WHERE row_id = ?"
+    row = connection.execute(query, (row_id,)).fetchone()
+    if row is not None and checksum(row[1:], row_id) != row[0]:
+        raise _damaged(path, f"the payload of trajectory row {row_id} is not the one that came")
+    return None if row is None else tuple(row[1:])
+
+
+def load_snapshot(connection: sqlite3.Connection) -> Snapshot:
+    """Records of the groups that are kept, and the pool. Raises :class:`sqlite3.Error` and :class:`DamagedFiles`."""
+    read = connection.execute
+    kept = "group_number IN (SELECT group_number FROM groups WHERE kept = 1)"
+    snapshot = build(
+        read(f"SELECT {_GROUP_COLUMNS} FROM groups WHERE kept = 1 ORDER BY group_number"),
+        read(f"SELECT * FROM orders WHERE {kept}"),
+        read(f"SELECT * FROM trajectories WHERE {kept}"),
+        read(f"SELECT {REPLAY_COLUMNS} FROM group_replays r JOIN trajectories t USING (row_id) WHERE r.{kept} "
+             "ORDER BY r.group_number, r.position"),
+        read("SELECT * FROM tasks"),
+        read(f"SELECT {POOL_COLUMNS} FROM pool p JOIN trajectories t USING (row_id) ORDER BY p.saved"),
+        read(f"SELECT {STORED_GROUP_COLUMNS} FROM stored_groups s, json_each(s.members) m JOIN trajectories t "
+             "ON t.row_id = m.value ORDER BY s.saved, m.key"),
+        read("SELECT group_number, update_number, state = 'zero_variance', n_fresh, k FROM groups "
+             "WHERE kept = 0 AND state IN ('trained', 'zero_variance')"),
+    )  # fmt: skip
+    snapshot.meta = {key: orjson.loads(value) for key, value in read("SELECT key, value FROM meta")}
+    snapshot.counters = dict(read("SELECT name, value FROM counters"))
+    snapshot.next_row_id = _next_row_id(connection, snapshot.meta)
+    return snapshot
+
+
+def _next_row_id(connection: sqlite3.Connection, meta: Mapping[str, Any]) -> int:
+    found = connection.execute("SELECT coalesce(max(row_id) + 1, 0) FROM trajectories").fetchone()[0]
+    return max(int(found), int(meta.get("next_row_id", 0)))
+
+
 class ReplayStore:
     """Opens or creates ``path``; refuses a file that is foreign, corrupt, of another version, or in use.
 
@@ -176,31 +223,44 @@ class ReplayStore:
 
     def _check_structure(self) -> None:
         """Raises :class:`DamagedFiles` for pages that do not fit together, and for rows and payloads that are not those
-        that were written. Takes about 5 s for 1 GB; of a large store only the rows and a part of the rest are checked.
-        """
-        for table, alone in tables.ROW_TABLES.items():
-            for *row, crc in self._reader.execute(f"SELECT * FROM {table}"):
-                if tables.row_digest(row, alone) != crc:
-                    raise self._damaged(f"row {row[0]} of table {table} is not the one that was written")
+        that were written; all three at once. Of a large store only the rows and a part of the rest are checked."""
+        with self.path.open("rb", buffering=0) as file:  # a page that cannot be read raises here; mapped, it would kill
+            buffer = bytearray(1 << 20)
+            while file.tell() < MAPPED_BYTES_MAX and file.readinto(buffer):
+                pass
+        with ThreadPoolExecutor(2) as threads:
+            checks = [threads.submit(self._limited, check) for check in (self._check_pages, self._check_payloads)]
+            for table in tables.ROW_TABLES:
+                if (row := tables.damaged_row(self._reader, table)) is not None:
+                    raise self._damaged(f"row {row} of table {table} is not the one that was written")
+            for check in checks:
+                check.result()
+
+    def _limited(self, check: Callable[[sqlite3.Connection], None]) -> None:
+        """Run a check on a connection of its own, until :data:`CHECK_SECONDS_MAX` are over."""
         deadline = time.thread_time() + CHECK_SECONDS_MAX
-        self._reader.set_progress_handler(lambda: time.thread_time() > deadline, _CHECK_STEPS)
-        try:
-            without_payloads = ("meta", *_TOTALS, *tables.ROW_TABLES)
-            for which in ("1",) if self.path.stat().st_size <= CHECK_BYTES_MAX else without_payloads:
-                found = self._reader.execute(f"PRAGMA quick_check({which})").fetchone()[0]
-                if found != "ok":
-                    raise self._damaged(" ".join(str(found).split()))
-            for row_id, crc, *frames in self._reader.execute(
-                "SELECT row_id, crc, header, token_ids, logprobs, spans FROM payloads"
-            ):
-                if checksum(frames, row_id) != crc:
-                    raise self._damaged(f"the payload of trajectory row {row_id} is not the one that came")
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_INTERRUPT:
-                raise
-            log.info("%s is large: a part of it is not checked before it is read", self.path)
-        finally:
-            self._reader.set_progress_handler(None, 0)
+        with closing(STORE.connect(self.path, read_only=True)) as connection:
+            connection.execute(f"PRAGMA mmap_size = {MAPPED_BYTES_MAX}")
+            connection.set_progress_handler(lambda: time.thread_time() > deadline, _CHECK_STEPS)
+            try:
+                check(connection)
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_INTERRUPT:
+                    raise
+                log.info("%s is large: a part of it is not checked before it is read", self.path)
+
+    def _check_pages(self, connection: sqlite3.Connection) -> None:
+        without_payloads = ("meta", *_TOTALS, *tables.ROW_TABLES)
+        for which in ("1",) if self.path.stat().st_size <= CHECK_BYTES_MAX else without_payloads:
+            found = connection.execute(f"PRAGMA quick_check({which})").fetchone()[0]
+            if found != "ok":
+                raise self._damaged(" ".join(str(found).split()))
+
+    def _check_payloads(self, connection: sqlite3.Connection) -> None:
+        query = "SELECT row_id, crc, header, token_ids, logprobs, spans FROM payloads"
+        for row_id, crc, *frames in connection.execute(query):
+            if checksum(frames, row_id) != crc:
+                raise self._damaged(f"the payload of trajectory row {row_id} is not the one that came")
 
     def _read_meta(self) -> dict[str, Any]:
         """Raises :class:`DamagedFiles` for values that are not those that were written."""
@@ -228,7 +288,7 @@ class ReplayStore:
         return digests
 
     def _damaged(self, what: str) -> DamagedFiles:
-        return DamagedFiles(f"the replay store {self.path} is damaged ({what}). Restore a copy of it. {STORE.remedy}")
+        return _damaged(self.path, what)
 
     def _agree(self, meta: Mapping[str, Any]) -> None:
         """Compare the store with the file beside it; from here on no id is used that may have been used before."""
@@ -236,7 +296,7 @@ class ReplayStore:
         self._transactions = int(meta.get("transactions", 0))
         self._in_doubt: dict[str, int] | None = None
         """Digests after a round whose commit failed."""
-        groups, rows = int(meta.get("next_group", 0)), self._next_row_id(meta)
+        groups, rows = int(meta.get("next_group", 0)), _next_row_id(self._writer, meta)
         known = self._marks.mark
         if known is None:
             if self._transactions:
@@ -261,10 +321,6 @@ class ReplayStore:
         self._marks.set(replace(known, transactions=self._transactions))
         self._marks.reserve(groups, rows)
 
-    def _next_row_id(self, meta: Mapping[str, Any]) -> int:
-        found = self._writer.execute("SELECT coalesce(max(row_id) + 1, 0) FROM trajectories").fetchone()[0]
-        return max(int(found), int(meta.get("next_row_id", 0)))
-
     def __enter__(self) -> ReplayStore:
         return self
 
@@ -288,26 +344,8 @@ class ReplayStore:
 
     def load(self) -> Snapshot:
         """State that the stage starts from."""
-        with self._explained("read"):
-            read = self._writer.execute
-            kept = "group_number IN (SELECT group_number FROM groups WHERE kept = 1)"
-            snapshot = build(
-                read(f"SELECT {_GROUP_COLUMNS} FROM groups WHERE kept = 1 ORDER BY group_number"),
-                read(f"SELECT * FROM orders WHERE {kept}"),
-                read(f"SELECT * FROM trajectories WHERE {kept}"),
-                read(f"SELECT {REPLAY_COLUMNS} FROM group_replays r JOIN trajectories t USING (row_id) WHERE r.{kept} "
-                     "ORDER BY r.group_number, r.position"),
-                read("SELECT * FROM tasks"),
-                read(f"SELECT {POOL_COLUMNS} FROM pool p JOIN trajectories t USING (row_id) ORDER BY p.saved"),
-                read(f"SELECT {STORED_GROUP_COLUMNS} FROM stored_groups s, json_each(s.members) m JOIN trajectories t "
-                     "ON t.row_id = m.value ORDER BY s.saved, m.key"),
-                read("SELECT group_number, update_number, state = 'zero_variance', n_fresh, k FROM groups "
-                     "WHERE kept = 0 AND state IN ('trained', 'zero_variance')"),
-            )  # fmt: skip
-            snapshot.meta = {key: orjson.loads(value) for key, value in read("SELECT key, value FROM meta")}
-            snapshot.counters = dict(read("SELECT name, value FROM counters"))
-            snapshot.next_row_id = self._next_row_id(snapshot.meta)
-            return snapshot
+        with self._explained("read"), gc_paused():
+            return load_snapshot(self._writer)
 
     def commit(self, changes: Changes) -> None:
         """Write one round; when this returns it is as durable as ``stage.synchronous`` says. May be called again with
@@ -349,6 +387,8 @@ class ReplayStore:
                     self._lose(changes.lost_groups)
                 meta = {**changes.meta, "transactions": self._transactions + 1}
                 digests = self._in_doubt = self._write_meta(meta, changes.counters)
+                if changes.shrink:
+                    self._give_back(self._writer.execute("PRAGMA freelist_count").fetchone()[0])
                 self._writer.execute("COMMIT")
             except BaseException:
                 if self._writer.in_transaction:
@@ -385,18 +425,20 @@ class ReplayStore:
             run(f"DELETE FROM {table} WHERE group_number < ? {which.replace(_COUNTED_REPLAYS, '')}", (below,))
         free, pages = (run(f"PRAGMA {name}").fetchone()[0] for name in ("freelist_count", "page_count"))
         if free > pages // 4:
-            run(f"PRAGMA incremental_vacuum({min(free, _VACUUM_PAGES)})").fetchall()
+            self._give_back(min(free, _VACUUM_PAGES))
+
+    def _give_back(self, pages: int) -> None:
+        """Give free pages back to the file system, in the transaction that is open. Python steps a pragma once, which
+        gives back one page, whatever number it names."""
+        for _ in range(pages):
+            self._writer.execute("PRAGMA incremental_vacuum(1)")
 
     def payloads(self, row_ids: Iterable[int]) -> dict[int, Frames]:
         """Frames of stored trajectories, as they came, by ``row_id``; those that were forgotten are left out. Raises
         :class:`DamagedFiles` for others than came."""
-        query = "SELECT crc, header, token_ids, logprobs, spans FROM payloads WHERE row_id = ?"
         with self._reading, self._explained("read"):
-            found = {row_id: self._reader.execute(query, (row_id,)).fetchone() for row_id in row_ids}
-        for row_id, row in found.items():
-            if row is not None and checksum(row[1:], row_id) != row[0]:
-                raise self._damaged(f"the payload of trajectory row {row_id} is not the one that came")
-        return {row_id: tuple(row[1:]) for row_id, row in found.items() if row is not None}
+            found = {row_id: read_payload(self._reader, row_id, self.path) for row_id in row_ids}
+        return {row_id: frames for row_id, frames in found.items() if frames is not None}
 
     @contextmanager
     def _explained(self, done: str) -> Iterator[None]:
@@ -420,7 +462,7 @@ class PayloadCache:
         self.bytes = 0
 
     def put(self, row_id: int, frames: Frames) -> None:
-        size = sum(map(frame_size, frames))
+        size = sum(map(n_bytes, frames))
         self._frames[row_id] = (size, frames)
         self.bytes += size
         while self.bytes > self._bytes_max:

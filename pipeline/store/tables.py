@@ -21,7 +21,7 @@ CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT RO
 CREATE TABLE groups (
     group_number INTEGER PRIMARY KEY, task BLOB NOT NULL, n_rollout INTEGER NOT NULL, n_fresh INTEGER NOT NULL,
     k INTEGER NOT NULL, admitted_update INTEGER NOT NULL, task_index INTEGER, state TEXT NOT NULL,
-    update_number INTEGER, late INTEGER NOT NULL, dropped INTEGER NOT NULL, reason TEXT NOT NULL,
+    update_number INTEGER, late INTEGER NOT NULL, dropped INTEGER NOT NULL, weight REAL, reason TEXT NOT NULL,
     planned_at REAL NOT NULL, ended_at REAL, kept INTEGER NOT NULL, crc INTEGER NOT NULL
 );
 CREATE INDEX groups_kept ON groups (group_number) WHERE kept = 1;
@@ -65,10 +65,10 @@ CREATE TABLE tasks (
     crc INTEGER NOT NULL
 ) WITHOUT ROWID;
 """
-STORE = Database("replay store", "store", "stage.store", application_id=0x41465250, version=7, tables=TABLES)
+STORE = Database("replay store", "store", "stage.store", application_id=0x41465250, version=8, tables=TABLES)
 """Its application id is ``AFRP``."""
 ROW_TABLES: dict[str, int | None] = {
-    "groups": 14, "group_replays": None, "orders": None, "trajectories": 9, "pool": None, "stored_groups": None,
+    "groups": 15, "group_replays": None, "orders": None, "trajectories": 9, "pool": None, "stored_groups": None,
     "tasks": None,
 }  # fmt: skip
 """Tables with a digest in the last column of each row, and the column that is also written alone: ``kept`` of groups,
@@ -89,6 +89,25 @@ def row_digest(row: Sequence[Any], alone: int | None) -> int:
     others = row if alone is None else (*row[:alone], *row[alone + 1 :])
     values = [value if value.__class__ in _PLAIN else _plain(value) for value in others]
     return zlib.crc32(marshal.dumps(values, _MARSHAL_VERSION)) + (0 if alone is None else row[alone])
+
+
+def damaged_row(connection: sqlite3.Connection, table: str) -> Any:
+    """The first column of a row of ``table`` that is not the one that was written; None where all are.
+
+    SQLite makes whole numbers of its floats and takes the column that is written alone from the digest, so that most
+    rows need two calls; :func:`row_digest` decides about the others.
+    """
+    alone = ROW_TABLES[table]
+    columns = connection.execute(f"PRAGMA table_info({table})").fetchall()[:-1]
+    whole = [f"iif({c} = CAST({c} AS INTEGER), CAST({c} AS INTEGER), {c})" if kind == "REAL" else c
+             for i, c, kind, *_ in columns if i != alone]  # fmt: skip
+    crc = "crc"
+    if alone is not None:
+        crc = f"CASE WHEN typeof(crc) = typeof({columns[alone][1]}) THEN crc - {columns[alone][1]} END"
+    for *values, digest in connection.execute(f"SELECT {', '.join(whole)}, {crc} FROM {table}"):
+        if zlib.crc32(marshal.dumps(values, _MARSHAL_VERSION)) != digest and row_digest(values, None) != digest:
+            return values[0]
+    return None
 
 
 def _plain(value: float) -> float | None:

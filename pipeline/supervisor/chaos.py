@@ -15,6 +15,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -48,6 +49,8 @@ LOOK_SECONDS = 0.5
 SAMPLE_SECONDS = 5.0
 """Interval at which memory and disk are measured, and ended groups read from the store before it rolls them up."""
 DRAIN_SECONDS_MAX = 90.0
+USEFUL_MIN = 10
+"""Updates of which most may be undisturbed, so that their median is the time of such a one."""
 STEPS_AFTERWARDS = 2
 """Updates that the run must make after the last fault."""
 OVERRIDES = ("run.total_steps=1000000", "supervisor.restarts_max=1000000", "replay.start_ratio=0")
@@ -381,6 +384,21 @@ class Chaos:
         draw_resources(seconds, panels, [at for at, _ in self.faults], self._folder / "resources.png")
 
 
+def useful_time(lines: Sequence[Line]) -> str:
+    """Effective training time ratio: productive seconds over all seconds (ETTR; Kokolis et al. 2024, arXiv:2410.21680),
+    in words.
+
+    ``lines``: of the updates that are kept. All seconds are those from the end of the first to the end of the last;
+    productive is the median time of an update for each between. So updates that were made again, restarts and longer
+    waits are lost. It says too much where faults hit most updates.
+    """
+    if len(lines) < USEFUL_MIN:
+        return f"unknown: {len(lines)} kept updates, fewer than {USEFUL_MIN}"
+    kept, each = len(lines) - 1, statistics.median(line["seconds"]["step"] for line in lines[1:])
+    seconds = lines[-1]["finished"] - lines[0]["finished"]
+    return f"{kept * each / seconds:.3f} (ETTR): {kept} kept updates of {each:.3g} s, their median, in {seconds:.0f} s"
+
+
 def send(pid: int, number: int) -> bool:
     """Signal a process; False when it is gone."""
     try:
@@ -448,6 +466,7 @@ def print_report(chaos: Chaos, console: Console) -> None:
         "faults": ", ".join(f"{kind} {n}" for kind, n in sorted(chaos.done.items())) or "none",
         "updates": f"{audit.steps}",
         "trajectories": f"{audit.received} received, {audit.lost} lost",
+        "share of useful time": useful_time(read_lines(chaos.directory.metrics_file)),
         "longest time without anything new": f"{audit.longest:.1f} s, from {audit.longest_from:.0f} s on",
         "recorded by actors and learner": audit.witnessed,
         "audit": "; ".join(audit.problems) or "every sum adds up",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pydantic import ValidationError
 
 from pipeline.config import RunConfig
+from pipeline.runtime.plugins import load_main
 from pipeline.supervisor.inventory import VISIBLE, Inventory, Node
 
 ROLES = ("learner", "engine")
@@ -80,7 +81,7 @@ def _no_gpu(config: RunConfig, inventory: Inventory, on_gpu: Mapping[str, bool])
         "learner.device": config.learner.device if on_gpu["learner"] else None,
         "placement.engine_gpus": placement.engine_gpus,
         "placement.learner_gpus": placement.learner_gpus,
-        "placement.tensor_parallel": placement.tensor_parallel if placement.tensor_parallel > 1 else None,
+        "placement.tensor_parallel": placement.tensor_parallel if placement.gpus_per_copy > 1 else None,
         "placement.data_parallel": placement.data_parallel if placement.data_parallel > 1 else None,
     }
     asking = ", ".join(f"{key}: {value}" for key, value in keys.items() if value not in (None, "auto", "cpu"))
@@ -132,16 +133,37 @@ def _taking_turns(config: RunConfig, inventory: Inventory) -> Division:
 
 
 def _divided(config: RunConfig, inventory: Inventory, on_gpu: Mapping[str, bool]) -> Division:
-    """Each process with GPUs of its own."""
-    learner_section, nodes = config.learner, inventory.nodes
+    """Each process with GPUs of its own, in such numbers that learner and engines fit, where some do."""
+    learner, placement = config.learner, config.placement
+    # the second is what a learner of several ranks refuses (learner/process/build.py)
+    one_rank = any(node.has_mig for node in inventory.nodes) or learner.optimizer == "adamw_8bit"
+    most = 1 if one_rank else inventory.gpus
+    chooses = (on_gpu["engine"] and placement.tensor_parallel, on_gpu["learner"] and placement.learner_gpus)
+    fitting = None
+    if "auto" in chooses and inventory.gpu_bytes is not None:
+        fitting = load_main("learner.policy.memory:fitting_sizes")(config, inventory.gpu_bytes, most)
+    ranks, sizes = fitting or ((), ())
+    if placement.tensor_parallel != "auto" or not on_gpu["engine"]:
+        sizes = ()
+    for size in sizes:
+        if isinstance(placement.engine_gpus, int) and placement.engine_gpus % (size * placement.data_parallel):
+            continue
+        sized = config.updated(placement={"tensor_parallel": size})
+        found = _counted(sized, inventory, on_gpu, ranks, most)
+        if not found.problems:
+            reason = f"an engine takes {size} GPUs: by its estimated memory the model does not fit on fewer"
+            return replace(found, reasons=(*found.reasons, reason)) if size > 1 else found
+    return _counted(config, inventory, on_gpu, ranks, most)
+
+
+def _counted(
+    config: RunConfig, inventory: Inventory, on_gpu: Mapping[str, bool], fitting: Sequence[int], ranks_max: int
+) -> Division:
+    """Numbers of engines of a given size, and of ranks, those that are ``fitting`` before others."""
+    nodes = inventory.nodes
     size, gpus = config.placement.gpus_per_engine, [len(node.gpus) for node in nodes]
     engines, ranks = _engines(config, on_gpu["engine"]), _ranks(config, on_gpu["learner"])
-    one_rank = (  # the last two are what a learner of several ranks refuses (learner/process/build.py)
-        any(node.has_mig for node in nodes)
-        or learner_section.optimizer == "adamw_8bit"
-        or bool(learner_section.lora.rank and learner_section.reference.refresh_every)
-    )
-    wanted_engines, wanted_ranks = choose_counts(gpus, engines, ranks, size, 1 if one_rank else sum(gpus))
+    wanted_engines, wanted_ranks = choose_counts(gpus, engines, ranks, size, ranks_max, fitting)
     taken = place_ranks(gpus, wanted_ranks, size)
     placed = place_engines(gpus, taken or [0] * len(gpus), wanted_engines, size)
     learner = tuple(Share(node, node.gpus[:n]) for node, n in zip(nodes, taken or (), strict=False) if n)
@@ -152,7 +174,10 @@ def _divided(config: RunConfig, inventory: Inventory, on_gpu: Mapping[str, bool]
         return Division(config, *places, problems=problems)
     engine_gpus = wanted_engines * size if on_gpu["engine"] else None
     decided = _decided(config, engine_gpus, wanted_ranks if on_gpu["learner"] else None)
-    reasons = (*_reasons(config, inventory, wanted_engines, wanted_ranks), *_idle(inventory, (*learner, *shares)))
+    reasons = (
+        *_reasons(config, inventory, wanted_engines, wanted_ranks, fitting),
+        *_idle(inventory, (*learner, *shares)),
+    )
     return Division(decided, *places, reasons)
 
 
@@ -175,12 +200,18 @@ def _ranks(config: RunConfig, on_gpu: bool) -> int | None:
 
 
 def choose_counts(
-    gpus: Sequence[int], engines: int | None, ranks: int | None, size: int, ranks_max: int
+    gpus: Sequence[int],
+    engines: int | None,
+    ranks: int | None,
+    size: int,
+    ranks_max: int,
+    fitting: Sequence[int] = (),
 ) -> tuple[int, int]:
     """Numbers of engines and ranks for nodes with so many ``gpus``; given numbers stay as they are.
 
-    Without either, a quarter of the GPUs is the learner's and the others are for engines of ``size`` GPUs. The learner
-    gets what no engine can use.
+    Without either, a quarter of the GPUs is the learner's, or the next larger number of ranks that is ``fitting``, else
+    the next smaller one. The others are for engines of ``size`` GPUs. The learner gets what no engine can use. Where
+    no number that is fitting leaves room for an engine, all count as fitting.
     """
     most = min(sum(gpus), ranks_max)
 
@@ -188,12 +219,18 @@ def choose_counts(
         taken = place_ranks(gpus, ranks, size)
         return -1 if taken is None else sum((n - t) // size for n, t in zip(gpus, taken, strict=True))
 
-    if ranks is None:
-        if engines is None:
-            quarter = min(most, max(1, sum(gpus) // LEARNER_SHARE))
-            engines = max(1, room(next((n for n in range(quarter, 0, -1) if room(n) > 0), 1)))
-        ranks = next((n for n in range(most, 0, -1) if room(n) >= engines), 1)
-    return max(1, room(ranks)) if engines is None else engines, ranks
+    if ranks is not None:
+        return max(1, room(ranks)) if engines is None else engines, ranks
+    quarter = min(most, max(1, sum(gpus) // LEARNER_SHARE))
+    for allowed in ([n for n in range(most, 0, -1) if n in fitting], range(most, 0, -1)):
+        wanted = engines
+        if wanted is None:
+            by_share = sorted(allowed, key=lambda n: (n < quarter, abs(n - quarter)))
+            wanted = max(1, room(next((n for n in by_share if room(n) > 0), 1)))
+        found = next((n for n in allowed if room(n) >= wanted), None)
+        if found is not None:
+            return wanted, found
+    return 1 if engines is None else engines, 1
 
 
 def place_ranks(gpus: Sequence[int], ranks: int, size: int) -> list[int] | None:
@@ -234,6 +271,8 @@ def place_engines(gpus: Sequence[int], taken: Sequence[int], engines: int, size:
 def _decided(config: RunConfig, engine_gpus: int | None, ranks: int | None) -> RunConfig:
     """``config`` with numbers in place of ``auto``, and engines and ranks that agree with them. None: on CPUs."""
     placement, changed = config.placement, defaultdict[str, dict[str, int | None]](dict)
+    if placement.tensor_parallel == "auto" and engine_gpus is not None:
+        changed["placement"]["tensor_parallel"] = placement.gpus_per_copy
     if placement.engine_gpus is not None:
         changed["placement"]["engine_gpus"] = engine_gpus
         if engine_gpus is not None and not config.engine.urls:
@@ -278,12 +317,13 @@ def _problems(
     return (f"expected {need} GPUs, {' and '.join(parts)}, {found}: {remedy}",)
 
 
-def _reasons(config: RunConfig, inventory: Inventory, engines: int, ranks: int) -> list[str]:
-    """A sentence about what was chosen; none where the run file names the numbers."""
+def _reasons(config: RunConfig, inventory: Inventory, engines: int, ranks: int, fitting: Sequence[int]) -> list[str]:
+    """A sentence about what was chosen; none where the run file names the numbers. ``fitting``: numbers of ranks whose
+    memory fits."""
     placement = config.placement
+    size, quarter = placement.gpus_per_engine, max(1, inventory.gpus // LEARNER_SHARE)
     if "auto" not in (placement.engine_gpus, placement.learner_gpus):
         return []
-    size = placement.gpus_per_engine
     parts = []
     if ranks:
         parts.append(f"{ranks} for the learner")
@@ -293,7 +333,9 @@ def _reasons(config: RunConfig, inventory: Inventory, engines: int, ranks: int) 
         reason = "nothing else needs one"
     elif placement.engine_gpus == placement.learner_gpus:
         reason = "most of the time goes into generation, so a quarter is for the learner, at least one"
-        if ranks > max(1, inventory.gpus // LEARNER_SHARE):
+        if ranks in fitting and quarter not in fitting:
+            reason = f"by its estimated memory the learner does not fit on a quarter of them ({quarter})"
+        elif ranks > quarter:
             reason += ", and what no engine can use"
     elif placement.engine_gpus == "auto":
         reason = "engines get what placement.learner_gpus or learner.ranks leaves"

@@ -126,6 +126,23 @@ def record(directory: RunDirectory, config: RunConfig, resumed: Resumed) -> None
         write_bytes_atomically(directory.history_file, written + orjson.dumps(line, default=str) + b"\n")
 
 
+def read_history(directory: RunDirectory) -> list[dict[str, Any]]:
+    """Lines of ``history.jsonl``, in the order of the starts: several may have the same step."""
+    try:
+        return [orjson.loads(line) for line in directory.history_file.read_bytes().splitlines()]
+    except FileNotFoundError:
+        return []
+
+
+def rewind(directory: RunDirectory, step: int) -> None:
+    """Date changes after ``step`` back to it, where the learner resumed: the steps after it are made with the newest
+    configuration. That is before the newest checkpoint where this one is damaged."""
+    lines = read_history(directory)
+    if any(line["step"] > step for line in lines):
+        dated = [orjson.dumps({**line, "step": min(line["step"], step)}) + b"\n" for line in lines]
+        write_bytes_atomically(directory.history_file, b"".join(dated))
+
+
 def settle(directory: RunDirectory, config: RunConfig) -> Resumed:
     """Write the configuration of a run whose roles are started one by one, as the supervisor does for others: by
     ``prepare`` and by the learner. Raises :class:`ConfigurationError` for a change that the run cannot make."""
@@ -150,6 +167,18 @@ def complete_checkpoints(directory: RunDirectory) -> dict[int, Path]:
     return {int(folder.name[1:]): folder for folder in folders if re.fullmatch(r"u\d{6,}", folder.name)}
 
 
+def exact_checkpoints(directory: RunDirectory) -> dict[int, Path]:
+    """Complete checkpoints with the optimizer's state: an update made from one is that of a run that never stopped."""
+    return {updates: folder for updates, folder in complete_checkpoints(directory).items() if _has_optimizer(folder)}
+
+
+def _has_optimizer(checkpoint: Path) -> bool:
+    try:
+        return bool(orjson.loads((checkpoint / "state.json").read_bytes()).get("optimizer", True))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else orjson.dumps(value, default=str).decode()
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -162,7 +191,7 @@ KINDS = {
     "replay.sqlite": "trajectories",
     "traces": "traces",
     "evaluations": "evaluations",
-    "skipped": "skipped batches",
+    "updates": "records of updates",
     "logs": "logs",
     "chaos": "files of afterplay chaos",
 }

@@ -68,16 +68,23 @@ def check_all(config: RunConfig) -> Findings:
     before = len(found.problems)
     load_main("learner.models.prepare:check_model")(config, found)
     has_model = len(found.problems) == before
+    if has_model:
+        load_main("learner.process.preflight:check_routers")(config, found)
     _check_functions(config, found)
     tasks = _tasks(config, found, whole=True)
     _call_functions(config, tasks, found)
     openings = load_main("actors.process.preflight:check_environments")(config, tasks, found)
-    if has_model and openings:
+    reference = config.learner.reference.folder
+    if has_model and (openings or reference):
         with load_main("learner.models.prepare:tokenizer_folder")(config) as folder:
             if folder is None:
                 found.notes.append("prompts are not measured: the tokenizer of model.source is not on this machine")
             else:
                 load_main("actors.process.preflight:check_prompts")(config, openings, folder, found)
+            if folder is not None and reference is not None:
+                with found.collecting():
+                    same = load_main("learner.models.info:require_same_tokenizer")
+                    same(reference, folder, trust_remote_code=config.model.trust_remote_code)
     return found
 
 
@@ -94,6 +101,7 @@ def check_beside_run(config: RunConfig) -> None:
         tasks = _tasks(config, found, whole=False)
         _call_functions(config, tasks, found)
         openings = load_main("actors.process.preflight:check_environments")(config, tasks, found)
+        load_main("learner.process.preflight:check_routers")(config, found)
         found.require_none()
         os.nice(LOW_PRIORITY)
         await_model(directory.model, PREPARE_SECONDS_MAX)
@@ -140,6 +148,9 @@ def check_directory(directory: RunDirectory) -> None:
 def _check_engines(config: RunConfig, found: Findings) -> None:
     if config.engine.kind == "external" and config.engine.urls:
         load_main("actors.process.preflight:check_engines")(config, found)
+    if config.learner.routing_replay:
+        with found.collecting():
+            load_main("actors.servers.launch:check_routing_replay")(config)
 
 
 def _check_functions(config: RunConfig, found: Findings) -> None:

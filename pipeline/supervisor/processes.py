@@ -18,7 +18,7 @@ import orjson
 from pipeline.config import RunConfig
 from pipeline.config.load import ENVIRONMENT_PREFIX
 from pipeline.errors import AfterplayError
-from pipeline.runtime.children import SUPERVISOR, ChildGroup, OrphanReaper
+from pipeline.runtime.children import PASSIVE_THREADS, SUPERVISOR, ChildGroup, OrphanReaper
 from pipeline.runtime.disk import FULL, left_out, when_room
 from pipeline.runtime.engine_keys import key_environments, make_actor_key, write_learner_digest
 from pipeline.runtime.process import EVERYWHERE
@@ -79,13 +79,11 @@ def specs_of(
 def child_environment(extra: dict[str, str], *, ends_with_us: bool = True) -> dict[str, str]:
     """Our environment without ``AFTERPLAY__…``: the resolved file has those values, and the ports that were 0.
 
-    Engine and learner share the cores of one machine. OpenMP threads that spin at their barriers, which is the default,
-    then take the cores from each other, which slows generation several times. So they sleep, unless the environment
-    says otherwise. ``ends_with_us``: the process is a child of this one, and of no other.
+    ``ends_with_us``: the process is a child of this one, and of no other.
     """
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(ENVIRONMENT_PREFIX)}
     ours = {SUPERVISOR: str(os.getpid())} if ends_with_us else {}
-    return {"OMP_WAIT_POLICY": "PASSIVE", **inherited, "PYTHONUNBUFFERED": "1", **ours, **extra}
+    return {**PASSIVE_THREADS, **inherited, "PYTHONUNBUFFERED": "1", **ours, **extra}
 
 
 PROBE_SECONDS_MAX = 15.0

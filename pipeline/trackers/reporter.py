@@ -138,12 +138,16 @@ def report(name: str, config: RunConfig, directory: RunDirectory, alive: Callabl
 
 def describe_delivery(directory: RunDirectory, name: str) -> str:
     """A sentence about what was sent to a tracker, and how to send the rest."""
-    found = Delivery(MetricsTail(delivery_path(directory, name)).read())
-    last = last_step(directory.metrics_file)
+    found, last = delivery_of(directory, name), last_step(directory.metrics_file)
     if found.last_step < last:
         step = found.last_step
         return f"{name} has {step} of {last} steps: afterplay report {directory.path} --to {name} sends the rest"
     return f"{name} has all {last} steps: {found.place}"
+
+
+def delivery_of(directory: RunDirectory, name: str) -> Delivery:
+    """State of the delivery to a tracker; without a run if nothing was sent."""
+    return Delivery(MetricsTail(delivery_path(directory, name)).read())
 
 
 def delivery_path(directory: RunDirectory, name: str) -> Path:

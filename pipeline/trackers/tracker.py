@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 from pipeline.config import RunConfig
@@ -19,8 +21,11 @@ ADAPTERS: Mapping[str, str] = {
     "wandb": "pipeline.trackers.wandb:WeightsAndBiases",
     "mlflow": "pipeline.trackers.mlflow:MLflow",
     "trackio": "pipeline.trackers.trackio:Trackio",
+    "otel": "pipeline.trackers.otel:OpenTelemetry",
 }
-"""Class of each tracker. The name is that of the package that it imports, and of the extra that installs it."""
+"""Class of each tracker. The name is that of the extra that installs its package."""
+PACKAGES: Mapping[str, str] = {"otel": "opentelemetry.exporter.otlp.proto.http"}
+"""Package of a tracker with another name."""
 
 MARKS: Mapping[str, str] = {"step": "time/step", "evaluation": "eval/evaluation"}
 """Name of the number that counts the records of a kind: a tracker that is asked for it tells which have arrived."""
@@ -87,12 +92,19 @@ class Tracker(ABC):
         """Make everything durable."""
 
 
+def trace_id(run: str, trajectory_id: str) -> str:
+    """Id of a rollout's trace in OpenTelemetry, 32 hexadecimal digits. ``run``: :attr:`TrackedRun.id`."""
+    return blake2b(f"{run}/{trajectory_id}".encode(), digest_size=16).hexdigest()
+
+
 def require_package(name: str) -> None:
     """Raises :class:`ConfigurationError` with the command to install it, if the package of a tracker is missing."""
-    spec = importlib.util.find_spec(name)
+    package, spec = PACKAGES.get(name, name), None
+    with suppress(ModuleNotFoundError):  # of a package around it
+        spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:  # a folder without code: wandb keeps its offline runs in ./wandb
         raise ConfigurationError(
-            f"report_to: expected the package {name}, which is not installed: pip install '.[{name}]'"
+            f"report_to: expected the package {package}, which is not installed: pip install '.[{name}]'"
         )
 
 

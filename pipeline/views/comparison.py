@@ -14,6 +14,10 @@ the two arms has such a run, all costs are restricted to a horizon, the smallest
 counts as the horizon. It is the largest horizon at which every restricted cost is known without a model, and the ratio
 is one of restricted means (Royston & Parmar 2013, doi:10.1186/1471-2288-13-152; here geometric). No run is left out.
 Restriction usually moves the ratio towards 1.
+
+What a study *can show* is the ratio nearest to 1 whose interval is beside 1 in :data:`POWER` of all studies with the
+same spread and numbers of runs. A significant ratio nearer to 1 than that is exaggerated on average (Gelman & Carlin
+2014, doi:10.1177/1745691614551642).
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, product
 from typing import Literal
 
@@ -40,8 +45,11 @@ QUANTITIES: Mapping[Quantity, str] = {
     "tokens": "generated tokens", "updates": "updates", "seconds": "wall time",
 }  # fmt: skip
 LEVEL = 0.95
+POWER = 0.8
 GRID = 201
 """Places at which curves are averaged."""
+RUNS_MAX = 1000
+"""Runs of an arm that a plan may ask for."""
 FLIPS_MAX = 2**14
 """Sign patterns that are enumerated; with more there are as many random ones."""
 
@@ -88,6 +96,10 @@ class Ratio:
     """Number of these that never reached the target."""
     horizon: float | None
     """Costs were restricted to it; None: no run was censored."""
+    spread: float = math.inf
+    """Standard deviation of the logarithm of the ratio of two runs, one of each arm (of the same seed if paired)."""
+    can_show: float = 0.0
+    """Such a true ratio, or one as far above 1, is shown in :data:`POWER` of all studies; 0 with too few runs."""
 
 
 def smoothed(points: Sequence[Point], window: int) -> list[float]:
@@ -122,16 +134,18 @@ def ratio_of(arm: Mapping[int, Cost], base: Mapping[int, Cost], quantity: Quanti
         return [math.log(max(min(getattr(costs[seed], quantity), horizon), least)) for seed in sorted(costs)]
 
     left, right = logs(arm), logs(base)
-    if paired:
-        differences = [a - b for a, b in zip(left, right, strict=True)]
-        middle, half = t_interval(differences)
-    else:
-        middle, half = welch_interval(left, right)
+    differences = [a - b for a, b in zip(left, right, strict=True)] if paired else []
+    middle, half = t_interval(differences) if paired else welch_interval(left, right)
+    spread, can_show = math.inf, 0.0
+    if math.isfinite(half):
+        error, freedom = student_error(differences) if paired else welch_error(left, right)
+        spread = math.sqrt(sum(statistics.variance(values) for values in ((differences,) if paired else (left, right))))
+        can_show = math.exp(-shown_distance(freedom) * error)
     return Ratio(
         quantity, math.exp(middle), math.exp(middle - half), math.exp(middle + half) if half < 700 else math.inf,
         sign_flip_p(differences) if paired else None, paired, (len(arm), len(base)),
         (sum(not c.reached for c in arm.values()), sum(not c.reached for c in base.values())),
-        horizon if censored else None,
+        horizon if censored else None, spread, can_show,
     )  # fmt: skip
 
 
@@ -140,8 +154,8 @@ def t_interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, fl
     middle = statistics.fmean(values)
     if len(values) < 2:
         return middle, math.inf
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return middle, t_quantile(0.5 + level / 2, len(values) - 1) * error
+    error, freedom = student_error(values)
+    return middle, t_quantile(0.5 + level / 2, freedom) * error
 
 
 def welch_interval(left: Sequence[float], right: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
@@ -149,12 +163,23 @@ def welch_interval(left: Sequence[float], right: Sequence[float], level: float =
     middle = statistics.fmean(left) - statistics.fmean(right)
     if min(len(left), len(right)) < 2:
         return middle, math.inf
+    error, freedom = welch_error(left, right)
+    return middle, t_quantile(0.5 + level / 2, freedom) * error
+
+
+def student_error(values: Sequence[float]) -> tuple[float, int]:
+    """Standard error of a mean and its degrees of freedom."""
+    return statistics.stdev(values) / math.sqrt(len(values)), len(values) - 1
+
+
+def welch_error(left: Sequence[float], right: Sequence[float]) -> tuple[float, int]:
+    """Standard error of the difference of two means, and its degrees of freedom, rounded down (Welch 1947)."""
     errors = [statistics.variance(values) / len(values) for values in (left, right)]
     total = math.fsum(errors)
     if total == 0:
-        return middle, 0.0
+        return 0.0, 1
     freedom = total**2 / math.fsum(e**2 / (len(v) - 1) for e, v in zip(errors, (left, right), strict=True))
-    return middle, t_quantile(0.5 + level / 2, max(1, math.floor(freedom + 1e-9))) * math.sqrt(total)
+    return math.sqrt(total), max(1, math.floor(freedom + 1e-9))
 
 
 def t_quantile(probability: float, freedom: int) -> float:
@@ -181,6 +206,49 @@ def t_cdf(t: float, freedom: int) -> float:
     if not odd:
         return (1 + sine * total) / 2
     return 0.5 + (angle + (sine * total if freedom > 1 else 0.0)) / math.pi
+
+
+def t_power(distance: float, freedom: int, level: float = LEVEL) -> float:
+    """Probability that a t interval holds no 0 if the true value is ``distance`` standard errors from 0: the noncentral
+    t distribution beyond the quantile, as the mean over the error's estimate (midpoint rule)."""
+    quantile, half = t_quantile(0.5 + level / 2, freedom), freedom / 2
+    step = (3 + 12 / math.sqrt(2 * freedom)) / 1000
+
+    def density(estimate: float) -> float:
+        # of the estimated standard error over the true one
+        logs = (freedom - 1) * math.log(estimate) - half * estimate**2 + half * math.log(half) - math.lgamma(half)
+        return 2 * math.exp(logs)
+
+    def beyond(estimate: float) -> float:
+        return math.erfc((quantile * estimate - distance) / math.sqrt(2)) / 2 + (
+            math.erfc((quantile * estimate + distance) / math.sqrt(2)) / 2
+        )
+
+    return step * math.fsum(density(s) * beyond(s) for s in (step * (i + 0.5) for i in range(1000)))
+
+
+@cache
+def shown_distance(freedom: int) -> float:
+    """Distance of a true value from 0, in standard errors, at which the interval is beside 0 in :data:`POWER` of all
+    studies. Above 200 degrees of freedom it is that of 200, half a percent too far."""
+    freedom = min(freedom, 200)
+    low, high = 0.0, 64.0
+    for _ in range(24):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_power(middle, freedom) < POWER else (low, middle)
+    return high
+
+
+def runs_to_show(ratio: Ratio, claim: float) -> int | None:
+    """Runs of each arm that show a true ratio of ``claim`` in :data:`POWER` of all studies, with the spread of
+    ``ratio``; None: more than :data:`RUNS_MAX`, or the spread is not known."""
+    effect = abs(math.log(claim))
+    if not ratio.spread < effect * math.sqrt(RUNS_MAX) / 3:
+        return None
+    n = max(2, int((2.8 * ratio.spread / effect) ** 2))  # the lower bound of a normal distribution
+    while shown_distance(n - 1 if ratio.paired else 2 * n - 2) * ratio.spread > effect * math.sqrt(n):
+        n += 1
+    return n
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
@@ -215,8 +283,8 @@ def band(curves: Sequence[LearningCurve], window: int) -> list[tuple[float, floa
     return rows
 
 
-def describe_ratio(arm: str, base: str, ratio: Ratio, target: str) -> str:
-    """A finding in words.
+def describe_ratio(arm: str, base: str, ratio: Ratio, target: str, claim: float | None = None) -> str:
+    """A finding in words, and whether so many runs can show it, or a ``claim``.
 
     >>> found = Ratio("tokens", 0.61, 0.45, 0.83, 0.002, True, (12, 12), (0, 0), None)
     >>> describe_ratio("B", "A", found, "a success rate of 0.8")
@@ -230,7 +298,7 @@ def describe_ratio(arm: str, base: str, ratio: Ratio, target: str) -> str:
         interval, doubt = "no interval from so few runs", ""
     else:
         interval = f"{ratio.low:.2f} to {ratio.high:.2f}"
-        doubt = " The interval holds 1: no difference is shown." if ratio.low <= 1 <= ratio.high else ""
+        doubt = describe_power(ratio, claim)
     seeds = (
         f"{n_arm} seed{'s' if n_arm > 1 else ''}, paired" if ratio.paired else f"{n_arm} and {n_base} runs, not paired"
     )
@@ -242,6 +310,27 @@ def describe_ratio(arm: str, base: str, ratio: Ratio, target: str) -> str:
     if ratio.horizon is not None:
         text += f" Costs are therefore restricted to {ratio.horizon:,.0f}, which usually moves the ratio towards 1."
     return text
+
+
+def describe_power(ratio: Ratio, claim: float | None) -> str:
+    """A sentence about what so many runs can show; empty where that is not known.
+
+    >>> found = Ratio("tokens", 0.84, 0.66, 1.08, 0.16, True, (9, 9), (0, 0), None, 0.39, 0.663)
+    >>> describe_power(found, None)
+    ' The interval holds 1: no difference is shown. 9 seeds can show 0.66 or 1.51. To show 0.84 takes 42.'
+    """
+    held, nearer = ratio.low <= 1 <= ratio.high, abs(math.log(ratio.ratio)) < -math.log(ratio.can_show or 1)
+    text = " The interval holds 1: no difference is shown." if held else ""
+    if not ratio.can_show:
+        return text
+    n_arm, n_base = ratio.runs
+    runs = f"{n_arm} seeds" if ratio.paired else f"{n_arm} and {n_base} runs"
+    text += f" {runs} can show {ratio.can_show:.2f} or {1 / ratio.can_show:.2f}."
+    if nearer and not held:
+        text += f" {ratio.ratio:.2f} is nearer to 1 than that, so it is likely exaggerated."
+    wanted = [value for value in (ratio.ratio if nearer else None, claim) if value is not None]
+    takes = [f"{value:.2f} takes {runs_to_show(ratio, value) or f'over {RUNS_MAX:,}'}" for value in wanted]
+    return text + (f" To show {', '.join(takes)}." if takes else "")
 
 
 @dataclass(frozen=True, slots=True)

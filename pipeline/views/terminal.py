@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
 from typing import Any, Literal
 
@@ -88,6 +88,8 @@ def _facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("versions", "none" if versions is None else f"{versions[0]} to {versions[1]}"),
         ("actor", str(found["actor"])),
     ]
+    if trace := found.get("trace"):
+        facts.append(("trace", f"{trace['id']} at {trace['place']}"))
     transcript = found["transcript"]
     if transcript is not None:
         times, trained = transcript["timings"], transcript["trained"]
@@ -189,10 +191,10 @@ DROPPED_FIRST = ("seconds", "versions", "environment", "sampled", "turns", "step
 _STATUS = {"complete": "green", "truncated": "yellow", "error": "red", "aborted": "red"}
 
 
-def print_list(listing: Listing, reader: RunReader, console: Console) -> None:
-    """Print the table, and how many there are."""
+def print_list(listing: Listing, reader: RunReader, console: Console, repeatable: Collection[int] = ()) -> None:
+    """Print the table, and how many there are. ``repeatable`` updates have a mark behind their step."""
     headings = ["", "trajectory", "step", "task", "environment", "reward", "turns", "sampled", "versions", "seconds"]
-    lines = [_cells(row, reader.has_trace(row)) for row in listing.rows]
+    lines = [_cells(row, reader.has_trace(row), repeatable) for row in listing.rows]
     widths = {heading: max([len(heading), *(line[i].cell_len for line in lines)]) for i, heading in enumerate(headings)}
     if len({row.environment for row in listing.rows}) < 2:
         del widths["environment"]
@@ -219,9 +221,9 @@ def print_list(listing: Listing, reader: RunReader, console: Console) -> None:
     console.print(f"{len(lines)}{rest} trajectories. ● kept with its tokens in traces/", style="dim")
 
 
-def _cells(row: Listed, kept: bool) -> list[Text]:
+def _cells(row: Listed, kept: bool, repeatable: Collection[int]) -> list[Text]:
     """By heading."""
-    steps = [] if row.step is None else [str(row.step)]
+    steps = [] if row.step is None else [f"{row.step}{' ↻' if row.step - 1 in repeatable else ''}"]
     steps += [f"+{len(row.replays)}"] if row.replays else []
     versions = "-".join(str(v) for v in sorted({row.version_min, row.version_max}) if row.version_min >= 0)
     task, environment = Text(safe(row.task_id)), Text(safe(row.environment))

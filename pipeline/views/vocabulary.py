@@ -123,6 +123,15 @@ def bytes_of_tokens(tokenizer: Any) -> Callable[[int], bytes]:
     return found
 
 
+def is_byte(token: str) -> bool:
+    """True for a token of SentencePiece that is one byte.
+
+    >>> is_byte("<0x0A>"), is_byte("<0x0AB>")
+    (True, False)
+    """
+    return _BYTE.fullmatch(token) is not None
+
+
 def _decoder() -> codecs.IncrementalDecoder:
     return codecs.getincrementaldecoder("utf-8")("replace")
 

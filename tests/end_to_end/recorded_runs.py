@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from actors.engine.answers import read_report
 from actors.engine.base import EngineReport
-from actors.engine.client import read_report
 from actors.servers.vllm import vllm_available
 from pipeline.config.load import load
 from pipeline.runtime.run_directory import RunDirectory

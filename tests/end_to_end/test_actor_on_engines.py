@@ -52,7 +52,7 @@ async def test_client_reads_what_a_real_engine_answers(engine: RunningEngine) ->
         with pytest.raises(EngineRefused):
             await client.generate([10**7], Sampling(max_tokens=8))
         with pytest.raises(EngineRefused):
-            await client.generate([1] * 5000, Sampling(max_tokens=8))
+            await client.generate([1] * 9000, Sampling(max_tokens=8))
 
 
 @pytest.mark.vllm

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from actors.engine.answers import AnswerStream, read_generate
 from actors.engine.base import Sampling
 from actors.engine.client import EngineClient
 from actors.servers.authorization import CONTROL, GENERATION
@@ -272,6 +273,42 @@ async def test_update_inside_a_request_gives_two_version_spans(api: Api, tmp_pat
     assert before[middle:].abs().mean() > 10 * MEAN_ERROR_MAX, "tokens of the second span come from the new weights"
 
 
+NO_LIMIT = aiohttp.ClientTimeout(total=None)
+
+
+async def test_a_stream_comes_in_pieces_and_has_at_its_end_what_a_whole_answer_has(api: Api, tmp_path: Path) -> None:
+    """The weights change when the first piece has come."""
+    old, new = _versions[api.engine.url], next_version(api.engine)
+    folder, ids, length = other_weights(api, tmp_path / "w"), prompt(api, 10, seed=13), 60 if on_vllm(api) else 400
+    sampling = {"max_tokens": length, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
+    body = {"token_ids": ids, "sampling_params": sampling, "stream": True}
+    heard: list[int] = []
+    stream = AnswerStream(api.engine.url, None, lambda token_ids, _: heard.extend(token_ids.tolist()))
+    async with api.session.post(f"{api.engine.url}/inference/v1/generate", json=body, timeout=NO_LIMIT) as response:
+        assert response.status == 200 and response.content_type == "text/event-stream"
+        while not heard:
+            stream.feed(await response.content.readany())
+        assert len(heard) < length, "the first piece comes before the last token is sampled"
+        await api.update(new, folder)
+        async for data in response.content.iter_any():
+            stream.feed(data)
+    generation = read_generate(api.engine.url, stream.whole(), length, None)
+    assert generation.token_ids.tolist() == heard and len(heard) == length
+    assert [span.policy_version for span in generation.version_spans] == [old, new]
+    middle = generation.version_spans[0].stop
+    assert 0 < middle < length
+    error = recomputed(api.model, ids, heard, 1.0) - torch.from_numpy(generation.logprobs)
+    assert error[:middle].abs().mean() < MEAN_ERROR_MAX < 0.1 * error[middle:].abs().mean()
+
+
+async def test_a_stream_that_its_client_leaves_is_not_sampled_on(api: Api) -> None:
+    body = {"token_ids": prompt(api, 8), "sampling_params": {"max_tokens": 900, "ignore_eos": True}, "stream": True}
+    async with api.session.post(f"{api.engine.url}/inference/v1/generate", json=body) as response:
+        await response.content.readany()
+        response.close()
+    await api.until("num_requests_running", lambda value: value == 0)
+
+
 async def test_outputs_follow_the_published_weights(api: Api, tmp_path: Path) -> None:
     folder = other_weights(api, tmp_path / "w", seed=2)
     ids = prompt(api, 64, seed=7)
@@ -344,7 +381,7 @@ async def test_repeated_prompt_hits_the_prefix_cache(api: Api) -> None:
     ("body", "status"),
     [
         ({"token_ids": [10**7], "sampling_params": {"max_tokens": 1}}, 400),
-        ({"token_ids": [9] * 1100, "sampling_params": {"max_tokens": 1}}, 400),
+        ({"token_ids": [9] * 8200, "sampling_params": {"max_tokens": 1}}, 400),
         ({"token_ids": [], "sampling_params": {"max_tokens": 1}}, 400),
         ({"token_ids": [9], "sampling_params": {"temperature": -1.0}}, 400),
         ({"token_ids": [9]}, 400),

@@ -1,8 +1,12 @@
-"""OpenAI's own client drives a session on a real engine: what is recorded is what the engine saw and sampled."""
+"""OpenAI's own client drives a session on a real engine, and agents of other people drive theirs on a real vLLM: what
+is recorded is what the engine saw and sampled."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -10,6 +14,7 @@ import anyio
 import anyio.to_thread
 import numpy as np
 import pytest
+import yaml
 
 from actors.engine.base import Generation, Sampling
 from actors.engine.client import EngineClient
@@ -25,11 +30,16 @@ from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema import Order, Task, Trajectory, TrajectoryStatus
 from tests.end_to_end.conftest import VLLM
+from tests.support.agent_programs import LIBRARY_PROGRAMS, agents_python, library_command, page_options
 from tests.support.running_engine import RunningEngine
+from tests.support.sandbox_kinds import options_of
 
 VERSION = 2_000_000
 """Above what other tests stamp on the same engine: versions never go back."""
-SECONDS = 300.0
+SECONDS = 2400.0
+"""A guard against hanging."""
+MINI = "mini-swe-agent"
+CODING_AGENT = Path(__file__).parents[2] / "configs" / "coding_agent.yaml"
 TOOL = {
     "type": "function",
     "function": {
@@ -42,32 +52,45 @@ TOOL = {
         },
     },
 }
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(3600)
 
 
 class Watched(EngineClient):
     """Keeps what was asked of the engine and what it answered."""
 
     def __init__(self, engine: RunningEngine) -> None:
-        super().__init__(engine.url, key=engine.key("actor"))
+        super().__init__(engine.url, key=engine.key("actor"), request_seconds_max=SECONDS)
         self.seen: list[tuple[list[int], Generation]] = []
+        self.n_heard = 0
+        """Tokens that came before the end of their request."""
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, **more: Any) -> Generation:
+        if (heard := more.get("heard")) is not None:
+
+            def both(token_ids: Any, logprobs: Any) -> None:
+                self.n_heard += len(token_ids)
+                heard(token_ids, logprobs)
+
+            more["heard"] = both
         generation = await super().generate(token_ids, sampling, **more)
         self.seen.append((list(token_ids), generation))
         return generation
 
 
 @pytest.fixture(params=["embedded", VLLM])
-async def engine(request: pytest.FixtureRequest) -> AsyncIterator[RunningEngine]:
+async def engine(request: pytest.FixtureRequest) -> RunningEngine:
     """Stamped as ``VERSION``."""
     pytest.importorskip("openai", reason="pip install openai to test its clients against the gateway")
     running: RunningEngine = request.getfixturevalue(f"{request.param}_engine")
+    await stamp(running)
+    return running
+
+
+async def stamp(engine: RunningEngine) -> None:
     async with aiohttp.ClientSession() as session:
         body = {"new_version": str(VERSION)}
-        async with session.post(f"{running.url}/update_weight_version", json=body, headers=running.control) as answer:
+        async with session.post(f"{engine.url}/update_weight_version", json=body, headers=engine.control) as answer:
             assert answer.status == 200
-    yield running
 
 
 class Program:
@@ -115,47 +138,67 @@ class Program:
         return 1.0
 
 
-async def play(engine: RunningEngine, client: Watched, program: Program) -> tuple[Trajectory, Renderer]:
-    settings = engine.config.model_dump()
-    loop = {"name": "program", "options": {"function": "builtins:print", "parser": "hermes"}, "history": "append"}
-    section = {"name": "program", "loop": loop, "max_turns": 8, "max_seconds": SECONDS}
-    settings |= {"environments": {"game": section}, "sampling": {"max_tokens": 16}}
+Sections = Mapping[str, Mapping[str, Any]]
+
+
+async def play(
+    engine: RunningEngine,
+    client: Watched,
+    sections: Sections,
+    tokens_max: int,
+    function: Callable[..., Any] | None = None,
+) -> tuple[dict[str, Trajectory], Renderer]:
+    """One episode of each section of ``environments``, all at once. ``function`` is called in place of theirs. None of
+    their sandboxes is left."""
+    settings = engine.config.model_dump() | {"environments": sections, "sampling": {"max_tokens": tokens_max}}
     config = type(engine.config).model_validate(settings)
-    metrics = ActorMetrics(CollectorRegistry(), environments=("game",))
-    pool = EnginePool([client], wait_seconds_max=30, metrics=metrics)
+    metrics = ActorMetrics(CollectorRegistry(), environments=tuple(sections))
+    pool = EnginePool([client], wait_seconds_max=SECONDS, metrics=metrics)  # a long prompt keeps it busy
     renderer = Renderer(*load_tokenizer(RunDirectory(config.run.path).model))
-    hosts = {"game": EnvironmentHost("game", config.environments["game"])}
+    hosts = {name: EnvironmentHost(name, section) for name, section in config.environments.items()}
     services = Services.of(config, "actor-0", renderer, pool, hosts, metrics)
-    services.loops["game"]._function = program  # type: ignore[attr-defined]
-    order = Order("g0.0.0", "g0", Task("game/0", "game", 0), 0, 0, VERSION, SECONDS)
+    loops: Any = services.loops
+    played: dict[str, Trajectory] = {}
+
+    async def one(name: str) -> None:
+        if function is not None:
+            loops[name]._function = function
+        order = Order(f"{name}.0", name, Task(f"{name}/0", name, 0), 0, 0, VERSION, SECONDS)
+        played[name] = await Rollout(order, services).run()
+
     async with anyio.create_task_group() as background:
         background.start_soon(pool.watch)
         background.start_soon(services.serve)
-        with anyio.fail_after(SECONDS):
-            trajectory = await Rollout(order, services).run()
+        async with anyio.create_task_group() as episodes:
+            for name in sections:
+                episodes.start_soon(one, name)
         background.cancel_scope.cancel()
+    assert not any(loop._program._sandboxes.live for loop in loops.values() if loop._program is not None)
     await services.close()
     await pool.close()
-    return trajectory, renderer
+    return played, renderer
+
+
+def section(**options: Any) -> dict[str, Any]:
+    """An environment whose episodes are those of a program."""
+    loop = {"name": "program", "options": {"parser": "hermes", **options}, "history": "append"}
+    return {"name": "program", "loop": loop, "max_turns": 8, "max_seconds": SECONDS}
 
 
 async def test_a_session_of_openais_clients_is_token_exact(engine: RunningEngine) -> None:
     on_vllm = engine.config.engine.kind == "vllm"
     client, program = Watched(engine), Program(on_vllm)
-    trajectory, renderer = await play(engine, client, program)
+    sections = {"game": section(function="builtins:print")}
+    played, renderer = await play(engine, client, sections, 16, program)
+    trajectory = played["game"]
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert trajectory.rewards == {"environment": 1.0} and trajectory.version_range() == (VERSION, VERSION)
     talk = [turn for turn in trajectory.turns if turn.branch == trajectory.graded_turn.branch]
     assert len(talk) == 3 and len(trajectory.turns) == 3 + len(program.stopped)
 
-    seen = {(tuple(prompt), tuple(generation.token_ids.tolist())) for prompt, generation in client.seen}
-    for branch in trajectory.branches():
-        turns = [trajectory.turns[i] for i in sorted(set(branch.turn_index.tolist()))]
-        ids, last = tuple(branch.token_ids.tolist()), len(turns[-1].completion)
-        assert (ids[:-last], ids[-last:]) in seen
-        assert int(branch.loss_mask.sum()) == sum(len(turn.completion) for turn in turns)
-    sampled = sorted(tuple(turn.completion.token_ids.tolist()) for turn in trajectory.turns)
-    assert sampled == sorted(tuple(generation.token_ids.tolist()) for _, generation in client.seen)
+    seen = log_of(client)
+    assert_in_log(trajectory, seen)
+    assert sampled([trajectory]) == Counter(completion for _, completion in seen.elements())
     for turn, text in zip(talk, program.texts, strict=True):
         ids = turn.completion.token_ids.tolist()
         assert renderer.completed(ids).text == turn.completion_message.content
@@ -165,6 +208,102 @@ async def test_a_session_of_openais_clients_is_token_exact(engine: RunningEngine
         assert len(program.stopped) == 2 and all("e" not in text for text in program.stopped)
         messages = [{"role": "user", "content": "Tell a story."}]
         assert tuple(await rendered_by_vllm(engine, messages)) in {prompt for prompt, _ in seen}
+
+
+async def test_a_stream_shows_the_text_of_the_recorded_tokens_before_the_last_is_sampled(
+    engine: RunningEngine,
+) -> None:
+    client, texts, finished = Watched(engine), list[str](), list[bool]()
+
+    async def program(task: Any, base_url: str, api_key: str) -> float:
+        import openai
+
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=SECONDS, max_retries=0) as api:
+            ask: Any = {"model": "m", "messages": [{"role": "user", "content": "Tell a long story."}], "stream": True}
+            texts.append("")
+            async for chunk in await api.chat.completions.create(**ask):
+                if chunk.choices[0].delta.content and not texts[0]:
+                    finished.append(bool(client.seen))
+                texts[0] += chunk.choices[0].delta.content or ""
+        return 1.0
+
+    played, renderer = await play(engine, client, {"game": section(function="builtins:print")}, 48, program)
+    trajectory = played["game"]
+    assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
+    assert_in_log(trajectory, log_of(client))
+    (turn,) = trajectory.turns
+    assert texts == [renderer.completed(turn.completion.token_ids.tolist()).text]
+    assert client.n_heard == len(turn.completion)
+    if engine.config.engine.kind == "vllm":  # 25 ms a token; the tiny model of the other engine may end at once
+        assert finished == [False]
+
+
+Log = Counter[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def log_of(client: Watched) -> Log:
+    """(prompt, completion) of the engine's requests."""
+    return Counter((tuple(prompt), tuple(generation.token_ids.tolist())) for prompt, generation in client.seen)
+
+
+def assert_in_log(trajectory: Trajectory, seen: Log) -> None:
+    """The trajectory holds what the engine read and sampled."""
+    assert trajectory.turns
+    for branch in trajectory.branches():
+        turns = [trajectory.turns[i] for i in sorted(set(branch.turn_index.tolist()))]
+        ids, last = tuple(branch.token_ids.tolist()), len(turns[-1].completion)
+        assert (ids[:-last], ids[-last:]) in seen
+        assert int(branch.loss_mask.sum()) == sum(len(turn.completion) for turn in turns)
+
+
+def sampled(trajectories: Sequence[Trajectory]) -> Counter[tuple[int, ...]]:
+    return Counter(tuple(turn.completion.token_ids.tolist()) for played in trajectories for turn in played.turns)
+
+
+@pytest.fixture(scope="module")
+def agents(request: pytest.FixtureRequest) -> tuple[dict[str, Trajectory], Log]:
+    """Episodes of all agents that are installed here, played at once, and the engine's log."""
+    sections: dict[str, Mapping[str, Any]] = {}
+    for program in LIBRARY_PROGRAMS:
+        with contextlib.suppress(pytest.skip.Exception):
+            environment = {"OPENAI_AGENTS_DISABLE_TRACING": "1"}
+            played = section(command=library_command(program), reward="scorer", environment=environment)
+            sections[program] = played | {"max_turns": 4}  # an agent that does not end loops until it is refused
+    with contextlib.suppress(pytest.skip.Exception):
+        python = Path(agents_python())
+        options_of("bubblewrap")
+        repair = yaml.safe_load(CODING_AGENT.read_text())["environments"]["repair"]
+        loop = {"name": "program", "options": page_options(python.parents[1])}
+        sections[MINI] = repair | {"loop": loop, "max_seconds": SECONDS, "max_turns": 2}
+    if not sections:
+        return {}, Counter()
+    engine: RunningEngine = request.getfixturevalue("vllm_engine")
+
+    async def run() -> tuple[dict[str, Trajectory], Log]:
+        await stamp(engine)
+        client = Watched(engine)
+        played, _ = await play(engine, client, sections, 64)
+        return played, log_of(client)
+
+    return anyio.run(run)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("program", [*LIBRARY_PROGRAMS, MINI])
+def test_an_agent_of_other_people_is_token_exact(agents: tuple[dict[str, Trajectory], Log], program: str) -> None:
+    if program == MINI:
+        agents_python()
+        options_of("bubblewrap")
+    else:
+        library_command(program)
+    played, seen = agents
+    trajectory = played[program]
+    failure = trajectory.failure  # openai-agents takes a reply that is cut for an error
+    assert failure is None or (failure.boundary == "program" and "max_output_tokens" in failure.details), failure
+    assert_in_log(trajectory, seen)
+    assert sampled(list(played.values())) == Counter(completion for _, completion in seen.elements())
+    if program == MINI:
+        assert set(trajectory.rewards) == {"environment"} and "right_calls" in trajectory.turns[-1].signals
 
 
 async def rendered_by_vllm(engine: RunningEngine, messages: list[dict[str, str]]) -> list[int]:

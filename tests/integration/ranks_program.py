@@ -22,7 +22,7 @@ from learner.distributed.ranks import Interrupt
 from learner.process.build import make_trainer
 from learner.process.rank_processes import execute_commands, shard_writer
 from learner.training.trainer import Trainer
-from learner.weights import nccl_transfer, vllm_transfer
+from learner.weights import nccl_transfer, vllm_transfer, weight_pass
 from pipeline.errors import EngineUnavailable
 from pipeline.runtime.folders import find_damage
 from tests.support.nccl_endpoint import BroadcastEndpoint, NcclPeer, work_of
@@ -43,6 +43,10 @@ def rows_of(case, update):
     rows = make_rows(case.get("rows", 9), seed=update, replayed=[i % 3 == 0 for i in range(case.get("rows", 9))])
     for i in case.get("without_signal", []):
         rows[i].advantages[:] = 0
+    if case.get("recorded"):
+        draw = np.random.default_rng(update).permuted
+        choices = [draw(np.tile(np.arange(6, dtype=np.uint8), (len(row), 2, 1)), axis=-1)[..., :2] for row in rows]
+        rows = tuple(replace(row, experts=chosen) for row, chosen in zip(rows, choices, strict=True))
     if case.get("poison") == update:
         rows[0].advantages[:] = np.inf
     return rows
@@ -63,6 +67,7 @@ def train(trainer: Trainer, case, updates) -> dict:
             "tokens": s.all.tokens, "ratio": s.all.ratio.mean, "steps": report.optimizer_steps,
             "nonfinite": report.nonfinite, "kl": report.kl_loss, "guard": report.guard_lr_factor,
             "critic": None if report.critic is None else report.critic.loss,
+            "router_entropy": report.router_entropy, "expert_imbalance": report.expert_imbalance,
             "critic_norm": None if report.critic is None else report.critic.grad_norm,
         })  # fmt: skip
     return {"updates": found}
@@ -136,13 +141,16 @@ def transfers(trainer: Trainer, group: RankGroup) -> list[dict]:
 
 
 def broadcasts(trainer: Trainer, group: RankGroup) -> list[dict]:
-    """Publications by NCCL, each gathered one weight at a time, in which the engine dies or hangs, and whole ones; an
-    update follows each."""
-    peer, policy, found = NcclPeer(), trainer.policy, []
-    nccl_transfer.nccl_endpoint = lambda client, source, url, workers: BroadcastEndpoint(client, source, peer)
-    nccl_transfer.work_of, nccl_transfer.STALL_SECONDS = work_of, 0.2
+    """Publications by NCCL to two engines, gathered once, one weight at a time, in which one dies or hangs, and
+    whole ones; an update follows each."""
+    peers = {"http://bad": NcclPeer(), "http://whole": NcclPeer()}
+    bad, policy, found = peers["http://bad"], trainer.policy, []
+    nccl_transfer.nccl_endpoint = lambda client, source, urls, workers: BroadcastEndpoint(
+        client, source, [peers[url] for url in urls]
+    )
+    weight_pass.work_of = work_of
     for fault in ("", "dies", "hangs", ""):
-        peer.fault, peer.received, error = fault, [], ""
+        bad.fault, errors = fault, []
         expected, alive, most = policy.snapshot("bfloat16"), weakref.WeakSet(), [0]
 
         def read(alive=alive, most=most):
@@ -152,15 +160,29 @@ def broadcasts(trainer: Trainer, group: RankGroup) -> list[dict]:
                 yield name, tensor
                 del tensor
 
-        sender = nccl_transfer.NcclGroup("http://engine", 1, peer, policy.device, failed=lambda error: None)
-        try:
-            sender.send(nccl_transfer.Send(policy.description("bfloat16"), read))
-        except (ConnectionError, EngineUnavailable) as raised:
-            error = str(raised)
-        same = bool(peer.received) and peer.received[0].keys() == expected.keys() and all(
-            torch.equal(peer.received[0][name], tensor) for name, tensor in expected.items()
-        )  # fmt: skip
-        found.append({"fault": fault, "error": error, "same": same, "most": max(most)})
+        def send(group, send, errors=errors):
+            try:
+                group.send(send)
+            except (ConnectionError, EngineUnavailable) as raised:
+                errors.append(str(raised))
+
+        weights = weight_pass.WeightPass(policy.description("bfloat16"), read, 2, hold_seconds=0.2)
+        threads = []
+        for (url, peer), part in zip(peers.items(), weights.sends, strict=True):
+            peer.received = []
+            member = nccl_transfer.Member(url, peer.workers, peer)
+            group = nccl_transfer.NcclGroup([member], policy.device, failed=lambda url, error: None)
+            threads.append(threading.Thread(target=send, args=(group, part)))
+            threads[-1].start()
+        weights.run(policy.device)
+        for thread in threads:
+            thread.join()
+        same = [
+            bool(peer.received) and peer.received[0].keys() == expected.keys()
+            and all(torch.equal(peer.received[0][name], tensor) for name, tensor in expected.items())
+            for peer in peers.values()
+        ]  # fmt: skip
+        found.append({"fault": fault, "error": ", ".join(errors), "same": same, "most": max(most)})
         trainer.step(Batch(trainer.updates, (), rows_of({}, trainer.updates)), policy_version=trainer.updates)
     return found
 

@@ -35,7 +35,7 @@ def chaos(tmp_path: Path, *settings: str, mutants: str = "") -> subprocess.Compl
 def test_a_run_under_chaos_goes_on_and_its_books_balance(tmp_path: Path) -> None:
     done = chaos(tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "every sum adds up" in done.stdout
+    assert "every sum adds up" in done.stdout and "share of useful time" in done.stdout
     folder = tmp_path / "tiny-chaos" / "chaos"
     faults = [json.loads(line)["what"].split()[0] for line in (folder / "faults.jsonl").read_text().splitlines()]
     assert {"kill", "stop"} <= set(faults)

@@ -33,8 +33,12 @@ SCENES = {
     "ranks on two nodes": ("gpu", ["placement.learner_gpus=8", "placement.engine_gpus=4"], 4, "3"),
 }
 """Run file, changes, GPUs of a node, nodes."""
-KINDS = {"ConfigMap": 1, "Service": 4, "StatefulSet": 3, "Job": 1, "NetworkPolicy": 4, "HorizontalPodAutoscaler": 1,
-         "PersistentVolumeClaim": 1, "PodMonitor": 1, "ServiceAccount": 1, "Role": 1, "RoleBinding": 1}  # fmt: skip
+KINDS = {"ConfigMap": 6, "Service": 4, "StatefulSet": 3, "Job": 1, "NetworkPolicy": 4, "HorizontalPodAutoscaler": 1,
+         "PodDisruptionBudget": 2, "PersistentVolumeClaim": 1, "PodMonitor": 1, "PrometheusRule": 1,
+         "ServiceAccount": 1, "Role": 1, "RoleBinding": 1}  # fmt: skip
+CUSTOM = ("PodMonitor", "PrometheusRule")
+"""Resources that Kubernetes has no schema for."""
+QUEUE = {"kueue.x-k8s.io/queue-name": "rl"}
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +71,13 @@ def test_every_manifest_is_valid_and_every_container_without_rights(scene: str, 
     config, values = values_of(request_of(scene))
     files = write_files(config, values, tmp_path)
     call(helm, "lint", "--strict", CHART, *files)
-    text = call(helm, "template", values["name"], CHART, *files, "--set", "podMonitor.enabled=true")
+    text = call(helm, "template", values["name"], CHART, *files, "--set", "monitoring.enabled=true")
     manifests = [manifest for manifest in yaml.safe_load_all(text) if manifest]
     kinds = [manifest["kind"] for manifest in manifests]
     assert {kind: kinds.count(kind) for kind in kinds} == KINDS
     for manifest in manifests:
-        if manifest["kind"] != "PodMonitor":  # a custom resource
-            for version in (oldest_version(), validate.latest_version()):
+        if manifest["kind"] not in CUSTOM:
+            for version in supported_versions(validate.latest_version()):
                 validate.validate(manifest, version, strict=True)
     for manifest in manifests:
         if manifest["kind"] in ("StatefulSet", "Job"):
@@ -86,7 +90,7 @@ def test_every_manifest_is_valid_and_every_container_without_rights(scene: str, 
                 assert all(mount.get("readOnly", False) or not is_actor for mount in runs), "actors write there"
                 assert rights["readOnlyRootFilesystem"] and rights["capabilities"] == {"drop": ["ALL"]}
                 assert container["resources"]["requests"].keys() == {"cpu", "memory"}
-    written = next(m for m in manifests if m["kind"] == "ConfigMap")["data"]["run.yaml"]
+    written = next(m["data"]["run.yaml"] for m in manifests if m["metadata"]["name"].endswith("-config"))
     (tmp_path / "written.yaml").write_text(written)
     assert load(tmp_path / "written.yaml", environment={}) == config, "the pods read the same configuration"
 
@@ -94,6 +98,39 @@ def test_every_manifest_is_valid_and_every_container_without_rights(scene: str, 
 def oldest_version() -> str:
     """Of Kubernetes, that the chart says it needs."""
     return yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"].removeprefix(">=").rpartition(".")[0]
+
+
+def supported_versions(newest: str) -> list[str]:
+    """From the oldest to the newest that has schemas."""
+    first, last = (int(version.split(".")[1]) for version in (oldest_version(), newest))
+    return [f"1.{minor}" for minor in range(first, last + 1)]
+
+
+def test_prometheus_and_grafana_get_the_alerts_and_dashboards_of_the_project(helm: Path, tmp_path: Path) -> None:
+    config, values = values_of(request_of("tiny"))
+    files = write_files(config, values, tmp_path)
+    on = ("--set", "monitoring.enabled=true", "--set", "monitoring.labels.release=kube-prometheus-stack")
+    manifests = list(filter(None, yaml.safe_load_all(call(helm, "template", "tiny", CHART, *files, *on))))
+    (rule,) = (manifest for manifest in manifests if manifest["kind"] == "PrometheusRule")
+    assert rule["spec"] == yaml.safe_load((ROOT / "grafana/prometheus/alerts.yml").read_text())
+    assert rule["metadata"]["labels"]["release"] == "kube-prometheus-stack"
+    shown = {}
+    for manifest in manifests:
+        if manifest["metadata"].get("labels", {}).get("grafana_dashboard"):
+            shown |= manifest["data"]
+    assert shown == {path.name: path.read_text().rstrip() for path in (ROOT / "grafana/dashboards").glob("*.json")}
+
+
+def test_a_queue_admits_the_workloads_by_their_labels(helm: Path, tmp_path: Path) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    config, values = values_of(request_of("ranks on two nodes"))
+    (tmp_path / "queue.yaml").write_text(yaml.safe_dump({"labels": QUEUE}))
+    files = [*write_files(config, values, tmp_path), "--values", str(tmp_path / "queue.yaml")]
+    manifests = list(filter(None, yaml.safe_load_all(call(helm, "template", "gpu", CHART, *files))))
+    for manifest in manifests:
+        validate.validate(manifest, oldest_version(), strict=True)
+        is_workload = manifest["kind"] in ("StatefulSet", "Job")
+        assert (QUEUE.items() <= manifest["metadata"].get("labels", {}).items()) is is_workload
 
 
 GIVEN: dict[str, Any] = {
@@ -173,7 +210,7 @@ def test_the_learner_alone_may_end_the_other_pods_and_nothing_else(helm: Path, t
 def test_a_gang_counts_its_restarts_and_prometheus_asks_the_pod_that_answers(helm: Path, tmp_path: Path) -> None:
     config, values = values_of(request_of("ranks on two nodes"))
     files = write_files(config, values, tmp_path)
-    text = call(helm, "template", values["name"], CHART, *files, "--set", "podMonitor.enabled=true")
+    text = call(helm, "template", values["name"], CHART, *files, "--set", "monitoring.enabled=true")
     manifests = {manifest["kind"]: manifest for manifest in yaml.safe_load_all(text) if manifest}
     pods = values["learner"]["pods"]
     assert pods > 1 and manifests["Job"]["spec"]["backoffLimit"] == config.supervisor.restarts_max * pods
@@ -222,3 +259,17 @@ def test_values_that_the_schema_does_not_know_are_refused(helm: Path, tmp_path: 
     command = [helm, "template", "tiny", CHART, *write_files(config, values, tmp_path), "--set", "actr.pods=3"]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode and "actr" in done.stderr
+
+
+def test_the_pods_of_the_rayjob_on_the_page_are_valid() -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "RAY.md").read_text(), re.DOTALL)
+    (job,) = (found for block in blocks if (found := yaml.safe_load(block)).get("kind") == "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    for group in groups:
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, **group["template"]}
+        validate.validate(pod, oldest_version(), strict=True)
+        (container,) = pod["spec"]["containers"]
+        assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/runs"}, "the same folder everywhere"
+    assert job["spec"]["entrypoint"].startswith("afterplay run /runs/")

@@ -24,19 +24,21 @@ FILES_OF_A_PROCESS = (("processes", "json"), ("logs", "log"))
 SECONDS = 6.0
 """For how long the disk is full. Longer times: ``python -m benchmarks.damage disk``."""
 FINISH_SECONDS_MAX = 240
+STEPS = 24
+"""So many that the disk is full before the last."""
 
 
 def test_a_run_waits_for_a_full_disk_and_loses_nothing(tmp_path: Path, forked_run: partial) -> None:
-    overrides = ["run.total_steps=14", "checkpoint.every=2"]
+    overrides = [f"run.total_steps={STEPS}", "checkpoint.every=2"]
     with small_disk(tmp_path / "disk", 64) as disk, forked_run(TINY, disk, "full", overrides) as run:
         run.until_step(3, FINISH_SECONDS_MAX)
         before = len(run.steps())
         keep_full(disk, SECONDS)
         assert len(run.steps()) <= before + 2
         assert run.finish(FINISH_SECONDS_MAX) == 0, run.tail()
-        assert [step["step"] for step in run.steps()] == list(range(1, 15))
+        assert [step["step"] for step in run.steps()] == list(range(1, STEPS + 1))
         assert run.ledger(rows=True).audit() == []
-        assert run.ledger().trajectories["trained"] == 14 * 16 * 8
+        assert run.ledger().trajectories["trained"] == STEPS * 16 * 8
         assert run.ledger().trajectories.get("rolled_back", 0) == 0
         states = json.loads(run.directory.processes_file.read_bytes())
         assert {name: state["restarts"] for name, state in states.items() if state["restarts"]} == {}
@@ -49,7 +51,7 @@ def test_a_run_waits_for_a_full_disk_and_loses_nothing(tmp_path: Path, forked_ru
 def test_a_run_waits_while_the_file_system_refuses_every_write_and_loses_nothing(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overrides = ["run.total_steps=14", "checkpoint.every=2"]
+    overrides = [f"run.total_steps={STEPS}", "checkpoint.every=2"]
     with (
         faulty_disk(tmp_path, tmp_path / "runs" / "faulty", monkeypatch) as control,
         start_run(TINY, tmp_path / "runs", "faulty", overrides) as run,
@@ -59,9 +61,9 @@ def test_a_run_waits_while_the_file_system_refuses_every_write_and_loses_nothing
         time.sleep(SECONDS)
         control.unlink()
         assert run.finish(FINISH_SECONDS_MAX) == 0, run.tail()
-        assert [step["step"] for step in run.steps()] == list(range(1, 15))
+        assert [step["step"] for step in run.steps()] == list(range(1, STEPS + 1))
         assert run.ledger(rows=True).audit() == []
-        assert run.ledger().trajectories["trained"] == 14 * 16 * 8
+        assert run.ledger().trajectories["trained"] == STEPS * 16 * 8
         states = json.loads(run.directory.processes_file.read_bytes())
         assert {name: state["restarts"] for name, state in states.items() if state["restarts"]} == {}
         assert f"cannot be written now: {os.strerror(number)}" in run.output.read_text()
@@ -116,16 +118,12 @@ def replace(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "become"),
-    [
-        ("moved or removed", lambda directory: directory.rename(directory.with_name("elsewhere"))),
-        ("moved or removed", remove),
-        ("replaced by another", replace),
-    ],
+    "become",
+    [lambda directory: directory.rename(directory.with_name("elsewhere")), remove, replace],
     ids=["moved", "removed", "replaced"],
 )
 def test_a_run_whose_directory_is_gone_ends_and_says_so(
-    tmp_path: Path, forked_run: partial, what: str, become: Callable[[Path], object]
+    tmp_path: Path, forked_run: partial, become: Callable[[Path], object]
 ) -> None:
     with forked_run(TINY, tmp_path, "gone", ["run.total_steps=100000"]) as run:
         run.until_step(2, FINISH_SECONDS_MAX)
@@ -133,5 +131,6 @@ def test_a_run_whose_directory_is_gone_ends_and_says_so(
         become(run.directory.path)
         assert run.finish(FINISH_SECONDS_MAX) == 2, run.output.read_text()
         assert time.monotonic() - started < 60
-        assert f"{run.directory.path} was {what} while the run used it" in run.output.read_text()
-        assert run.directory.path.exists() is (what == "replaced by another"), "nothing is written there again"
+        said = f"{run.directory.path} was moved, removed or replaced while the run used it"
+        assert said in run.output.read_text()
+        assert run.directory.path.exists() is (become is replace), "nothing is written there again"

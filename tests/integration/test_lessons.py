@@ -16,19 +16,20 @@ import orjson
 import pytest
 
 from actors.rollout import lessons as memory_prompt
-from grafana.dashboard_lint import EVALUATED_ONLY, TOOLS_ONLY, VLLM_ONLY
+from grafana.dashboard_lint import EVALUATED_ONLY, EXPERTS_ONLY, TOOLS_ONLY, VLLM_ONLY
 from grafana.prometheus_process import Api, PrometheusProcess
 from grafana.prove import EVERY_DASHBOARD, load, prove_within
 from grafana.targets import targets_of_run
 from pipeline.config.lessons import LessonsConfig
 from pipeline.schema import Trajectory
 from pipeline.schema.codec import decode_trajectory
+from tests.support.repeated import repeated
 from tests.support.run_handle import RunHandle
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "tiny.yaml"
 SECONDS_MAX = 240
-LESSONS = ["lessons.enabled=true", "lessons.template='{lessons} {prompt}'", "lessons.top_k=1"]
+LESSONS = ["lessons.enabled=true", "lessons.template='{lessons} {prompt}'", "lessons.top_k=4"]
 HYBRID = [
     *LESSONS, "lessons.keep_ratio=0.5", "replay.enabled=true", "replay.mode=mix", "replay.start_ratio=0",
     "replay.ess_guard.enabled=true", "checkpoint.every=5",
@@ -70,7 +71,7 @@ def test_every_query_of_the_dashboards_returns_data_from_a_run_that_replays_and_
     with PrometheusProcess(targets, rules=ROOT / "grafana" / "prometheus" / "alerts.yml") as prometheus:
         api = Api(prometheus.url)
         for uid in EVERY_DASHBOARD:
-            exempt = VLLM_ONLY | TOOLS_ONLY | EVALUATED_ONLY
+            exempt = VLLM_ONLY | TOOLS_ONLY | EVALUATED_ONLY | EXPERTS_ONLY
             assert prove_within(load(uid), api, 90, exempt, pause_seconds=0.3) == [], uid
 
 
@@ -105,11 +106,13 @@ def test_a_run_with_lessons_resumes_and_ends_with_its_accounts_in_order(live: Ru
     if live.process.poll() is None:
         live.interrupt()
     steps = len(live.steps()) + 4
-    overrides = [*HYBRID, f"run.total_steps={steps}"]
+    overrides = [*HYBRID, f"run.total_steps={steps}", "checkpoint.keep=1000"]  # that of the stop stays
     with forked_run(TINY, live.directory.path.parent, live.directory.path.name, overrides) as run:
         assert run.finish(SECONDS_MAX) == 0, run.tail()
         ledger = run.ledger(rows=True)
         assert ledger.audit() == [] and ledger.updates == steps
+    again = repeated(run.directory.path)
+    assert {steps - 3, steps} <= {*again} and not any(again.values()), "made with lessons, before the stop and after it"
 
 
 @contextmanager

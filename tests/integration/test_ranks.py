@@ -32,11 +32,17 @@ CASES = {
     "rows_without_signal": {"without_signal": [0, 2, 3, 4, 5, 6], "learner": {"gradient_checkpointing": True}},
     "critic": {"sections": GAE},
     "critic_on_the_policy": {"sections": GAE, "learner": {"critic": {"backbone": "none"}}},
-    "reference": {"sections": {"loss": {"kl": "loss"}}, "learner": {"reference": {"refresh_every": 2}}},
+    "reference": {"sections": {"loss": {"kl": "loss"}}, "learner": {"reference": {"source": "initial"}}},
     "sequence_ratios": {"sections": {"loss": {"policy": "gspo"}}},
     "masks": {"sections": {"loss": {"off_policy": "second_moment"}, "replay": {"ess_guard": {"enabled": True}}}},
     "adapters": {"sections": {"loss": {"kl": "loss"}}, "learner": {"lora": LORA}},
     "experts": {"model": "experts", "sections": GAE},
+    "recorded_experts": {
+        "model": "experts",
+        "recorded": True,
+        "learner": {"routing_replay": True, "gradient_checkpointing": True, "tokens_per_microbatch": 1},
+        "sections": {"loss": {"load_balancing": 0.5}},
+    },
     "not_finite": {"poison": 1},
     "groups": {
         "groups": 4,
@@ -59,10 +65,7 @@ ROUNDED = {
     "bfloat16_moments": {"learner": {"optimizer_dtype": "bfloat16"}},
 }
 """Other micro-batches, other roundings."""
-PARTS = {
-    "sections": {**GAE, "loss": {"kl": "loss"}},
-    "learner": {"reference": {"refresh_every": 1}, "ema_decay": 0.5},
-}
+PARTS = {"sections": {**GAE, "loss": {"kl": "loss"}}}
 
 
 def by_ranks(size: int) -> dict:
@@ -228,6 +231,7 @@ def test_every_rank_takes_part_in_a_transfer_and_none_hangs_when_the_engine_fail
 @pytest.mark.slow
 def test_ranks_gather_one_weight_at_a_time_for_an_engine_and_none_hangs_when_it_is_lost(folder):
     found = orjson.loads((folder / "broadcast.json").read_bytes())
-    assert [publication["same"] for publication in found] == [True, False, False, True]
-    assert ["reset" in found[1]["error"], "taken no weight" in found[2]["error"]] == [True, True]
-    assert all(publication["most"] <= 3 for publication in found)
+    assert [publication["same"] for publication in found] == [[True, True], [False, True], [False, True], [True, True]]
+    assert ["reset" in found[1]["error"], "held up others" in found[2]["error"]] == [True, True]
+    most = [publication["most"] for publication in found]
+    assert most[0] <= 3 and most[3] <= 3 and max(most) <= 5, most

@@ -18,11 +18,13 @@ from learner.checkpoints import checkpoint, shards
 from learner.checkpoints.checkpoint import find_checkpoints, read_state
 from learner.process.rank_processes import RankZero
 from learner.process.recorder import MetricsLog
+from pipeline.config.load import dump
 from pipeline.runtime.folders import find_damage
 from pipeline.runtime.process import ExitCode
 from pipeline.store.evaluation_results import read_results
 from tests.support.damage import flip
 from tests.support.fork_server import ForkedSubprocess
+from tests.support.repeated import repeated
 from tests.unit.learner.conftest import run_config
 from tests.unit.learner.test_learner_role import Engine, World, config_of, serving
 
@@ -129,6 +131,8 @@ async def test_a_stop_ends_all_ranks_and_a_killed_rank_ends_the_others_with_word
     assert f"{newest.name} is damaged (shards/__1_0.distcp" in notice and f"resumes from {older.name}" in notice
     assert w.lines()[-1]["step"] == 8
     assert w.engine.versions == sorted(w.engine.versions)
+    w.directory.config_file.write_text(dump(w.config))
+    assert repeated(w.directory.path) == dict.fromkeys(range(1, 9), ()), "bit for bit, by two ranks"
 
 
 async def test_two_ranks_wait_for_a_full_disk_wherever_a_checkpoint_meets_it(world, children, monkeypatch):

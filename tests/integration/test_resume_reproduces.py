@@ -54,7 +54,6 @@ RECORDED = [
     "replay.ess_guard.enabled=true",
     "learner.minibatches=2",
     "learner.schedule=cosine",
-    "learner.ema_decay=0.9",
     f"checkpoint.every={UPDATES + 1}",
     "checkpoint.at_end=false",
 ]

@@ -14,8 +14,11 @@ import psutil
 import pytest
 
 from grafana.targets import targets_of_run
+from pipeline.config.load import load
 from pipeline.runtime.process import ExitCode
+from pipeline.supervisor.forecast import forecast, measure
 from tests.support.damage import flip
+from tests.support.repeated import repeated
 from tests.support.run_handle import RunHandle, start_run
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
@@ -66,6 +69,11 @@ def test_tiny_model_doubles_its_success_rate_while_generation_and_training_overl
         with closing(sqlite3.connect(run.directory.store_file)) as store:
             received = [row[0] for row in store.execute("SELECT received_at FROM trajectories")]
     assert any(start < at < stop for start, stop in trained for at in received)
+    config = load(run.directory.config_file, environment={})
+    speeds, measured = measure(config, run.directory)
+    outlook, _ = forecast(config, speeds, measured.updates_left)
+    assert 1 / 3 < outlook.update_seconds / measured.update_seconds < 3, "on shared cores, too"
+    assert outlook.staleness == pytest.approx(measured.staleness, abs=1)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -117,8 +125,8 @@ def test_killed_roles_restart_alone_and_the_accounts_add_up(tmp_path: Path, fork
 def test_interrupted_run_ends_within_ten_seconds_leaves_no_process_and_goes_on(
     tmp_path: Path, forked_run: partial
 ) -> None:
-    overrides = ["run.total_steps=8", "checkpoint.every=100"]
-    with forked_run(TINY, tmp_path, "interrupt", overrides) as run:
+    overrides = ["checkpoint.every=100000"]
+    with forked_run(TINY, tmp_path, "interrupt", [*overrides, "run.total_steps=100000"]) as run:
         run.until_step(3, START_SECONDS_MAX)
         children = family(run.process.pid)
         assert len(children) >= 4
@@ -127,14 +135,19 @@ def test_interrupted_run_ends_within_ten_seconds_leaves_no_process_and_goes_on(
         assert run.ledger().audit() == []
         step = run.steps()[-1]["step"]
         assert f"the checkpoint has step {step}: the run continues with step {step + 1}" in run.output.read_text()
-    with forked_run(TINY, tmp_path, "interrupt", [*overrides, "learner.learning_rate=1e-3"]) as run:
+    changes = [f"run.total_steps={step + 5}", "learner.learning_rate=1e-3"]
+    with forked_run(TINY, tmp_path, "interrupt", [*overrides, *changes]) as run:
         assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
         assert "  learner.learning_rate: 0.003 -> 0.001\n" in run.output.read_text()
         first, changed = map(json.loads, run.directory.history_file.read_text().splitlines())
-        assert (first["step"], changed["changes"]) == (0, {"learner.learning_rate": [3e-3, 1e-3]})
+        assert first["step"] == 0
+        assert changed["changes"] == {
+            "run.total_steps": [100000, step + 5],
+            "learner.learning_rate": [3e-3, 1e-3],
+        }
         assert changed["step"] == step >= 3
         assert run.ledger().groups.get("rolled_back", 0) == 0, "no update was made again"
-        assert [s["step"] for s in run.steps()] == list(range(1, 9))
+        assert [s["step"] for s in run.steps()] == list(range(1, step + 6))
         assert_accounts_add_up(run)
         from transformers import AutoModelForCausalLM
 
@@ -145,7 +158,10 @@ def test_interrupted_run_ends_within_ten_seconds_leaves_no_process_and_goes_on(
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_its_books_are_right(
     tmp_path: Path, forked_run: partial
 ) -> None:
-    overrides = ["run.total_steps=7", "checkpoint.every=2", "groups.groups_per_step=8", "groups.n_rollout=8"]
+    overrides = [
+        f"run.total_steps={(steps := 30)}", "checkpoint.every=2", "groups.groups_per_step=8",
+        "replay.keep_trained=1000",
+    ]  # fmt: skip
     with forked_run(TINY, tmp_path, "damaged", overrides) as run:
         run.until_step(5, START_SECONDS_MAX)
         run.interrupt()
@@ -158,9 +174,12 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_its_books_ar
         ledger = run.ledger()
         with closing(sqlite3.connect(run.directory.store_file)) as store:
             made = dict(store.execute("SELECT update_number, count(*) FROM groups WHERE state = 'trained' GROUP BY 1"))
-        assert made == dict.fromkeys(range(7), 8)
-        assert ledger.trajectories["trained"] == 7 * 8 * 8
-        assert ledger.groups["cancelled.lost"] == 8 * (int(newest.name[1:]) - int(older.name[1:]))
+        assert made == dict.fromkeys(range(steps), 8)
+        assert ledger.trajectories["trained"] == steps * 8 * 8
+        assert ledger.groups.get("cancelled.lost", 0) == 0, "replay.keep_trained keeps groups back to the older one"
+    assert repeated(run.directory.path) == dict.fromkeys(range(1, steps + 1), ()), (
+        "bit for bit, before the damage and behind it"
+    )
 
 
 def test_a_run_with_a_wrong_plug_in_ends_with_the_sentence_of_its_preflight(

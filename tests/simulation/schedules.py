@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +16,8 @@ from typing import Any, TypeVar
 import pytest
 
 from pipeline.config import RunConfig
+from pipeline.stage.groups import inclusion_probability
+from pipeline.store.ledger import read_ledger
 from tests.support.simulated_roles import Faults
 from tests.support.simulation import Simulation
 
@@ -28,6 +32,29 @@ def blocks(schedules: int, per_test: int = PER_TEST) -> list[Any]:
     return [pytest.param(i, marks=pytest.mark.slow) if i >= count / 8 else i for i in range(count)]
 
 
+def pilot_of(rng: random.Random, n_rollout: int) -> int | None:
+    """A pilot of a group of this size, or none."""
+    return rng.choice((None, 2, n_rollout - 1)) if n_rollout > 2 else None
+
+
+def pilots_add_up(sim: Simulation) -> None:
+    """Each pilot of equal rewards that was not continued has its rollouts counted; each trained group has the weight
+    that its pilot gives it."""
+    m, ledger = sim.config.groups.pilot, read_ledger(sim.path)
+    ended = ledger.groups.get("cancelled.pilot", 0)
+    assert ledger.trajectories.get("dropped.pilot", 0) == ended * (m or 0)
+    with sqlite3.connect(sim.path) as connection:
+        rows = connection.execute(
+            "SELECT group_number, weight, k, reward FROM groups JOIN trajectories t USING (group_number) WHERE "
+            "groups.state = 'trained' AND t.state = 'trained' AND slot < ? ORDER BY group_number, slot",
+            (m or 0,),
+        ).fetchall()
+    connection.close()
+    for (_, weight, k), members in itertools.groupby(rows, key=lambda row: row[:3]):
+        rewards = [row[3] for row in members]
+        assert weight == (1.0 if k else 1 / inclusion_probability(rewards))
+
+
 def play(
     block: int,
     folder: Path,
@@ -40,6 +67,8 @@ def play(
     for seed in range(block * PER_TEST, (block + 1) * PER_TEST):
         rng = random.Random(seed)
         config = config_of(rng, seed)
+        replay = config.replay.model_copy(update={"keep_trained": seed % 3})
+        config = config.model_copy(update={"replay": replay})
         faults = Faults() if seed % 5 == 0 else Faults.drawn(rng, until=200.0)
         path = folder / str(seed) / "replay.sqlite"
         path.parent.mkdir()

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.store.ledger import read_ledger
-from tests.simulation.schedules import PER_TEST, blocks, play
+from tests.simulation.schedules import PER_TEST, blocks, pilot_of, pilots_add_up, play
 from tests.support.simulation import Simulation
 
 
@@ -41,7 +41,13 @@ def config_of(rng: random.Random, _: int) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"total_steps": rng.randint(8, 24)},
-            "groups": {"n_rollout": n, "groups_per_step": rng.randint(1, 4), "attempts_max": rng.randint(1, 4)},
+            "groups": {
+                "n_rollout": n,
+                "groups_per_step": rng.randint(1, 4),
+                "attempts_max": rng.randint(1, 4),
+                "tasks": rng.choice(("uniform", "informative")),
+                "pilot": pilot_of(rng, n),
+            },
             "staleness": {"max": eta},
             "checkpoint": {"every": rng.randint(1, 4)},
             "environments": {"a": {"weight": 2, "tasks": 8, "max_seconds": 5}, "b": {"tasks": 4, "max_seconds": 5}},
@@ -111,4 +117,5 @@ def check(sim: Simulation) -> int:
     assert sim.acknowledged <= set(stored) and set(fresh) <= set(stored)
     assert ledger.groups["trained"] == len(groups)
     assert ledger.trajectories["trained"] == len(fresh)
+    pilots_add_up(sim)
     return sim.replayed_total

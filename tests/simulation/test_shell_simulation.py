@@ -135,7 +135,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
     "a learner that was replaced labels engines": (LearnerFence, "refusal", lambda self, numbers: None, 2),
     "an engine that hangs is not noticed": (EngineSilence, "too_long", False, 0),
     "an engine samples with half of its weights": (EngineKeeper, "_withdraw", _resumes, 5),
-    "what a damaged checkpoint had counts as trained": (Dispatch, "_lose", lambda self, number, group: None, 4),
+    "what a damaged checkpoint had counts as trained": (Dispatch, "_lose", lambda self, number, group: None, 12),
 }
 """Class or module, name, replacement, and the first history whose audit fails with it."""
 DRAWN: dict[str, tuple[str, ...]] = {

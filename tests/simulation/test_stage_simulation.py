@@ -10,18 +10,21 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.store.ledger import read_ledger
-from tests.simulation.schedules import blocks, play
+from tests.simulation.schedules import blocks, pilot_of, pilots_add_up, play
 from tests.support.simulation import Simulation
 
 
 def config_of(rng: random.Random, seed: int) -> RunConfig:
+    n = rng.randint(1, 4)
     return RunConfig.model_validate(
         {
             "run": {"total_steps": rng.randint(3, 9), "seed": seed},
             "groups": {
-                "n_rollout": rng.randint(1, 4),
+                "n_rollout": n,
+                "pilot": pilot_of(rng, n),
                 "groups_per_step": rng.randint(1, 4),
                 "attempts_max": rng.randint(1, 4),
+                "tasks": rng.choice(("uniform", "informative")),
             },
             "staleness": {"max": rng.randint(0, 3)},
             "checkpoint": {"every": rng.randint(1, 4)},
@@ -60,3 +63,4 @@ def check(sim: Simulation) -> None:
     assert ledger.orders["in_flight"] == 0, ledger
     assert ledger.groups["collecting"] == ledger.groups["ready"] == ledger.groups["placed"] == 0
     assert ledger.trajectories.get("held", 0) == 0
+    pilots_add_up(sim)

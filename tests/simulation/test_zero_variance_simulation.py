@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.store.ledger import read_ledger
-from tests.simulation.schedules import PER_TEST, blocks, play
+from tests.simulation.schedules import PER_TEST, blocks, pilot_of, pilots_add_up, play
 from tests.support.simulation import Simulation
 
 
@@ -20,6 +20,7 @@ def config_of(rng: random.Random, seed: int) -> RunConfig:
     replay: dict[str, Any] = {
         "enabled": True, "mode": "mix", "start_ratio": 0.0, "trajectories_per_task": 1,
     }  # fmt: skip
+    estimator = rng.choice(("grpo", "grpo", "remax"))
     return RunConfig.model_validate(
         {
             "run": {"total_steps": rng.randint(4, 9), "seed": seed},
@@ -29,12 +30,13 @@ def config_of(rng: random.Random, seed: int) -> RunConfig:
                 "attempts_max": rng.randint(1, 4),
                 "zero_variance": rng.choice(("drop", "refill", "refill")),
                 "refill_max": rng.choice((0.5, 1.0, 3.0)),
+                "pilot": pilot_of(rng, n) if estimator == "grpo" else None,
             },
             "staleness": {"max": rng.randint(0, 3)},
             "checkpoint": {"every": rng.randint(1, 4)},
             "environments": {"a": {"weight": 2, "tasks": 9, "max_seconds": 5}, "b": {"tasks": 5, "max_seconds": 5}},
             "stage": {"silence_seconds_max": 4.0},
-            "advantage": {"estimator": rng.choice(("grpo", "grpo", "remax"))},
+            "advantage": {"estimator": estimator},
             **({"replay": replay} if rng.random() < 0.5 else {}),
         }
     )
@@ -79,6 +81,7 @@ def check(sim: Simulation) -> int:
     assert ledger.groups.get("trained", 0) == sum(bool(ids) for ids in _by_group(trained).values())
     fresh = ledger.trajectories.get("dropped.zero_variance", 0)
     assert (fresh > 0) == (dropped + refilled > 0)
+    pilots_add_up(sim)
     return dropped + refilled
 
 

@@ -55,6 +55,11 @@ LATENT = {
 HEADS = {"head_dim": 8}
 WINDOW = HEADS | {"sliding_window": 8}
 MIXED = WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}
+SHARING = WINDOW | {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+    "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64,
+}  # fmt: skip
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
@@ -87,7 +92,7 @@ FAMILIES = {
     "Ministral 3": Family("Ministral3Config", "mistral_v13", HEADS),
     "Gemma 2": Family("Gemma2Config", "gemma", MIXED | {"attn_logit_softcapping": 0.5}),
     "Gemma 3": Family("Gemma3TextConfig", "gemma3", MIXED),
-    "Gemma 4": Family("Gemma4TextConfig", "gemma4", HEADS),
+    "Gemma 4": Family("Gemma4TextConfig", "gemma4", SHARING),
     "Phi-3.5": Family("Phi3Config", "phi3_5", {"sliding_window": 8}),
     "Phi-4": Family("Phi3Config", None, {"sliding_window": None}),
     "Granite 3": Family("GraniteConfig", "granite3"),
@@ -253,6 +258,7 @@ async def _sampled(folder: Path, scratch: Path) -> tuple[list[tuple[list[int], l
     generator = Generator(options, failures.append)
     generator.start()
     try:
+        await generator.try_out()
         await generator.reload(scratch / "v1")
         await generator.load_deltas([scratch / "delta"])
         prompts = [list(range(3, 12)), list(range(5, 25))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,13 +15,16 @@ from pipeline.errors import EngineRefused
 class NcclPeer:
     """The workers of one engine: what the client asks of them, and the other end of the broadcasts.
 
-    ``fault``: it ``refuses`` to join a group, ``dies`` or ``hangs`` with its first weight, or fails at ``start``,
-    ``update`` or ``finish``.
+    ``fault``: it ``refuses`` to join a group or hangs at it (``joins``, until ``goes_on``), ``dies`` or ``hangs`` with
+    its first weight, or fails at ``start``, ``update`` or ``finish``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int = 2) -> None:
         self.fault = ""
+        self.workers = workers
         self.joined, self.closed = 0, 0
+        self.places: list[tuple[int, int]] = []
+        """Of each group that it joined: rank of its first worker, and size."""
         self.received: list[dict[str, torch.Tensor]] = []
         """Whole updates."""
         self.began = threading.Event()
@@ -37,6 +41,9 @@ class NcclPeer:
         assert init_info["packed"] is False
         if self.fault == "refuses":
             raise EngineRefused("500 Server Error: weight transfer is not configured")
+        if self.fault == "joins":
+            assert self.goes_on.wait(30)
+        self.places.append((init_info["rank_offset"], init_info["world_size"]))
         self.joined += 1
 
     def start_weight_update(self) -> None:
@@ -67,7 +74,6 @@ class NcclPeer:
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
         """As vLLM's communicator: the weight is not yet sent when it returns."""
-        _thread.peer = self
         with self._came:
             self._tensors.append(tensor.clone())
             self._came.notify()
@@ -84,25 +90,27 @@ _thread = threading.local()
 
 
 class _Work:
-    def __init__(self, peer: NcclPeer) -> None:
-        self._peer = peer
+    """A broadcast: whoever stops in a ring stops all."""
+
+    def __init__(self, peers: Sequence[NcclPeer]) -> None:
+        self.peers = peers
 
     def query(self) -> bool:
-        return self._peer.goes_on.is_set() and self._peer.fault not in ("dies", "hangs")
+        return all(peer.goes_on.is_set() and peer.fault not in ("dies", "hangs") for peer in self.peers)
 
 
 def work_of(device: torch.device) -> Any:
-    """In place of :func:`learner.weights.nccl_transfer.work_of`: the broadcast that this thread began last."""
-    peer = getattr(_thread, "peer", None)
-    return None if peer is None else _Work(peer)
+    """In place of :func:`learner.weights.weight_pass.work_of`: the broadcast that this thread began last."""
+    return getattr(_thread, "work", None)
 
 
 class BroadcastEndpoint:
     """``NCCLTrainerWeightTransferEngine`` of vLLM 0.32, not packed."""
 
-    def __init__(self, client: Any, source: Any, peer: NcclPeer) -> None:
-        self._client, self._source, self._peer = client, source, peer
-        client.init_weight_transfer_engine({"packed": False})
+    def __init__(self, client: Any, source: Any, peers: Sequence[NcclPeer]) -> None:
+        self._client, self._source, self._peers = client, source, peers
+        size = 1 + sum(peer.workers for peer in peers)
+        client.init_weight_transfer_engine({"packed": False, "rank_offset": 1, "world_size": size})
 
     def send_weights(self) -> None:
         meta = self._source.metadata()
@@ -117,11 +125,14 @@ class BroadcastEndpoint:
             future = requests.submit(self._client.update_weights, info)
             for (name, tensor), told in zip(self._source, meta, strict=True):
                 assert (name, tensor.dtype, tuple(tensor.shape)) == (told.name, told.dtype, told.shape)
-                self._peer.broadcast(tensor, src=0)
+                for peer in self._peers:
+                    peer.broadcast(tensor, src=0)
+                _thread.work = _Work(self._peers)
             future.result()
         finally:
             requests.shutdown(wait=False)
         self._client.finish_weight_update()
 
     def shutdown(self) -> None:
-        self._peer.destroy()
+        for peer in self._peers:
+            peer.destroy()

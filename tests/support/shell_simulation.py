@@ -334,6 +334,7 @@ def _config(folder: Path, seed: int, rng: random.Random) -> RunConfig:
                 "part_tokens": 2,
             },
             "publish": {"timeout_seconds": 5.0},
+            "replay": {"keep_trained": seed % 3},
         }
     )
 

@@ -211,8 +211,12 @@ class SimulatedActor(Peer):
         faults, rng, life = self.sim.faults_now, self.sim.rng, self.life
         if rng.random() < faults.hang:
             return
-        seconds = rng.choice((rng.uniform(0.05, 1), rng.uniform(0.05, 1), rng.uniform(0.5, 20)))
-        self.sim.after(seconds, lambda: self._finish(order, life))
+        self.sim.after(self.seconds_of(order), lambda: self._finish(order, life))
+
+    def seconds_of(self, order: Order) -> float:
+        """Duration of a rollout."""
+        rng = self.sim.rng
+        return rng.choice((rng.uniform(0.05, 1), rng.uniform(0.05, 1), rng.uniform(0.5, 20)))
 
     def _finish(self, order: Order, life: int) -> None:
         if life != self.life or self.running.pop(order.order_id, None) is None:
@@ -391,7 +395,13 @@ class SimulatedLearner(Peer):
             return
         assert len(members) == self.sim.config.groups.groups_per_step
         self.busy = True
-        self.sim.after(self.sim.rng.uniform(0.1, 2), lambda: self._trained(update, members, life))
+        self.sim.after(self.update_seconds(), lambda: self._trained(update, members, life))
+
+    def update_seconds(self) -> float:
+        return self.sim.rng.uniform(0.1, 2)
+
+    def publish_seconds(self) -> float:
+        return self.sim.rng.uniform(0.05, 1)
 
     def _trained(self, update: int, members: list[str], life: int) -> None:
         if life != self.life:
@@ -408,7 +418,7 @@ class SimulatedLearner(Peer):
         self.tell(Kind.CONSUMED, {"update": update, "group_ids": members, **report})
         self.policy_version += 1
         version, updates = self.policy_version, self.weights.updates
-        self.sim.after(self.sim.rng.uniform(0.05, 1), lambda: self._publish(version, updates, life))
+        self.sim.after(self.publish_seconds(), lambda: self._publish(version, updates, life))
         if self.weights.updates % self.checkpoint_every == 0:
             saved = Weights(self.weights.updates, list(self.weights.history))
             self.sim.after(self.sim.rng.uniform(0.01, 1), lambda: self._saved(saved, life))

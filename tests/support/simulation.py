@@ -27,6 +27,9 @@ from tests.support.simulated_roles import Faults, Peer, SimulatedActor, Simulate
 class Simulation:
     """Owns the clock. :meth:`run` ends when all updates are made, or after ``seconds_max`` of virtual time."""
 
+    actor_kind: type[SimulatedActor] = SimulatedActor
+    learner_kind: type[SimulatedLearner] = SimulatedLearner
+
     def __init__(
         self, config: RunConfig, path: Path, seed: int, faults: Faults, actors: int = 2, slots: int = 4
     ) -> None:
@@ -47,8 +50,8 @@ class Simulation:
         self.store: ReplayStore | None = None
         self._inbox: list[tuple[str, Any, Any]] = []
         self._round = False
-        self.actors = [SimulatedActor(self, f"actor-{i}", slots) for i in range(actors)]
-        self.learner = SimulatedLearner(
+        self.actors = [self.actor_kind(self, f"actor-{i}", slots) for i in range(actors)]
+        self.learner = self.learner_kind(
             self, config.checkpoint.every, self.rng.choice((1, 2, 3)) * config.groups.groups_per_step
         )
         self._start_stage()

@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
-from actors.engine.base import EngineReport, Generation, Sampling
+from actors.engine.base import EngineReport, Generation, Heard, Sampling
 from pipeline.errors import EngineGone, EngineRefused
 from pipeline.schema import FinishReason, VersionSpan
 
@@ -76,7 +76,13 @@ class StubEngine:
         return self._name
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: Sampling, *, session_id: str = "", cache_salt: str = ""
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session_id: str = "",
+        cache_salt: str = "",
+        heard: Heard | None = None,
     ) -> Generation:
         self.n_requests += 1
         if self.keep_requests:
@@ -99,6 +105,12 @@ class StubEngine:
         ids = np.asarray(self._said(token_ids, sampling), dtype=np.int32)
         stopped = len(ids) > 0 and int(ids[-1]) in sampling.stop_token_ids
         logprobs = np.linspace(-2.0, -0.1, len(ids), dtype=np.float32)
+        if heard is not None:
+            for at in range(len(ids)):
+                heard(ids[at : at + 1], logprobs[at : at + 1])
+                await self.between(at + 1)
+            if not self.alive:
+                raise EngineGone(f"engine {self._name} died in a request")
         return Generation(
             ids, logprobs, _halves(len(ids), first, self.version), FinishReason.STOP if stopped else FinishReason.LENGTH
         )
@@ -111,6 +123,10 @@ class StubEngine:
             said, rest = said[: sampling.max_tokens], said[sampling.max_tokens :]
             self._rest[(*token_ids, *said)] = rest
         return said
+
+    async def between(self, n_heard: int) -> None:
+        """Called after each token of a request that is heard."""
+        await anyio.lowlevel.checkpoint()
 
     async def weight_version(self) -> int | None:
         await self.health()
@@ -140,9 +156,7 @@ class StubEngine:
 class RefusingEngine(StubEngine):
     """Says that every request is wrong."""
 
-    async def generate(
-        self, token_ids: Sequence[int], sampling: Sampling, *, session_id: str = "", cache_salt: str = ""
-    ) -> Generation:
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, **more: Any) -> Generation:
         raise EngineRefused(f"engine {self.name} refused the request (HTTP 400): too long")
 
 

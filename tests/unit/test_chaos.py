@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.store.ledger import Ledger
-from pipeline.supervisor.chaos import LedgerAudit, Processes, damaged, schedule
+from pipeline.supervisor.chaos import LedgerAudit, Processes, damaged, schedule, useful_time
 
 
 def test_a_seed_gives_one_schedule() -> None:
@@ -67,6 +67,15 @@ def test_learner_and_store_must_agree_on_what_was_trained(
     audit.close(ledger, lines)
     assert (problem is None) == (audit.problems == [])
     assert problem is None or problem in audit.problems[0]
+
+
+def test_repeated_updates_restarts_and_waits_are_not_useful_time() -> None:
+    # the third update waited for 6 s; then a restart took 10 s and what was made before is gone
+    ends = (100.0, 102.0, 110.0, 112.0, 130.0, 132.0, 134.0, 136.0, 138.0, 140.0)
+    seconds = (30.0, 2.0, 8.0, *[2.0] * 7)
+    lines = [{"finished": end, "seconds": {"step": step}} for end, step in zip(ends, seconds, strict=True)]
+    assert useful_time(lines).startswith("0.450 (ETTR): 9 kept updates of 2 s")
+    assert useful_time(lines[:9]) == "unknown: 9 kept updates, fewer than 10"
 
 
 def test_memory_of_a_role_has_its_children_but_not_another_role() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from pipeline.config import RunConfig
 from pipeline.config.load import parse_yaml
 
 ROOT = Path(__file__).parents[2]
+RETRAINED = ROOT / "benchmarks" / "results" / "retrain-2026-11-27"
 PAGES = sorted(
     {str(page.relative_to(ROOT)) for pages in ("*.md", "docs/*.md") for page in ROOT.glob(pages)} - {"CHANGELOG.md"}
 )
@@ -237,3 +239,44 @@ def test_help_of_every_command_and_option_is_plain() -> None:
     assert len(found) > 70
     assert [name for name, text in found if not text] == []
     assert [(name, *wrong) for name, text in found if (wrong := mannered(text))] == []
+
+
+def test_the_page_of_the_gateway_states_the_versions_of_agent_libraries_that_tests_drive() -> None:
+    folder, lines = (
+        ROOT / "tests" / "support" / "library_agents",
+        (ROOT / "docs" / "GATEWAY.md").read_text().splitlines(),
+    )
+    pins = (folder / "requirements.txt").read_text().partition("\n\n")[0].splitlines()[1:]
+    pins += [f"openai=={json.loads((folder / 'package.json').read_text())['dependencies']['openai']}"]
+    for library, version in (pin.replace("-slim", "").split("==") for pin in pins):
+        assert any(line.startswith("|") and f"`{library}`" in line and version in line for line in lines), library
+
+
+def test_seconds_of_the_quickstart_made_again_are_those_of_the_raw_files() -> None:
+    page, keys = (ROOT / "docs/DEBUGGING.md").read_text(), ("seconds", "recorded_seconds")
+    raw = [
+        [json.loads(line) for line in (RETRAINED / f"quickstart-{dtype}.jsonl").read_text().splitlines()]
+        for dtype in ("float32", "bfloat16")
+    ]
+    assert all(step["compared"] and not step["differences"] for steps in raw for step in steps)
+    rows = [[row[0]["step"], *(f"{side[key]:.1f}" for side in row for key in keys)] for row in zip(*raw, strict=True)]
+    assert len(rows) == 16 and all(f"| {' | '.join(map(str, row))} |" in page for row in rows)
+    added = [sum(s["seconds"] for s in steps) / sum(s["update_seconds"] for s in steps) - 1 for steps in raw]
+    last = [steps[-1]["seconds"] / steps[-1]["update_seconds"] - 1 for steps in raw]
+    passive = [json.loads(line) for line in (RETRAINED / "quickstart-float32-passive.jsonl").read_text().splitlines()]
+    assert not any(step["differences"] for step in passive)
+    alone = [json.loads(line) for line in (RETRAINED / "quickstart-float32-alone.jsonl").read_text().splitlines()]
+    assert not any(step["differences"] for step in alone)
+    shares = [step["seconds"] / step["recorded_seconds"] for step in alone]
+    first, n = passive[0]["cpu_seconds"], len(passive)
+    of_cpu = passive[-1]["cpu_seconds"], raw[0][n - 1]["cpu_seconds"]
+    for said in (
+        "adds {:.1f} % to the update in float32 and {:.1f} % in bfloat16".format(*(100 * share for share in added)),
+        "{:.0f} and {:.0f} % in the last step".format(*(100 * share for share in last)),
+        "first {} steps in float32 take {:.0f} s of CPU, imports and model included, instead of {:.0f}".format(
+            n, *of_cpu
+        ),
+        f"takes {first:.0f} s of CPU",
+        f"each of the first {len(alone)} steps took {min(shares):.2f} to {max(shares):.2f} of its time in the run",
+    ):
+        assert said in " ".join(page.split())

@@ -23,7 +23,7 @@ BROUGHT = {
 }
 """Packages that come with one of ours, and are part of its interface."""
 BASE = {re.split(r"[\[<>=!~; ]", requirement)[0] for requirement in PROJECT["dependencies"]}
-TRACKERS = tuple(f"pipeline/trackers/{name}.py" for name in ("tensorboard", "wandb", "mlflow", "trackio"))
+TRACKERS = tuple(f"pipeline/trackers/{name}.py" for name in ("tensorboard", "wandb", "mlflow", "trackio", "otel"))
 OPTIONAL = ("actors/adapters/", "actors/servers/", *TRACKERS)
 """Modules that are imported only once their package was found."""
 

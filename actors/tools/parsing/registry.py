@@ -3,39 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from actors.tools.parsing.base import Parsed, Thinking, ToolFormat, ToolSchema
 from actors.tools.parsing.formats import GEMMA, JSON_FORMATS, PYTHONIC
 from actors.tools.parsing.libraries import transformers_parser, vllm_parser
+from actors.tools.parsing.partial import PartialContent
 from actors.tools.parsing.probe import TemplateProbe
 from actors.tools.parsing.tag_formats import QWEN, TAG_FORMATS
 from pipeline.errors import ConfigurationError
 
-Parse = Callable[[str, Sequence[ToolSchema]], Parsed]
+Read = Callable[[str, Sequence[ToolSchema], Thinking], Parsed]
 FORMATS: dict[str, ToolFormat] = {**JSON_FORMATS, **TAG_FORMATS, "pythonic": PYTHONIC, "gemma": GEMMA, "qwen": QWEN}
 """``qwen`` reads ``hermes`` and ``qwen_xml``. ``auto`` takes the first that reads what the template writes."""
 
 
-def parser_of(name: str, template: str, tokenizer: Any, where: str = "parser", model: str = "") -> Parse:
+@dataclass(frozen=True, slots=True)
+class Parser:
+    """Parses replies: the first of ``reads`` that finds a call counts."""
+
+    reads: tuple[Read, ...]
+    thinking: Thinking = field(default_factory=Thinking)
+    forms: tuple[ToolFormat, ...] = ()
+    """The forms that ``reads`` are of; empty where another library parses, so that nobody knows where a call begins."""
+
+    def __call__(self, text: str, tools: Sequence[ToolSchema]) -> Parsed:
+        """The reply taken apart."""
+        parsed = Parsed(text)
+        for read in self.reads:
+            parsed = read(text, tools, self.thinking)
+            if parsed.calls:
+                break
+        return parsed
+
+    def partial(self) -> Callable[[str], int]:
+        """For one reply: the length of its beginning that is content, from all of it so far."""
+        contents = [PartialContent(form, self.thinking) for form in self.forms]
+        return lambda text: min((content.known(text) for content in contents), default=0)
+
+
+def parser_of(name: str, template: str, tokenizer: Any, where: str = "parser", model: str = "") -> Parser:
     """The parser with this name, which leaves out what the policy thinks. ``where`` and ``model`` are named in errors.
     Raises :class:`ConfigurationError`."""
     found = format_of_template(template, tokenizer, where, model) if name == "auto" else name
-    parse = _parser(found, tokenizer, where)
     probe = None if tokenizer is None else TemplateProbe(tokenizer)
     thinking = Thinking() if probe is None else probe.thinking
-    told = name == "auto" and probe is not None and not probe.tells_tools
-    hermes = FORMATS["hermes"].parse
-
-    def parse_outside_thoughts(text: str, tools: Sequence[ToolSchema]) -> Parsed:
-        parsed = parse(text, tools, thinking)
-        # A template that leaves the tools out: the prompt asks for the form of Hermes.
-        return parsed if parsed.calls or not told else hermes(text, tools, thinking)
-
-    return parse_outside_thoughts
+    # A template that leaves the tools out: the prompt asks for the form of Hermes.
+    names = (found, "hermes") if name == "auto" and probe is not None and not probe.tells_tools else (found,)
+    forms = tuple(FORMATS[one] for one in names) if found in FORMATS else ()
+    return Parser(tuple(_parser(one, tokenizer, where) for one in names), thinking, forms)
 
 
-def _parser(name: str, tokenizer: Any, where: str) -> Callable[[str, Sequence[ToolSchema], Thinking], Parsed]:
+def _parser(name: str, tokenizer: Any, where: str) -> Read:
     if name in FORMATS:
         return FORMATS[name].parse
     if name == "transformers":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,17 @@ import pytest
 from actors.engine.pool import EnginePool
 from actors.environments.base import Environment
 from actors.environments.host import EnvironmentHost
+from actors.gateway.program_loop import ProgramLoop
 from actors.metrics import ActorMetrics
 from actors.rendering.renderer import Renderer
 from actors.rollout.lessons import LessonClient
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
 from pipeline.config import RunConfig
-from pipeline.config.rollouts import EnvironmentConfig
+from pipeline.config.rollouts import EnvironmentConfig, LoopConfig
 from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.schema import Order, Task, Trajectory
+from tests.support.agent_programs import SECONDS, Program, Serve, caller
 from tests.support.stub_engine import StubEngine
 from tests.support.word_tokenizer import word_tokenizer
 
@@ -148,3 +150,41 @@ def order(seed: int = 1, *, environment: str = "game", policy_version: int = 0, 
 @pytest.fixture
 def make_order() -> Callable[..., Order]:
     return order
+
+
+@pytest.fixture
+def serve(make_services: Callable[..., Services]) -> Iterator[Serve]:
+    """Services whose section ``game`` is run by a program. What a program asserts is asserted."""
+    wrong: list[AssertionError] = []
+
+    def build(
+        engine: StubEngine, program: Program | None = None, environment: str = "program", **more: Any
+    ) -> Services:
+        options = more.pop("loop_options", {})
+        if program is not None:
+            options = {"function": "builtins:print", **options}
+        section = {"max_seconds": SECONDS, "loop": LoopConfig(name="program", options=options), **more}
+        services = make_services([engine], environment, **section)
+        if program is not None:
+            loop = services.loops["game"]
+            assert isinstance(loop, ProgramLoop)
+
+            async def function(task: Any, base_url: str, api_key: str) -> Any:
+                try:
+                    async with caller(base_url) as client:
+                        return await program(task, client)
+                except AssertionError as error:
+                    wrong.append(error)
+                    raise
+
+            loop._function = function
+        return services
+
+    yield build
+    if wrong:
+        raise wrong[0]
+
+
+@pytest.fixture
+def long_order(make_order: Callable[..., Order]) -> Order:
+    return make_order(seconds_max=SECONDS)

@@ -21,10 +21,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from actors.sandboxes import bubblewrap
 from actors.tools import ToolError, ToolResult
 from actors.tools.calculator import calculate
 from actors.tools.mcp import MCP
-from actors.tools.python import Python, refused, showing_the_last_value
+from actors.tools.python import Python, showing_the_last_value
 from actors.tools.search import Search
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Task
@@ -168,10 +169,10 @@ async def test_python_runs_behind_bubblewrap_where_it_is_installed() -> None:
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         pytest.skip("needs bubblewrap: apt install bubblewrap")
-    refusal = await refused(bwrap)
+    refusal = bubblewrap.refusal(bwrap)
     if refusal is not None:
         pytest.skip(f"bubblewrap may not make namespaces here (unprivileged container?): {refusal}")
-    async with sandbox(bubblewrap="always") as tool:
+    async with sandbox(sandbox="bubblewrap") as tool:
         assert await run(tool, code="6 * 7") == "42\n"
         assert tool._wrapper is not None
 
@@ -194,13 +195,13 @@ async def test_python_runs_without_a_bubblewrap_that_is_forbidden(
 
 
 async def test_python_that_must_run_behind_bubblewrap_says_why_it_cannot(forbidding: None) -> None:
-    async with sandbox(bubblewrap="always") as tool:
+    async with sandbox(sandbox="bubblewrap") as tool:
         with pytest.raises(ConfigurationError, match=r"No permissions.*user namespaces"):
             await tool.create("e", Task("t", "e", 0))
 
 
 async def test_python_says_where_bubblewrap_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with sandbox(bubblewrap="always") as tool:
+    async with sandbox(sandbox="bubblewrap") as tool:
         monkeypatch.setenv("PATH", "")
         with pytest.raises(ConfigurationError, match="bwrap"):
             await tool.create("e", Task("t", "e", 0))

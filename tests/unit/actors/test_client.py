@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
+import orjson
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
+from actors.engine.answers import AnswerStream, read_generate
 from actors.engine.base import EngineReport, Sampling
 from actors.engine.client import HEAD_BYTES_MAX, TOKEN_BYTES_MAX, EngineClient
 from actors.process.role import connector
@@ -346,3 +353,89 @@ async def test_sick_engine_is_unavailable() -> None:
         server.healthy = False
         with pytest.raises(EngineUnavailable, match="503"):
             await client.health()
+
+
+def streamed(value: dict[str, Any], rng: random.Random) -> bytes:
+    """An answer as vLLM streams it: versions and reason with the last tokens, or behind them."""
+    (choice,) = value["choices"]
+    ids, content = choice["token_ids"], choice["logprobs"]["content"]
+    cuts = sorted(rng.sample(range(len(ids) + 1), rng.randrange(len(ids) + 1)))
+    events: list[Any] = []
+    for start, end in pairwise([0, *cuts, len(ids)]):
+        none = dict.fromkeys(("finish_reason", "weight_versions", "routed_experts"))
+        piece = {"token_ids": ids[start:end], "logprobs": {"content": content[start:end]}, **none}
+        events.append({"request_id": "r", "choices": [{"index": 0, **piece}]})
+    if rng.random() < 0.3:
+        events.append(copy.deepcopy(events[-1]))
+        events[-1]["choices"][0] |= {"token_ids": [], "logprobs": {"content": []}}
+    last = events[-1]["choices"][0]
+    last |= {name: choice[name] for name in ("finish_reason", "weight_versions")}
+    return b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+
+
+@given(seed=st.integers(0, 2**32))
+def test_a_stream_is_read_as_the_answer_that_comes_whole_however_it_is_cut(seed: int) -> None:
+    rng = random.Random(seed)
+    n = rng.randrange(1, 9)
+    value = good_answer({"sampling_params": {"max_tokens": n}})
+    value["choices"][0] |= versions(("3", 0, n // 2), ("4", n // 2, n))
+    heard: list[tuple[list[int], list[float]]] = []
+    stream = AnswerStream("e", 32, lambda ids, scores: heard.append((ids.tolist(), scores.tolist())))
+    data, at = streamed(value, rng), 0
+    while at < len(data):
+        end = rng.randint(at + 1, len(data))
+        stream.feed(data[at:end])
+        at = end
+    whole, came = read_generate("e", value, n, 32), read_generate("e", stream.whole(), n, 32)
+    assert (came.token_ids == whole.token_ids).all() and (came.logprobs == whole.logprobs).all()
+    assert (came.version_spans, came.finish_reason) == (whole.version_spans, whole.finish_reason)
+    assert [i for ids, _ in heard for i in ids] == whole.token_ids.tolist() and all(ids for ids, _ in heard)
+    assert [score for _, scores in heard for score in scores] == whole.logprobs.tolist()
+
+
+async def test_only_who_hears_asks_for_a_stream_and_an_engine_without_one_answers_whole() -> None:
+    heard: list[int] = []
+
+    def hear(ids: Any, scores: Any) -> None:
+        heard.extend(ids.tolist())
+
+    def answer(body: dict[str, Any]) -> Any:
+        if not body.get("stream"):
+            return good_answer(body)
+        data = streamed(good_answer(body), random.Random(1))
+        return web.Response(body=data, content_type="text/event-stream")
+
+    memory = AnswerMemory(1)
+    async with StubServer(answer) as server, EngineClient(server.url, memory=memory) as client:
+        await client.generate([1], SAMPLING)
+        generation = await client.generate([1], SAMPLING, heard=hear)
+        assert generation.token_ids.tolist() == heard and len(heard) == 4
+        assert ["stream" in body for body in server.bodies] == [False, True]
+        server.answer = good_answer
+        assert len((await client.generate([1], SAMPLING, heard=hear)).token_ids) == len(heard) == 4
+    stub = StubServer(has_generate=False, completion=completion, version="6")
+    async with stub as server, EngineClient(server.url) as client:
+        assert len((await client.generate([1], SAMPLING, heard=hear)).token_ids) == 4
+    assert len(heard) == 4
+
+
+@pytest.mark.parametrize(
+    ("events", "fault"),
+    [
+        ([b'{"choices": [{"token_ids": [5], "logprobs": {"content": [{"token_id": 5, "logprob": -1}]}}]}'],
+         (EngineUnavailable, "ended a stream after 1 tokens")),
+        ([b'{"error": {"message": "out of memory"}}'], (EngineUnavailable, "out of memory")),
+        ([b"{"], (EngineProtocolError, "events with JSON")),
+        ([b'{"choices": []}'], (EngineProtocolError, "exactly one choice")),
+        ([b'{"choices": [{"token_ids": [99], "logprobs": {"content": [{"token_id": 99, "logprob": -1}]}}]}'],
+         (EngineProtocolError, r"token ids in 0\.\.31")),
+        ([b'{"choices": [{"token_ids": [5], "logprobs": null}]}'], (EngineProtocolError, "one per token")),
+        ([b" " * 100_000], (EngineProtocolError, "at most")),
+    ],
+)  # fmt: skip
+async def test_a_stream_that_is_wrong_broken_off_or_endless_is_a_fault(events: list[bytes], fault: Any) -> None:
+    data = b"".join(b"data: " + event + b"\n\n" for event in events)
+    answer = web.Response(body=data, content_type="text/event-stream")
+    async with StubServer(lambda body: answer) as server, EngineClient(server.url, vocabulary=32) as client:
+        with pytest.raises(fault[0], match=fault[1]):
+            await client.generate([1], SAMPLING, heard=lambda ids, scores: None)

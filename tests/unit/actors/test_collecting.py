@@ -9,9 +9,9 @@ from typing import Any
 import anyio
 
 from actors.environments import Environment, Episode, Reply, Step
-from actors.process.role import YOUNG_OBJECTS_MAX, gc_policy
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
+from pipeline.runtime.garbage_collection import YOUNG_OBJECTS_MAX, gc_policy
 from pipeline.schema import Message, Order, Task, TrajectoryStatus
 from tests.support.stub_engine import StubEngine
 

@@ -151,7 +151,32 @@ async def test_turn_that_loses_its_engine_goes_on_elsewhere_from_its_tokens(
     assert generation.version_spans == (VersionSpan(0, 8, 3), VersionSpan(8, 11, 4))
     assert len(generation.logprobs) == 11 and generation.finish_reason is FinishReason.LENGTH
     assert player.engines == ["stub://a", "stub://b"]
+    begins = [begin for begin, _ in player.requests]
+    assert len(begins) == 3 and begins == sorted(begins), "one time for each part"
     assert [len(ids) for _, ids in second.requests] == [9], "no token was sampled again"
+
+
+@pytest.mark.parametrize("dies", ["between", "inside"])
+async def test_a_turn_that_is_heard_goes_on_elsewhere_unless_the_failed_part_was_heard(
+    metrics: ActorMetrics, make_order: MakeOrder, dies: str
+) -> None:
+    """Tokens of a stream are the first ones of the answer, each once."""
+    first, second = Counting("stub://a", requests=2 if dies == "between" else 1000), Counting("stub://b")
+    heard: list[int] = []
+
+    def hear(ids: Any, logprobs: Any) -> None:
+        heard.extend(ids.tolist())
+        first.alive = first.alive and not (dies == "inside" and len(heard) == 6)
+
+    async with watched([first, second], metrics) as pool:
+        player = policy(pool, make_order(), metrics, part_tokens=4)
+        if dies == "between":
+            completion = await player.complete([100], 11, heard=hear)
+            assert completion.generation.token_ids.tolist() == heard == list(range(101, 112))
+        else:
+            with pytest.raises(EngineUnavailable, match="died in a request"):
+                await player.complete([100], 11, heard=hear)
+            assert heard == list(range(101, 109)) and not second.requests
 
 
 async def test_turns_of_a_run_are_requested_in_parts_without_a_setting(

@@ -12,12 +12,10 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import anyio
 import orjson
 import pytest
@@ -34,125 +32,17 @@ from actors.gateway.program_loop import ProgramLoop
 from actors.gateway.requests import Report, last_line
 from actors.rendering.renderer import Renderer
 from actors.rollout.rollout import Rollout
-from actors.rollout.services import Services, build_loop
+from actors.rollout.services import build_loop
 from pipeline.config.load import load, loads
-from pipeline.config.rollouts import LoopConfig
 from pipeline.errors import ConfigurationError, EngineUnavailable, PlugInError
-from pipeline.schema import Order, Trajectory, TrajectoryStatus
+from pipeline.schema import Order, TrajectoryStatus
 from pipeline.views.vocabulary import bytes_of_tokens
-from tests.support.routing import in_flight
+from tests.support.agent_programs import SECONDS, Caller, Serve, assert_exact, caller, echoing, run_order, user
 from tests.support.stub_engine import StubEngine
 from tests.support.tokens import flattened
 
-MakeServices = Callable[..., Services]
-MakeOrder = Callable[..., Order]
 ROOT = Path(__file__).resolve().parents[3]
-SECONDS = 200.0
-"""For one program on a loaded machine."""
 pytestmark = pytest.mark.timeout(400)
-
-
-async def run_order(services: Services, order: Order) -> Trajectory:
-    """One order, with the gateway open; nothing is left behind."""
-    async with anyio.create_task_group() as group:
-        group.start_soon(services.pool.watch)
-        group.start_soon(services.serve)
-        with anyio.fail_after(SECONDS):
-            trajectory = await Rollout(order, services).run()
-        gateway = services.loops["game"].gateway  # type: ignore[attr-defined]
-        assert not gateway._sessions and not gateway._offers
-        group.cancel_scope.cancel()
-    await services.close()
-    assert in_flight(services.pool.router) == 0 == len(services.pool.router.sessions)
-    return trajectory
-
-
-class Caller:
-    """What a program does, with a plain HTTP client."""
-
-    def __init__(self, session: aiohttp.ClientSession, base_url: str) -> None:
-        self._session = session
-        self.base_url = base_url
-
-    async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any, Mapping[str, str]]:
-        url = path if path.startswith("http") else f"{self.base_url}{path}"
-        data = body if isinstance(body, bytes) else orjson.dumps(body)
-        async with self._session.post(url, data=data, **options) as response:
-            text = await response.read()
-            return response.status, orjson.loads(text) if text else None, response.headers
-
-    async def chat(self, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        status, answer, _ = await self.post("/chat/completions", {"model": "m", "messages": messages, **more})
-        assert status == 200, answer
-        return answer  # type: ignore[no-any-return]
-
-
-@asynccontextmanager
-async def caller(base_url: str) -> Any:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS)) as session:
-        yield Caller(session, base_url)
-
-
-Program = Callable[[Mapping[str, Any], Caller], Awaitable[Any]]
-
-
-@pytest.fixture
-def serve(make_services: MakeServices) -> Iterator[Callable[..., Services]]:
-    """Services whose section ``game`` is run by a program. What a program asserts is asserted."""
-    wrong: list[AssertionError] = []
-
-    def build(
-        engine: StubEngine, program: Program | None = None, environment: str = "program", **more: Any
-    ) -> Services:
-        options = more.pop("loop_options", {})
-        if program is not None:
-            options = {"function": "builtins:print", **options}
-        section = {"max_seconds": SECONDS, "loop": LoopConfig(name="program", options=options), **more}
-        services = make_services([engine], environment, **section)
-        if program is not None:
-            loop = services.loops["game"]
-            assert isinstance(loop, ProgramLoop)
-
-            async def function(task: Any, base_url: str, api_key: str) -> Any:
-                try:
-                    async with caller(base_url) as client:
-                        return await program(task, client)
-                except AssertionError as error:
-                    wrong.append(error)
-                    raise
-
-            loop._function = function
-        return services
-
-    yield build
-    if wrong:
-        raise wrong[0]
-
-
-Serve = Callable[..., Services]
-
-
-@pytest.fixture
-def long_order(make_order: MakeOrder) -> Order:
-    return make_order(seconds_max=SECONDS)
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def echoing(words: Any) -> StubEngine:
-    return StubEngine(script=lambda ids, s: [10, 11, words.eos_token_id][: s.max_tokens])
-
-
-def assert_exact(trajectory: Trajectory, engine: StubEngine) -> None:
-    """Each branch is one that the engine saw, with what it sampled at its end."""
-    prompts = {prompt for _, prompt in engine.requests}
-    for branch in trajectory.branches():
-        ids = tuple(branch.token_ids.tolist())
-        sampled = int(branch.loss_mask[::-1].argmin()) if not branch.loss_mask.all() else len(ids)
-        assert ids[: len(ids) - sampled] in prompts
-    assert trajectory.n_sampled == sum(len(t.completion) for t in trajectory.turns)
 
 
 async def test_calls_become_turns_and_the_returned_reward_is_the_score(
@@ -190,7 +80,8 @@ async def test_streamed_replies_carry_the_same_as_whole_ones(serve: Serve, long_
         assert lines[-1] == "data: [DONE]"
         chunks = [orjson.loads(line.removeprefix("data: ")) for line in lines[:-1]]
         deltas = [c["choices"][0]["delta"] for c in chunks if c["choices"]]
-        assert deltas[0]["role"] == "assistant" and deltas[1]["content"] == "4 5"
+        assert deltas[0]["role"] == "assistant"
+        assert [delta.get("content") for delta in deltas] == ["", "4", " 5", None]
         assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
         assert chunks[-1]["usage"]["completion_tokens"] == 3
         whole = await client.chat([user("say hello"), {"role": "assistant", "content": "4 5"}, user("again")])
@@ -396,8 +287,8 @@ REFUSED: list[tuple[str, Any, int]] = [
     ("/chat/completions", {"messages": [user("say")], "response_format": {"type": "json_object"}}, 400),
     ("/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400),
     ("/chat/completions", b"{", 400),
-    ("/responses", {"input": "say"}, 404),
-    ("/messages", {"messages": [user("say")]}, 404),
+    ("/responses", {"input": 3}, 400),
+    ("/messages", {"messages": [user("say")]}, 400),
     ("/completions", {"prompt": "say"}, 404),
 ]
 
@@ -507,32 +398,6 @@ async def test_logprobs_of_a_reply_carry_the_bytes_of_each_token(serve: Serve, l
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
 
 
-async def test_a_client_that_hangs_up_leaves_no_turn_and_may_ask_again(
-    serve: Serve, long_order: Order, words: Any
-) -> None:
-    engine, asked = echoing(words), anyio.Event()
-    generate = engine.generate
-
-    async def watched(*args: Any, **options: Any) -> Any:
-        asked.set()
-        return await generate(*args, **options)
-
-    engine.generate = watched  # type: ignore[method-assign]
-
-    async def run(task: Any, client: Caller) -> float:
-        engine.latency_seconds = 1000.0
-        async with anyio.create_task_group() as asking:
-            asking.start_soon(client.chat, [user("say")])
-            await asked.wait()
-            asking.cancel_scope.cancel()
-        engine.latency_seconds = 0.0
-        await client.chat([user("say")])
-        return 1.0
-
-    trajectory = await run_order(serve(engine, run, max_turns=1), long_order)
-    assert trajectory.status is TrajectoryStatus.COMPLETE and len(trajectory.turns) == 1, trajectory.failure
-
-
 async def test_too_many_calls_and_bodies_that_are_too_large_are_refused(
     serve: Serve, long_order: Order, words: Any
 ) -> None:
@@ -553,6 +418,7 @@ async def test_too_many_calls_and_bodies_that_are_too_large_are_refused(
 
 def command(tmp_path: Path, source: str, name: str = "agent.py", runner: str = sys.executable) -> dict[str, Any]:
     (tmp_path / name).write_text(source)
+    tmp_path.chmod(0o755)
     return {"command": [runner, str(tmp_path / name)]}
 
 
@@ -604,7 +470,7 @@ async def test_a_program_that_hangs_is_ended_with_its_children_and_is_a_failure(
 ) -> None:
     pid_file = tmp_path / "pid"
     shell = f"sleep 1000 & echo $! > {pid_file}; echo stuck >&2; sleep 1000"
-    options = {"command": ["/bin/sh", "-c", shell]}
+    options = {"command": ["/bin/sh", "-c", shell], "sandbox": "none"}
     trajectory = await run_order(serve(echoing(words), loop_options=options, max_seconds=4.0), long_order)
     assert trajectory.failure is not None and trajectory.failure.kind == "TimeoutError", trajectory.failure
     assert "stuck" in trajectory.failure.details and trajectory.rewards == {}
@@ -621,7 +487,8 @@ async def test_a_child_that_lingers_delays_nobody_and_is_ended(
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
         "print('{\"reward\": 1}')\n"
     )
-    trajectory = await run_order(serve(echoing(words), loop_options=command(tmp_path, source)), long_order)
+    options = {**command(tmp_path, source), "sandbox": "none"}
+    trajectory = await run_order(serve(echoing(words), loop_options=options), long_order)
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert ended(int((tmp_path / "pid").read_text()))
 
@@ -877,6 +744,7 @@ async def test_a_verifiers_environment_plays_and_its_reward_is_the_score(
         )
     if tokens:
         words.save_pretrained(str(tmp_path))
+        tmp_path.chmod(0o755)
     more = ("--tokenizer", str(tmp_path)) if tokens else ()
     engine = echoing(words)
     options = verifiers_program(python, "verifiers_plugin", *more)
@@ -925,7 +793,7 @@ async def test_a_cancelled_order_ends_its_program_and_keeps_what_was_played(
         return [10, words.eos_token_id]
 
     engine._script = script
-    services = serve(engine, loop_options=command(tmp_path, source))
+    services = serve(engine, loop_options={**command(tmp_path, source), "sandbox": "none"})
     rollout = Rollout(long_order, services)
     generate = engine.generate
 
@@ -974,12 +842,13 @@ async def test_one_call_of_several_beyond_the_limit_truncates(serve: Serve, long
     async def run(task: Any, client: Caller) -> float:
         statuses: list[int] = []
 
-        async def one() -> None:
-            statuses.append((await client.post("/chat/completions", {"messages": [user("say")]}))[0])
+        async def one(number: int) -> None:
+            body = {"messages": [user("say")], "user": str(number)}
+            statuses.append((await client.post("/chat/completions", body))[0])
 
         async with anyio.create_task_group() as group:
-            for _ in range(3):
-                group.start_soon(one)
+            for number in range(3):
+                group.start_soon(one, number)
         assert sorted(statuses) == [200, 200, 400]
         return 1.0
 

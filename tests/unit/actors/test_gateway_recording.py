@@ -13,13 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engine.base import Generation, Sampling
+from actors.gateway.chat import read_chat
 from actors.gateway.chat_recorder import ChatRecorder
-from actors.gateway.requests import ParameterRules, read_chat, read_generate
+from actors.gateway.conversation import ProgramCall
+from actors.gateway.generate import read_generate
+from actors.gateway.requests import ParameterRules
 from actors.rendering.renderer import Renderer
 from actors.rollout.recorder import PendingCall, Recorder
+from actors.rollout.summaries import is_summary
 from actors.servers.refusal import Refusal
-from actors.tools.parsing.registry import FORMATS
-from pipeline.schema import FinishReason, Task, Trajectory, TrajectoryStatus, VersionSpan
+from actors.tools.parsing.registry import FORMATS, Parser
+from pipeline.schema import FinishReason, Message, Task, Trajectory, TrajectoryStatus, VersionSpan
 from pipeline.scorer.conversation import conversation, reply
 from tests.support.tokens import flattened
 
@@ -47,14 +51,17 @@ def said(text: str) -> dict[str, Any]:
 class Talk:
     """A recording and what an engine would have seen."""
 
-    def __init__(self, tokenizer: Any, append: bool = False) -> None:
+    def __init__(self, tokenizer: Any, append: bool = False, mask_summaries: bool = False) -> None:
         self.tokenizer = tokenizer
-        self.recorder = Recorder(Renderer(tokenizer), append=append)
-        self.recording = ChatRecorder(self.recorder, FORMATS["hermes"].parse)
+        self.recorder = Recorder(Renderer(tokenizer), append=append, mask_summaries=mask_summaries)
+        self.recording = ChatRecorder(self.recorder, Parser((FORMATS["hermes"].parse,), forms=(FORMATS["hermes"],)))
         self.seen: list[tuple[int, tuple[int, ...], list[int]]] = []
 
     def begin(self, messages: list[dict[str, Any]], **more: Any) -> PendingCall:
-        return self.recording.chat(request(messages, **more))
+        return self.recording.begin(self.recording.prompt(request(messages, **more)))
+
+    def tokens(self, ids: tuple[int, ...]) -> PendingCall:
+        return self.recording.begin(self.recording.prompt(ProgramCall(token_ids=ids)))
 
     def end(self, pending: PendingCall, ids: list[int]) -> dict[str, Any]:
         answer = self.recording.finish(pending, generation(ids), 1.0)
@@ -78,7 +85,7 @@ class Talk:
         for branch, prompt, ids in self.seen:
             last[branch] = [*prompt, *ids]
         found, saw = [b.token_ids.tolist() for b in branches], [last[k] for k in sorted(last)]
-        assert found[-1] in saw and found[:-1] == [*saw[: (at := saw.index(found[-1]))], *saw[at + 1 :]]
+        assert found[:-1] in [[*saw[:at], *saw[at + 1 :]] for at, branch in enumerate(saw) if branch == found[-1]]
         assert sum(int(b.loss_mask.sum()) for b in branches) == sum(len(ids) for _, _, ids in self.seen)
 
 
@@ -106,6 +113,74 @@ def test_a_compacted_history_stays_the_main_conversation(words: Any) -> None:
     talk.call([system, user("b")])
     answer = talk.call([system, user("c d")], [13, talk.tokenizer.eos_token_id])
     assert reply(talk.trajectory()) == talk.recorder.graded_reply == answer["content"]
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("asks", ["in the conversation", "in another"])
+def test_a_summary_is_trained_unless_it_is_masked_and_everything_else_always(words: Any, asks: str, mask: bool) -> None:
+    talk = Talk(words, mask_summaries=mask)
+    system, end = {"role": "system", "content": "a"}, talk.tokenizer.eos_token_id
+    first = talk.call([system, user("b")], [10, end])
+    history = [system, user("b"), first, user("c")]
+    summary = talk.call(history if asks == "in the conversation" else [user("sum up b c")], [11, 12, end])
+    second = talk.call([system, user(f"so far {summary['content']}")], [13, end])
+    talk.call([system, user(f"so far {summary['content']}"), second, user("d")], [14, end])
+    trajectory = talk.trajectory()
+    untrained = [turn.completion_message.content for turn in trajectory.turns if not turn.trained]
+    assert untrained == ([summary["content"]] if mask else [])
+    sampled = [ids for _, _, ids in talk.seen]
+    trained = [t for ids in sampled if not (mask and ids == [11, 12, end]) for t in ids]
+    assert sorted(t for b in trajectory.branches() for t in b.token_ids[b.loss_mask].tolist()) == sorted(trained)
+    assert trajectory.n_sampled == sum(map(len, sampled))
+
+
+def test_what_only_looks_like_a_summary_is_trained(words: Any) -> None:
+    """A history of which old messages were cut off, one whose answers were shortened, a helper's report, a plan for
+    another conversation, and a reply that no prompt holds."""
+    system, other = {"role": "system", "content": "a"}, {"role": "system", "content": "b"}
+
+    def untrained(*calls: Any) -> list[str]:
+        talk = Talk(words, mask_summaries=True)
+        replies: list[dict[str, Any]] = []
+        for number, messages in enumerate(calls):
+            replies.append(talk.call(messages(replies), [10 + number, talk.tokenizer.eos_token_id]))
+        return [turn.completion_message.content for turn in talk.trajectory().turns if not turn.trained]
+
+    def long(replies: Any) -> Any:
+        return [system, user("c"), replies[0], user("d")]
+
+    def begin(_: Any) -> Any:
+        return [system, user("c")]
+
+    assert not untrained(begin, long, lambda r: [system, user("d"), r[1], user("e")])
+    assert not untrained(begin, long, lambda r: [system, user("c"), r[0], user("[left out]"), r[1], user("e")])
+    assert not untrained(
+        lambda _: [other, user("c")],
+        lambda r: [other, user("c"), {"role": "assistant", "content": "do"}, user(r[0]["content"])],
+    )
+    report = {"role": "tool", "content": "say hello"}
+    assert not untrained(
+        begin, lambda r: [other, user("c d")], lambda r: [system, user("d"), {**report, **r[1]} | report]
+    )
+    assert not untrained(begin, lambda r: [other, user(f"do {r[0]['content']}")])
+    assert not untrained(begin, lambda _: [system, user("d")])
+
+
+@pytest.mark.parametrize(
+    ("reply", "text", "found"),
+    [
+        ("The key is 7.", "Summary: The key is 7. Go on.", True),
+        ("<think>hm, so</think>\nThe key is 7.\nIt is red.", "so far:\nThe key is 7.\n\nIt is red.", True),
+        ("<analysis>it was</analysis>\n<summary>The key is 7.</summary>", "The key is 7.", True),
+        ("7", "number 17", False),
+        ("7", "number 7", True),
+        ("", "anything", False),
+        ("The key is 7.\nThis line was cut off by the program.", "The key is 7.", False),
+    ],
+)
+def test_a_summary_is_found_by_the_lines_that_the_next_prompt_holds(reply: str, text: str, found: bool) -> None:
+    assert is_summary(reply, (Message("user", "sum up"),), (Message("system", "s"), Message("user", text))) is found
+    assert not is_summary(reply, (Message("user", "sum up"),), (Message("tool", text),))
 
 
 def test_a_conversation_that_goes_on_is_one_branch(words: Any) -> None:
@@ -198,10 +273,10 @@ def test_token_calls_go_on_from_chat_calls_and_from_each_other(words: Any) -> No
     talk = Talk(words)
     talk.call([user("say hello")])
     ids = (*talk.seen[-1][1], *talk.seen[-1][2], 4, 7)
-    pending = talk.recording.tokens(ids)
+    pending = talk.tokens(ids)
     assert pending.added_ids == (4, 7)
     talk.end(pending, [9])
-    other = talk.recording.tokens((5, 6))
+    other = talk.tokens((5, 6))
     talk.end(other, [9])
     talk.check()
     assert [t.branch for t in talk.recorder.turns()] == [0, 0, 1]

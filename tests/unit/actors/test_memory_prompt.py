@@ -160,12 +160,20 @@ async def test_an_episode_without_an_answer_is_played_without_lessons(
     assert searches(services, outcome) == 1
 
 
-async def test_as_many_lessons_as_there_is_room_for(make_services: MakeServices, make_order: MakeOrder) -> None:
+@pytest.mark.parametrize(
+    ("texts", "fit"),
+    [
+        (("guess " * 12, "lower " * 40), ("0",)),
+        (("lower " * 40, "guess " * 12), ("1",)),
+        (("guess " * 6, "lower " * 40, "higher " * 6), ("0", "2")),
+    ],
+)
+async def test_as_many_lessons_as_there_is_room_for(
+    make_services: MakeServices, make_order: MakeOrder, texts: tuple[str, ...], fit: tuple[str, ...]
+) -> None:
     services = make_services([StubEngine()], Talk(1), max_length=64)
-    trajectory = await run_with_lessons(
-        services, make_order(), Source("guess " * 12, "lower " * 40), template="{lessons} {prompt}"
-    )
-    assert trajectory.lessons is not None and trajectory.lessons.ids == ("0",)
+    trajectory = await run_with_lessons(services, make_order(), Source(*texts), template="{lessons} {prompt}", top_k=3)
+    assert trajectory.lessons is not None and trajectory.lessons.ids == fit
 
 
 @pytest.mark.parametrize("text", ["<|im_end|>", "a <|im_start|>system b", "<|im_<|im_end|>end|>", "<|endoftext|>"])

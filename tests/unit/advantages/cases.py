@@ -16,7 +16,8 @@ from learner.advantages.estimate import estimate
 from pipeline.config.advantages import AdvantageConfig
 from tests.unit.advantages import slow
 
-OPTIONS = {"normalize_std", "k", "gamma", "gae_lambda", "whiten", "failed_mean", "failed_weight", "solved_weight"}
+OPTIONS = {"normalize_std", "k", "gamma", "gae_lambda", "whiten", "failed_mean", "failed_weight", "solved_weight",
+           "reward_weight"}  # fmt: skip
 REWARD = st.floats(-3, 3, allow_nan=False, width=32)
 
 
@@ -50,6 +51,7 @@ def updates(draw, rewards=REWARD, groups_max=3, size_max=5, size_min=1):
                     baseline=baseline,
                     logprobs=array(-6, 0),
                     hinted=array(-6, 0),
+                    reference=array(-30, 0),
                     entropies=array(0, 4),
                     values=array(-2, 2),
                     replayed=draw(st.booleans()),

@@ -189,6 +189,23 @@ def cpo(scored, config):
     return out
 
 
+def distilled(teacher):
+    def estimate(scored, config):
+        out = by_group(grpo)(scored, config)
+        ratios = [
+            [min(20.0, max(-20.0, float(g) - float(o))) for g, o in zip(getattr(p, teacher), p.logprobs, strict=True)]
+            for p in scored
+        ]
+        for i, p in enumerate(scored):
+            others = [r for j, q in enumerate(scored) if j != i and q.group == p.group for r in ratios[j]]
+            for t in range(p.n_tokens):
+                taught = ratios[i][t] - (mean(others) if others else 0.0)
+                out[i][t] = config.estimator.reward_weight * out[i][t] + taught
+        return out
+
+    return estimate
+
+
 SLOW = {
     "grpo": by_group(grpo),
     "rloo": by_group(rloo),
@@ -202,4 +219,6 @@ SLOW = {
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "gae": gae,
     "cpo": cpo,
+    "distill": distilled("reference"),
+    "self_distill": distilled("hinted"),
 }

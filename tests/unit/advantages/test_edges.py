@@ -216,7 +216,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
 def test_run_files_that_an_estimator_cannot_work_with_say_why():
     with pytest.raises(ValueError, match=r"expected \{prompt\} and \{hint\}"):
         AdvantageConfig(estimator="cpo", hint_template="{prompt}")
-    with pytest.raises(ValueError, match="for cpo and estimators of your own, got the estimator grpo"):
+    with pytest.raises(ValueError, match="for cpo, self_distill and estimators of your own, got the estimator grpo"):
         AdvantageConfig(hint_template="{prompt} {hint}")
 
 

@@ -24,6 +24,7 @@ configs = st.fixed_dictionaries(
         "whiten": st.booleans(),
         "normalize_std": st.booleans(),
         "solved_weight": st.sampled_from([0.0, 0.5]),
+        "reward_weight": st.sampled_from([0.0, 0.5]),
     }
 )
 
@@ -138,4 +139,6 @@ def test_gpg_scales_by_the_groups_that_teach(rewards):
 def test_each_estimator_says_which_passes_it_needs():
     assert needed_scores(config_of(estimator="gae")) == {"values"}
     assert needed_scores(config_of(estimator="cpo")) == {"logprobs", "entropies", "hinted"}
+    assert needed_scores(config_of(estimator="distill")) == {"logprobs", "reference"}
+    assert needed_scores(config_of(estimator="self_distill")) == {"logprobs", "hinted"}
     assert needed_scores(config_of(estimator="grpo")) == frozenset()

@@ -111,3 +111,11 @@ def test_environment_with_endless_tasks_is_refused():
     config = load(BASE, ["environments.locks.tasks=null"], environment={})
     with pytest.raises(ConfigurationError, match=r"environments\.locks\.tasks"):
         Examination(config, Renderer(build_tokenizer(24, ("open", "yes"))), 1)
+
+
+def test_held_out_tasks_are_those_of_the_environment_s_own_split(monkeypatch):
+    config, renderer = load(BASE, SET, environment={}), Renderer(build_tokenizer(4, ("open", "yes")))
+    with pytest.raises(ConfigurationError, match="a split eval of its own"):
+        Examination(config, renderer, 1, held_out=3)
+    monkeypatch.setattr(Passcode, "splits", {"train": range(4), "eval": range(70, 80)}, raising=False)
+    assert [task.seed for task in Examination(config, renderer, 1, held_out=3).tasks] == [70, 71, 72]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ def test_result_comes_back_from_its_file_as_it_was_written(tmp_path, run_of):
 
 
 def bench(tmp_path):
-    return Bench(tmp_path, Protocol(), 10.0, keep=False, stop=threading.Event())
+    return Bench(tmp_path, 10.0, keep=False, stop=threading.Event())
 
 
 def test_finished_run_is_not_made_again(tmp_path, monkeypatch, run_of):
@@ -101,7 +102,7 @@ def test_finished_run_is_not_made_again(tmp_path, monkeypatch, run_of):
         return run_of(job.arm, job.seed, fingerprint=job.fingerprint)
 
     monkeypatch.setattr(measure, "_watch", watch)
-    monkeypatch.setattr(measure, "start_run", lambda *_: threading.Lock())
+    monkeypatch.setattr(measure, "start_run", lambda *_, **__: threading.Lock())
     jobs = [Job("on", seed, (), "f") for seed in (0, 1)]
     first = run_all(bench(tmp_path), jobs[:1], 1)
     both = run_all(bench(tmp_path), jobs, 2)
@@ -125,7 +126,7 @@ def test_run_that_fails_leaves_no_result_and_does_not_end_the_others(tmp_path, m
         return run_of(job.arm, job.seed)
 
     monkeypatch.setattr(measure, "_watch", watch)
-    monkeypatch.setattr(measure, "start_run", lambda *_: threading.Lock())
+    monkeypatch.setattr(measure, "start_run", lambda *_, **__: threading.Lock())
     results, faults = run_all(bench(tmp_path), [Job("on", seed, (), "f") for seed in (0, 1)], 1)
     assert [r.seed for r in results] == [1]
     assert faults == ["on-0: broken"]
@@ -133,7 +134,7 @@ def test_run_that_fails_leaves_no_result_and_does_not_end_the_others(tmp_path, m
 
 
 def test_stopped_benchmark_starts_nothing_more(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "start_run", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(measure, "start_run", lambda *_, **__: pytest.fail("started"))
     stopped = bench(tmp_path)
     stopped.stop.set()
     results, faults = run_all(stopped, [Job("on", 0, (), "f")], 1)
@@ -145,3 +146,15 @@ def test_command_line_refuses_what_cannot_be_measured(tmp_path):
     for bad in (["--jobs", "0"], ["--every", "0"], ["--every", "300"], ["--plays", "0"]):
         with pytest.raises(SystemExit):
             arguments(["--directory", str(tmp_path), *bad])
+
+
+def test_score_of_an_evaluation_is_taken_once_it_is_complete(tmp_path):
+    file = tmp_path / "evaluations.jsonl"
+    file.write_text(
+        '{"evaluation": 0, "updates": 0, "status": "complete", "score": 0.0}\n'
+        '{"evaluation": 1, "updates": 4, "status": "timeout", "score": 0.5}\n'
+    )
+    run = SimpleNamespace(directory=SimpleNamespace(evaluations_file=file))
+    assert (measure._evaluated(run, 0), measure._evaluated(run, 8)) == ([0.0], [])
+    with pytest.raises(AfterplayError, match="version 4, got timeout"):
+        measure._evaluated(run, 4)

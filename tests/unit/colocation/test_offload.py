@@ -13,7 +13,6 @@ from tests.unit.models_trained.conftest import LORA
 CASES = {
     "plain": {},
     "bfloat16 moments": {"optimizer_dtype": "bfloat16"},
-    "average": {"ema_decay": 0.5},
     "adapters": {"lora": LORA},
 }
 

@@ -77,6 +77,12 @@ def test_body_that_is_no_request_is_refused(body: bytes) -> None:
         BOUNDS.parse(body)
 
 
+def test_a_stream_has_no_log_probabilities_of_the_prompt() -> None:
+    assert parse(stream=True).stream and not parse(stream=False).stream
+    with pytest.raises(Refusal, match="prompt_logprobs"):
+        parse({"prompt_logprobs": 0}, stream=True)
+
+
 def test_another_model_is_not_found() -> None:
     with pytest.raises(Refusal) as refusal:
         parse(model="gpt")

@@ -145,6 +145,26 @@ def test_engine_that_cannot_be_is_refused(tmp_path: Path, engine: dict[str, Any]
         launch.command(config(tmp_path, **engine), 0)
 
 
+def test_engines_return_experts_where_they_are_replayed_and_vllm_on_a_cpu_is_refused(
+    tmp_path: Path, cpu_vllm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = config(tmp_path, kind="vllm")
+
+    def replayed(kind: str) -> RunConfig:
+        return plain.updated(learner={"routing_replay": True}, engine={"kind": kind})
+
+    assert "--return-routed-experts=True" in launch.command(replayed("embedded"), 0)[0]
+    assert "--enable-return-routed-experts" not in launch.command(plain, 0)[0]
+    for check in (launch.check_routing_replay, lambda run: launch.command(run, 0)):
+        with pytest.raises(ConfigurationError, match="vLLM on a CPU does not return the experts"):
+            check(replayed("vllm"))
+    launch.check_routing_replay(replayed("embedded"))
+    monkeypatch.setattr(vllm, "_build", lambda: ("vllm", "0.32.0", False))
+    monkeypatch.setattr(vllm, "has_gpu", lambda: True)
+    argv, environment = launch.command(replayed("vllm"), 0)
+    assert "--enable-return-routed-experts" in argv and environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+
+
 def test_gpu_weight_transfer_is_refused_on_a_cpu(tmp_path: Path, cpu_vllm: None) -> None:
     with pytest.raises(ConfigurationError, match="needs a GPU"):
         launch.command(config(tmp_path, kind="vllm", weight_transfer="ipc"), 0)

@@ -3,8 +3,9 @@
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import anyio
 import anyio.to_thread
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from learner.data.rows import Batch
 from learner.training.trainer import Trainer
-from learner.weights import nccl_transfer, vllm_transfer
+from learner.weights import nccl_transfer, vllm_transfer, weight_pass
 from learner.weights.device_weights import DeviceWeights
 from learner.weights.publisher import Publisher, published_versions, write_weights
 from learner.weights.vllm_transfer import VllmTransferLoader
@@ -33,10 +34,16 @@ def _impatient(monkeypatch):
     monkeypatch.setattr("learner.weights.engine_keeper.RETRY_SECONDS", 0.02)
 
 
-class World:
-    """Two engines, a policy and the publisher between them."""
+@pytest.fixture
+def impatient(monkeypatch):
+    """No engine holds up the others for long."""
+    monkeypatch.setattr(vllm_transfer, "HOLD_SECONDS", 1.0)
 
-    def __init__(self, kit, tmp_path, engines, timeout=5.0):
+
+class World:
+    """Engines, a policy and the publisher between them."""
+
+    def __init__(self, kit, tmp_path, engines, timeout=60.0):
         self.engines = engines
         self.peers = {engine.url: NcclPeer() for engine in engines}
         self.trainer = Trainer(kit.tiny_policy(), kit.run_config({"learning_rate": 0.1}))
@@ -71,16 +78,17 @@ class World:
 
 
 @pytest.fixture
-async def world(kit, tmp_path, monkeypatch):
-    engines = [await FakeEngine().start() for _ in range(2)]
+async def world(request, kit, tmp_path, monkeypatch):
+    """Two engines, or as many as the test asks for (indirectly)."""
+    engines = [await FakeEngine().start() for _ in range(getattr(request, "param", 2))]
     w = World(kit, tmp_path, engines)
     monkeypatch.setattr(vllm_transfer, "_client", lambda url, *_: w.peers[url])
     monkeypatch.setattr(
         nccl_transfer, "nccl_endpoint",
-        lambda client, source, url, workers: BroadcastEndpoint(client, source, w.peers[url]),
+        lambda client, source, urls, workers: BroadcastEndpoint(client, source, [w.peers[url] for url in urls]),
     )  # fmt: skip
-    monkeypatch.setattr(nccl_transfer, "work_of", work_of)
-    monkeypatch.setattr(nccl_transfer, "STALL_SECONDS", 1000)
+    monkeypatch.setattr(weight_pass, "work_of", work_of)
+    monkeypatch.setattr(weight_pass, "STALL_SECONDS", 1000)
     yield w
     for engine in engines:
         await engine.stop()
@@ -88,9 +96,20 @@ async def world(kit, tmp_path, monkeypatch):
 
 @asynccontextmanager
 async def working(world):
-    with anyio.fail_after(60):
+    with anyio.fail_after(120):
         async with running(world.publisher):
             yield
+
+
+@contextmanager
+def passing(policy, read, n=1):
+    """The sends of a pass that runs."""
+    weights = weight_pass.WeightPass(policy.description("bfloat16"), read, n, 1000)
+    thread = threading.Thread(target=weights.run, args=(CPU,), daemon=True)
+    thread.start()
+    yield weights.sends
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def same(received, snapshot):
@@ -135,11 +154,11 @@ def test_three_whole_weights_exist_at_most_and_one_is_made_while_another_is_sent
             del tensor
 
     total = len(policy.description("bfloat16"))
-    send = nccl_transfer.Send(policy.description("bfloat16"), weights)
-    for i, _ in enumerate(send.pairs(CPU)):
-        for _ in range(1 if i and i < total - 1 else 2 if not i else 0):
-            assert made.acquire(timeout=30), "the next is made while this one is sent"
-    assert i == total - 1 and max(most) <= nccl_transfer.AHEAD + 1 == 3, "the loop here holds one too"
+    with passing(policy, weights) as (send,):
+        for i, _ in enumerate(send.pairs(CPU)):
+            for _ in range(1 if i and i < total - 1 else 2 if not i else 0):
+                assert made.acquire(timeout=30), "the next is made while this one is sent"
+    assert i == total - 1 and max(most) <= weight_pass.AHEAD + 1 == 3, "the loop here holds one too"
 
 
 async def test_an_update_waits_for_the_transfers_under_way_and_none_begins_before_the_next_version(world):
@@ -199,12 +218,11 @@ async def test_an_engine_that_fails_half_way_is_withdrawn_at_once_and_loads_in_a
     assert same(world.peer(0).received[-1], world.policy.snapshot("bfloat16"))
 
 
-async def test_an_engine_that_hangs_delays_one_publication_and_no_update_for_ever(world):
+async def test_an_engine_that_hangs_delays_one_publication_and_no_update_for_ever(monkeypatch, impatient, world):
+    monkeypatch.setattr(weight_pass, "STALL_SECONDS", 0.5)
     hung, whole = world.engines
     world.peer(0).fault = "hangs"
     async with working(world):
-        for keeper in world.publisher.keepers.values():
-            keeper._timeout_seconds = 0.3
         weights = world.weights()
         done = await world.publisher.publish(1, weights)
         assert done.live == (whole.url,) and hung.version == "withdrawn" and hung.paused
@@ -213,7 +231,7 @@ async def test_an_engine_that_hangs_delays_one_publication_and_no_update_for_eve
 
 
 def test_a_sender_that_takes_no_weight_is_given_up_and_the_ranks_are_free(kit, monkeypatch):
-    monkeypatch.setattr(nccl_transfer, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(weight_pass, "STALL_SECONDS", 0.05)
     policy, read = kit.tiny_policy(), []
     ended = threading.Event()
 
@@ -225,12 +243,12 @@ def test_a_sender_that_takes_no_weight_is_given_up_and_the_ranks_are_free(kit, m
         finally:
             ended.set()
 
-    send = nccl_transfer.Send(policy.description("bfloat16"), weights)
-    pairs = send.pairs(CPU)
-    next(pairs)
-    assert ended.wait(30) and len(read) == nccl_transfer.AHEAD
-    with pytest.raises(EngineUnavailable, match="taken no weight"):
-        list(pairs)
+    with passing(policy, weights) as (send,):
+        pairs = send.pairs(CPU)
+        next(pairs)
+        assert ended.wait(30) and len(read) == weight_pass.AHEAD
+        with pytest.raises(EngineUnavailable, match="taken no weight"):
+            list(pairs)
 
 
 async def test_an_engine_that_cannot_join_gets_a_folder_that_is_written_for_it_alone(world):
@@ -301,17 +319,25 @@ def test_description_and_weights_agree(kit, rank):
 def test_vllm_s_own_sender_takes_a_group_for_source_and_client(kit, monkeypatch):
     """The class of vLLM 0.32; a double only for its communicator."""
     nccl_engine = pytest.importorskip("vllm.distributed.weight_transfer.nccl_engine")
-    policy, peer, infos = kit.tiny_policy(), NcclPeer(), []
-    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: infos.append(info) or peer)
+    policy, peer, other, infos = kit.tiny_policy(), NcclPeer(), NcclPeer(), []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
-    monkeypatch.setattr(nccl_transfer, "work_of", work_of)
-    group = nccl_transfer.NcclGroup("http://127.0.0.1:9", 2, peer, CPU, failed=lambda error: None)
-    assert (infos[0].world_size, infos[0].packed, infos[0].is_sender) == (3, False, True)
-    description = policy.description("bfloat16")
+    monkeypatch.setattr(weight_pass, "work_of", work_of)
+    members = [nccl_transfer.Member(f"http://127.0.0.1:{port}", 2, peer) for port, peer in ((8, other), (9, peer))]
+    both = SimpleNamespace(
+        broadcast=lambda *args, **more: [p.broadcast(*args, **more) for p in (peer, other)],
+        destroy=lambda: [p.destroy() for p in (peer, other)],
+    )
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: infos.append(info) or both)
+    group = nccl_transfer.NcclGroup(members, CPU, failed=lambda url, error: None)
+    assert (infos[0].world_size, infos[0].packed, infos[0].is_sender) == (5, False, True)
+    assert [p.places for p in (other, peer)] == [[(1, 5)], [(3, 5)]], "each engine has a place of its own"
+    read = partial(policy.weights, "bfloat16")
     for _ in range(2):
-        group.send(nccl_transfer.Send(description, lambda: policy.weights("bfloat16")))
-        assert same(peer.received[-1], policy.snapshot("bfloat16"))
+        with passing(policy, read) as (send,):
+            group.send(send)
+        assert all(same(p.received[-1], policy.snapshot("bfloat16")) for p in (peer, other))
     peer.fault = "dies"
-    with ThreadPoolExecutor(1) as thread, pytest.raises(ConnectionError, match="reset"):
-        thread.submit(group.send, nccl_transfer.Send(description, lambda: policy.weights("bfloat16"))).result(30)
-    assert peer.closed == 1 and len(peer.received) == 2
+    with passing(policy, read) as (send,), ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(group.send, send)
+        assert isinstance(sending.exception(30), ConnectionError)
+    assert (peer.closed, group.culprit) == (1, members[1].url) and len(peer.received) == 2

@@ -24,8 +24,9 @@ from learner.models.info import ModelInfo
 from learner.policy.policy import Policy
 from learner.process.recorder import MetricsLog
 from learner.process.role import serve as serve_learner
+from learner.training import trainer as trainer_module
 from learner.training.trainer import Trainer
-from learner.weights import nccl_transfer, vllm_transfer
+from learner.weights import nccl_transfer, vllm_transfer, weight_pass
 from learner.weights import publisher as publisher_module
 from learner.weights.device_weights import DeviceWeights
 from pipeline.config import RunConfig
@@ -208,12 +209,14 @@ async def test_a_run_whose_weights_leave_the_device_writes_no_folder_and_no_upda
 ):
     peer, sent, steps = NcclPeer(), [], []
     monkeypatch.setattr(
-        nccl_transfer, "nccl_endpoint", lambda client, source, *_: BroadcastEndpoint(client, source, peer)
+        nccl_transfer, "nccl_endpoint", lambda client, source, *_: BroadcastEndpoint(client, source, [peer])
     )
-    monkeypatch.setattr(nccl_transfer, "work_of", work_of)
+    monkeypatch.setattr(weight_pass, "work_of", work_of)
     monkeypatch.setattr(vllm_transfer, "_client", lambda *_: peer)
     make = vllm_transfer.VllmTransferLoader
-    monkeypatch.setattr(vllm_transfer, "VllmTransferLoader", lambda *args: make(*args, device=torch.device("cpu")))
+    monkeypatch.setattr(
+        vllm_transfer, "VllmTransferLoader", lambda *args, **more: make(*args, **more, device=torch.device("cpu"))
+    )
     step, read = Trainer.step, Policy.weights
     retire, retired = DeviceWeights.retire, []
 
@@ -241,6 +244,23 @@ async def test_a_run_whose_weights_leave_the_device_writes_no_folder_and_no_upda
     assert all(torch.equal(last[name], tensor) for name, tensor in peer.received[-1].items())
 
 
+async def test_the_learner_says_which_step_it_skips_and_goes_on(world, monkeypatch, caplog):
+    real = trainer_module.with_advantages
+
+    def poison(batch, *rest):
+        batch, scores = real(batch, *rest)
+        if batch.update == 1:
+            batch.rows[0].advantages[:] = np.nan
+        return batch, scores
+
+    monkeypatch.setattr(trainer_module, "with_advantages", poison)
+    async with world(total_steps=3) as w:
+        _, run = w.learner()
+        await run()
+    assert [line["nonfinite"]["loss"] for line in w.lines()] == [0, 1, 0]
+    assert "steps of step 2 are skipped, a value is not finite: {'loss': 1}" in caplog.text
+
+
 @pytest.mark.slow
 async def test_the_folder_of_a_run_is_bounded_by_kind_however_many_steps_it_makes(world):
     async with world(total_steps=9, checkpoint={"every": 2}) as w:
@@ -253,7 +273,7 @@ async def test_the_folder_of_a_run_is_bounded_by_kind_however_many_steps_it_make
     assert used["weights"] <= config.publish.keep * (2 * parameters + files)
     assert used["checkpoints"] <= config.checkpoint.keep * (12 * parameters + files)
     assert used["traces"] <= config.traces.bytes_max
-    assert used["logs"] == used["skipped"] == used["evaluations"] == 0
+    assert used["logs"] == used["evaluations"] == 0
     assert used["other"] <= 9 * 8_000
     assert remove_published(config, directory) == ["v000008", "v000009"]
     assert disk_usage(directory)["weights"] == 0

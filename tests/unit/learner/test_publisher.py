@@ -450,8 +450,8 @@ def test_weights_that_travel_between_gpus_pass_through_no_file(kit, weights, tmp
     """Unless the run shall leave them."""
     config = kit.run_config(engine={"weight_transfer": "nccl"}, **sections)
     directory = RunDirectory(tmp_path).create()
-    monkeypatch.setattr(vllm_transfer, "VllmTransferLoader", lambda *args: None)
-    _, write = publisher_module._transfer(config, directory, kit.tiny_policy(), None)
+    monkeypatch.setattr(vllm_transfer, "VllmTransferLoader", lambda *args, **more: None)
+    _, write = publisher_module._transfer(config, directory, kit.tiny_policy(), None, None)
     assert write(directory.weights(7), weights[1]) > 0
     assert [path.name for path in directory.weights(7).glob("*.safetensors")] == files
     assert published_versions(directory) == [7]

@@ -168,6 +168,21 @@ def test_nonfinite_step_is_skipped_counted_and_leaves_the_weights(kit, where):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_a_ratio_that_is_not_finite_skips_the_step(kit):
+    trainer = trainer_of(kit)
+    with torch.no_grad():
+        trainer.policy.parameters[0].fill_(torch.nan)
+    report = trainer.step(Batch(0, (), kit.make_rows(3)), 0)
+    assert report.nonfinite["ratio"] == 1 and report.optimizer_steps == 0
+
+
+def test_a_mini_batch_that_is_not_finite_leaves_the_others_to_train(kit):
+    rows = kit.make_rows(6)
+    rows[4].advantages[:] = np.nan
+    report = trainer_of(kit, {"minibatches": 3}).step(Batch(0, (), rows), 7)
+    assert sum(report.nonfinite.values()) == 1 and report.optimizer_steps == 2
+
+
 def test_epochs_and_minibatches_make_that_many_optimizer_steps_over_whole_trajectories(kit):
     trainer = trainer_of(kit, {"epochs": 2, "minibatches": 3}, importance={"anchor": "proximal"})
     rows = kit.make_rows(7)
@@ -314,10 +329,11 @@ def test_rows_of_a_forked_trajectory_train_each_sampled_token_once(kit):
     assert report.tokens_trained == forked.n_sampled
 
 
-def test_gradient_checkpointing_changes_no_gradient(kit):
+@pytest.mark.parametrize("checkpointing", [True, "offload"])
+def test_gradient_checkpointing_changes_no_gradient(kit, checkpointing):
     rows = kit.make_rows(4)
     loss, grads = gradients(trainer_of(kit, {"grad_clip": 1e9}), rows)
-    other_loss, other = gradients(trainer_of(kit, {"grad_clip": 1e9, "gradient_checkpointing": True}), rows)
+    other_loss, other = gradients(trainer_of(kit, {"grad_clip": 1e9, "gradient_checkpointing": checkpointing}), rows)
     assert loss == pytest.approx(other_loss, rel=1e-6)
     for name in grads:
         torch.testing.assert_close(other[name], grads[name], rtol=1e-5, atol=1e-7)

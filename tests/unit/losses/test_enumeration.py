@@ -6,9 +6,11 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.replay_bias import CHOICES, SPREADS, Chain, measure
 from learner.advantages.estimators import rloo
+from learner.losses.base import PolicyLoss
 from pipeline.config.advantages import AdvantageConfig
 
 NAMED = {choice.name: choice for choice in CHOICES}
@@ -117,19 +119,26 @@ def test_on_a_two_token_chain_token_weights_turn_the_gradient_and_sequence_weigh
     assert measure(chain, NAMED["replayed: sequence, max 2"]).cosine > 0.9
 
 
-def whole_groups(chain, rules, n, chosen=lambda advantages: 1.0):
-    """Expected gradient of a stored group of n trajectories of μ with its recorded advantages, reward minus mean of the
-    group, over all groups by ``chosen``: the factor on the probability that a group is drawn."""
+def group_gradients(chain, rules, n, *, replayed=True):
+    """All groups of n trajectories whose rewards differ, with their own advantages, reward minus mean of the group:
+    gradients ``[G, P]``, probabilities under μ (not ``replayed``: under π) and advantages ``[G, n]``."""
     slopes = {}
     for sign in (1.0, -1.0):
         chain.advantages_N = np.full(len(chain.rewards_N), sign)
-        slopes[sign] = chain.gradients(rules, replayed=True, of_pi=False)
-    rewards, came = chain.rewards_N.numpy(), 0.0
-    for group in product(range(len(rewards)), repeat=n):
-        advantages = rewards[list(group)] - rewards[list(group)].mean()
-        total = sum(abs(a) * slopes[math.copysign(1.0, a)][i] for i, a in zip(group, advantages, strict=True))
-        came = came + math.prod(chain.p_mu_N[i] for i in group) * chosen(advantages) * total / n
-    return came
+        slopes[sign] = chain.gradients(rules, replayed=replayed, of_pi=not replayed)
+    rewards, p_N, found = chain.rewards_N.numpy(), chain.p_mu_N if replayed else chain.p_pi_N, []
+    for group in map(list, product(range(len(rewards)), repeat=n)):
+        advantages = rewards[group] - rewards[group].mean()
+        if advantages.any():
+            total = sum(abs(a) * slopes[math.copysign(1.0, a)][i] for i, a in zip(group, advantages, strict=True))
+            found.append((total / n, p_N[group].prod(), advantages))
+    return tuple(map(np.array, zip(*found, strict=True)))
+
+
+def whole_groups(chain, rules, n, chosen=lambda advantages: 1.0):
+    """Expected gradient of a stored group of n trajectories of μ. ``chosen``: factor on the probability of a group."""
+    gradients, p, advantages = group_gradients(chain, rules, n)
+    return p * np.array([chosen(each) for each in advantages]) @ gradients
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -166,3 +175,67 @@ def test_whole_groups_with_token_weights_are_biased_more_where_ratios_are_large(
         chains = [Chain.random(3, spread, seed) for seed in range(3)]
         errors[size] = [1 - cosine(whole_groups(chain, rules, 2), chain.true_gradient()) for chain in chains]
     assert 0 < np.mean(errors["small"]) < np.mean(errors["large"])
+
+
+def gated_by_surprise(tokens, rules):
+    """The delightful policy gradient (arXiv:2603.14608) with a ratio: ``2 sigmoid(A · -log π)`` without gradient, times
+    ``-A ρ``. On-policy it is twice the published gradient."""
+    gate = 2 * torch.sigmoid(-tokens.advantages * tokens.logprobs.detach())
+    return -gate * tokens.advantages * tokens.log_ratio.exp()
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "fresh", "replayed", "ungated"),
+    [
+        (2, "small", (1.00, 0.99), (1.00, 0.98), (1.00, 0.98)),
+        (2, "large", (1.00, 0.99), (0.99, 0.83), (0.99, 0.83)),
+        (8, "small", (0.94, 0.84), (0.90, 0.77), (0.98, 0.90)),
+        (8, "large", (0.94, 0.84), (0.72, 0.15), (0.76, 0.12)),
+    ],
+)
+def test_a_gate_by_advantage_and_surprise_turns_even_the_gradient_of_fresh_trajectories(
+    length, size, fresh, replayed, ungated
+):
+    """Median and worst cosine over 20 chains. ``ungated``: of replayed trajectories."""
+    plain = NAMED["replayed: token, no clip"].rules
+    gated = replace(plain, policy=PolicyLoss(gated_by_surprise))
+    found = {"fresh": [], "replayed": [], "ungated": []}
+    for seed in range(20):
+        chain = Chain.random(length, SPREADS[size], seed)
+        true, came = chain.true_gradient(), {}
+        came["fresh"] = chain.p_pi_N @ chain.gradients(gated, replayed=False, of_pi=True)
+        came["replayed"] = chain.p_mu_N @ chain.gradients(gated, replayed=True, of_pi=False)
+        came["ungated"] = chain.p_mu_N @ chain.gradients(plain, replayed=True, of_pi=False)
+        for name, gradient in came.items():
+            found[name].append(cosine(gradient, true))
+    for name, expected in {"fresh": fresh, "replayed": replayed, "ungated": ungated}.items():
+        assert (np.median(found[name]), min(found[name])) == pytest.approx(expected, abs=0.0051), name
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "ungated", "gated", "closed"),
+    [
+        ("small", "replayed: token, default clip", 0.13, 0.39, 0.33),
+        ("large", "replayed: token, default clip", 0.47, 0.62, 0.24),
+        ("small", "replayed: sequence, no bound", 0.00, 0.39, 0.36),
+        ("large", "replayed: sequence, no bound", 0.00, 0.74, 0.43),
+    ],
+)
+def test_a_gate_by_the_norm_of_a_replayed_groups_gradient_adds_bias(size, name, ungated, gated, closed):
+    """Dynamic Gradient Gating (arXiv:2605.19425) for each replayed group: closed where its norm is above the mean of
+    fresh groups by more than half of their standard deviation. The logits of a chain are its last layer. Medians over
+    10 chains of the distance to the true gradient over its length, and the mean share of closed groups."""
+    rules, n, found = NAMED[name].rules, 2, []
+    for seed in range(10):
+        chain = Chain.random(3, SPREADS[size], seed)
+        true = (1 - 1 / n) * chain.true_gradient()
+        fresh, p, _ = group_gradients(chain, rules, n, replayed=False)
+        norms = np.linalg.norm(fresh, axis=1)
+        mean = p @ norms / p.sum()
+        highest = mean + 0.5 * math.sqrt(p @ (norms - mean) ** 2 / p.sum())
+        replayed, p, _ = group_gradients(chain, rules, n)
+        is_open = np.linalg.norm(replayed, axis=1) <= highest
+        errors = [np.linalg.norm(came @ replayed - true) / np.linalg.norm(true) for came in (p, p * is_open)]
+        found.append((*errors, 1 - p @ is_open / p.sum()))
+    came = *np.median(found, axis=0)[:2], np.mean(found, axis=0)[2]
+    assert came == pytest.approx((ungated, gated, closed), abs=0.0051)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DiffLlamaConfig
 
 from actors.adapters.games import NumberGuess
 from learner.checkpoints.checkpoint import _copy_tokenizer
@@ -246,7 +246,7 @@ def test_a_run_with_another_model_is_refused_and_starts_over_with_fresh(tmp_path
 
 def test_a_model_that_the_embedded_engine_cannot_serve_is_refused_before_a_run(tmp_path: Path, folder: Path) -> None:
     shutil.copytree(folder, tmp_path / "model")
-    facts = json.loads((folder / "config.json").read_text()) | {"layer_types": ["full_attention", "conv"]}
+    facts = json.loads((folder / "config.json").read_text()) | {"layer_types": ["full_attention", "indexed_attention"]}
     (tmp_path / "model" / "config.json").write_text(json.dumps(facts))
     config = {
         "run": {"directory": tmp_path, "name": "r"},
@@ -254,15 +254,17 @@ def test_a_model_that_the_embedded_engine_cannot_serve_is_refused_before_a_run(t
         "sampling": {"max_tokens": 4},
     }
     refused = RunConfig.model_validate(config | {"engine": {"kind": "embedded"}})
-    with pytest.raises(ConfigurationError, match=r"LlamaForCausalLM, which has layers of the kinds \['conv'\]"):
+    with pytest.raises(ConfigurationError, match=r"LlamaForCausalLM, which has layers of the kinds \['indexed_"):
         check_before_run(refused)
     check_before_run(RunConfig.model_validate(config | {"engine": {"kind": "vllm"}}))
 
 
 @pytest.mark.slow
 def test_the_embedded_engine_refuses_such_a_model_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}')
-    command = [sys.executable, "-m", "actors.embedded.server", "--model", str(tmp_path)]
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = DiffLlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "actors.embedded.server", "--port", "0", "--model", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr.strip().splitlines()[-1].startswith("error: engine.kind: the embedded engine cannot generate")

@@ -14,7 +14,7 @@ from learner.policy.policy import Backbone
 from learner.policy.reference import AdaptersOff, FrozenCopy
 from learner.training.critic import Critic, explained_variance
 from learner.training.trainer import Trainer
-from pipeline.errors import ConfigurationError, Interrupted, StoreError
+from pipeline.errors import ConfigurationError, Interrupted
 from tests.unit.learner.conftest import learner_config, make_rows, run_config, tiny_model, tiny_policy
 
 WATCH = Stopwatch(torch.device("cpu"))
@@ -97,23 +97,6 @@ def test_the_reference_stays_the_initial_policy_while_the_policy_learns(needs, c
     train(trainer, 3)
     np.testing.assert_array_equal(trainer.token_scores(rows).reference, first)
     assert not np.allclose(trainer.score(rows), first, atol=1e-4)
-
-
-def test_a_refreshed_reference_is_the_policy_of_the_last_refresh(needs, config_of, initial, resume, train):
-    needs("reference")
-    for lora in (0, 2):
-        trainer = resume(config_of({"lora": {"rank": lora}, "reference": {"refresh_every": 2}}), initial)
-        rows = make_rows(6, seed=9)
-        train(trainer, 2)
-        at_refresh = trainer.score(rows)
-        train(trainer, 1)
-        np.testing.assert_allclose(trainer.token_scores(rows).reference, at_refresh, atol=1e-5)
-
-
-def test_a_reference_of_another_model_is_refused():
-    reference = FrozenCopy(tiny_policy(), tiny_policy(), 1)
-    with pytest.raises(StoreError, match="another model"):
-        reference.load({"model.layers.7.weight": torch.zeros(1)})
 
 
 def test_a_copy_in_bfloat16_is_near_the_float32_one(needs, config_of, initial, resume):

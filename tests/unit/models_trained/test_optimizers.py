@@ -1,4 +1,4 @@
-"""Optimizers against torch's float32 AdamW, clipping, and the average of the weights."""
+"""Optimizers against torch's float32 AdamW, and clipping."""
 
 import importlib.util
 
@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from learner.training.optimizer import (
     EIGHT_BIT,
     BFloat16AdamW,
-    WeightAverage,
     clip_gradients,
     gradient_norm,
     make_optimizer,
@@ -18,7 +17,7 @@ from learner.training.optimizer import (
     stochastic_bfloat16,
 )
 from pipeline.config.learner import LearnerConfig
-from pipeline.errors import ConfigurationError, StoreError
+from pipeline.errors import ConfigurationError
 
 
 def parameter(seed=0, shape=(8, 16)):
@@ -151,20 +150,3 @@ def test_gradients_are_scaled_together_to_the_limit_and_never_up():
     assert torch.equal(a.grad, before)
     b.grad[0, 0] = float("inf")
     assert not np.isfinite(float(gradient_norm([a, b])))
-
-
-def test_the_average_is_the_exponential_one():
-    p = parameter()
-    average = WeightAverage([("w", p)], 0.9)
-    expected = p.detach().clone()
-    for i in range(3):
-        with torch.no_grad():
-            p.fill_(float(i))
-        average.update()
-        expected = 0.9 * expected + 0.1 * i
-    torch.testing.assert_close(average.state()["w"], expected)
-    other = WeightAverage([("w", parameter(3))], 0.9)
-    other.load(average.state())
-    assert torch.equal(other.state()["w"], average.state()["w"])
-    with pytest.raises(StoreError, match="another model"):
-        WeightAverage([("w", parameter(0, (2, 2)))], 0.9).load(average.state())

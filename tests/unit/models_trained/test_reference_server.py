@@ -15,7 +15,14 @@ from learner.distributed.ranks import Interrupt
 from learner.observability.timing import Stopwatch
 from learner.policy.reference import ServerReference
 from pipeline.config.learner import LearnerConfig, LoraConfig, ReferenceConfig
-from pipeline.errors import EngineProtocolError, EngineRefused, EngineUnavailable, Interrupted, TrainingError
+from pipeline.errors import (
+    ConfigurationError,
+    EngineProtocolError,
+    EngineRefused,
+    EngineUnavailable,
+    Interrupted,
+    TrainingError,
+)
 from tests.unit.learner.conftest import make_rows
 
 WATCH = Stopwatch(torch.device("cpu"))
@@ -30,6 +37,7 @@ class Server:
 
     def __init__(self):
         self.bodies, self.faults, self.most, self.now = [], [], 0, 0
+        self.tokenized, self.tokens = [], None
         self.arrived = threading.Event()
 
     async def handle(self, request):
@@ -40,6 +48,12 @@ class Server:
             return await self._answer(orjson.loads(await request.read()))
         finally:
             self.now -= 1
+
+    async def tokenize(self, request):
+        self.tokenized.append(orjson.loads(await request.read()))
+        if self.tokens is None:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        return web.json_response({"count": len(self.tokens), "max_model_len": 64, "tokens": self.tokens})
 
     async def _answer(self, body):
         self.bodies.append(body)
@@ -67,6 +81,7 @@ def serving(server):
         loop = asyncio.get_running_loop()
         app = web.Application()
         app.router.add_post("/v1/completions", server.handle)
+        app.router.add_post("/tokenize", server.tokenize)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         try:
@@ -126,6 +141,25 @@ def test_every_sampled_token_gets_its_own_number(server, monkeypatch):
     assert server.most <= 2
     assert {body["model"] for body in server.bodies} == {"ref"}
     assert "seed" not in server.bodies[0]
+
+
+def test_a_server_with_another_tokenizer_is_refused_before_it_scores_a_token(server):
+    server.tokens = [1, 2, 4]
+    reference = ServerReference(ReferenceConfig(source="server", url=server.url), Interrupt(), check_ids=[1, 2, 3])
+    with pytest.raises(ConfigurationError, match=r"policy's tokenizer at .*\[1, 2, 4\] and the policy's \[1, 2, 3\]"):
+        reference.logprobs(rows_at_one(1), WATCH)
+    assert server.bodies == []
+
+
+@pytest.mark.parametrize("tokens", [[1, 2, 3], None])
+def test_a_server_with_the_same_tokenizer_or_without_the_route_is_asked_once_for_it(server, tokens):
+    server.tokens = tokens
+    config = ReferenceConfig(source="server", url=server.url, model="ref")
+    reference, rows = ServerReference(config, Interrupt(), check_ids=[1, 2, 3]), rows_at_one(1)
+    for _ in range(2):
+        np.testing.assert_allclose(reference.logprobs(rows, WATCH), expected(rows), rtol=1e-6)
+    (asked,) = server.tokenized
+    assert (asked["model"], asked["add_special_tokens"]) == ("ref", False)
 
 
 def test_a_server_that_stumbles_is_asked_again(server):
@@ -190,8 +224,6 @@ def test_another_temperature_is_refused_because_the_server_cannot_score_it(serve
         ({"source": "server"}, "url"),
         ({"source": "folder"}, "folder"),
         ({"url": "http://x"}, "url"),
-        ({"source": "lora_off", "refresh_every": 3}, "needs a copy of the model"),
-        ({"source": "server", "url": "http://x", "refresh_every": 3}, "needs a copy of the model"),
     ],
 )
 def test_a_source_has_exactly_what_it_needs(options, word):

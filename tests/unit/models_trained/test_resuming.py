@@ -10,12 +10,11 @@ from tests.unit.models_trained.conftest import LORA
 
 KINDS = {
     "plain": ({}, ()),
-    "bfloat16 moments and average": ({"optimizer_dtype": "bfloat16", "ema_decay": 0.9}, ()),
-    "adapters": ({"lora": LORA, "ema_decay": 0.9}, ("reference",)),
+    "bfloat16 moments": ({"optimizer_dtype": "bfloat16"}, ()),
+    "adapters": ({"lora": LORA}, ("reference",)),
     "critic": ({"critic": {"warmup_updates": 1, "learning_rate": 1e-3}}, ("values",)),
     "critic without backbone": ({"critic": {"backbone": "none"}, "lora": LORA}, ("values", "logprobs")),
     "adaptive KL": ({}, ("reference", "logprobs")),
-    "refreshed reference": ({"reference": {"refresh_every": 2}}, ("reference", "logprobs")),
 }
 
 
@@ -23,11 +22,9 @@ def tensors(trainer):
     """Everything that must not differ, by name."""
     found = {f"policy.{name}": t for name, t in trainer.policy.snapshot("float32").items()}
     found |= {f"trained.{name}": p for name, p in trainer.policy.named_parameters}
-    for name, part in (("critic", trainer.critic), ("average", trainer.average), ("reference", trainer.reference)):
-        state = None if part is None else part.state()
-        if state is not None:
-            flat = {**state.get("backbone", {}), **state["head"]} if name == "critic" else state
-            found |= {f"{name}.{key}": t for key, t in flat.items()}
+    if trainer.critic is not None:
+        state = trainer.critic.state()
+        found |= {f"critic.{key}": t for key, t in {**state.get("backbone", {}), **state["head"]}.items()}
     for i, state in enumerate(trainer.optimizer.state_dict()["state"].values()):
         found |= {f"optimizer.{i}.{key}": t for key, t in state.items() if isinstance(t, torch.Tensor)}
     return found
@@ -91,7 +88,7 @@ def test_switching_adapters_between_runs_is_refused_with_what_to_do(config_of, i
 def test_a_part_that_was_switched_on_begins_anew(config_of, initial, resume, tmp_path, caplog):
     plain = resume(config_of(), initial)
     save_checkpoint(tmp_path / "c", plain, CheckpointState(0, 0, {}), initial, keep=1)
-    trainer = resume(config_of({"ema_decay": 0.5}), initial, tmp_path / "c")
-    assert trainer.average is not None
-    assert "has no average" in caplog.text
+    trainer = resume(config_of(advantage={"estimator": "gae"}), initial, tmp_path / "c")
+    assert trainer.critic is not None
+    assert "has no critic" in caplog.text
     assert len(find_checkpoints(tmp_path / "c")) == 1

@@ -150,8 +150,7 @@ async def test_a_stop_does_not_wait_for_a_hanging_disk(trainer, initial, tmp_pat
 def test_an_image_shares_no_memory_with_the_trainer(initial, resume, config_of, train, monkeypatch):
     monkeypatch.setattr("learner.process.build.needed_scores", lambda config: frozenset({"reference", "values"}))
     monkeypatch.setattr("learner.training.trainer.needed_scores", lambda config: frozenset({"reference", "values"}))
-    learner_section = {"lora": {"rank": 2}, "ema_decay": 0.9, "reference": {"refresh_every": 1}}
-    trainer = resume(config_of(learner_section), initial)
+    trainer = resume(config_of({"lora": {"rank": 2}}), initial)
     train(trainer, 1)
     image = image_of(trainer)
 
@@ -164,9 +163,9 @@ def test_an_image_shares_no_memory_with_the_trainer(initial, resume, config_of, 
 
     mine = tensors([image.weights, image.adapters, image.training])
     live = [*trainer.policy.model.state_dict().values(), *tensors(trainer.optimizer.state_dict())]
-    live += tensors([trainer.critic.state(), trainer.average.state(), trainer.reference.state()])
+    live += tensors(trainer.critic.state())
     assert {t.data_ptr() for t in mine}.isdisjoint({t.data_ptr() for t in live if t.numel()} - {0})
-    assert {"critic", "average", "reference", "optimizer", "random"} == image.training.keys()
+    assert {"critic", "optimizer", "random"} == image.training.keys()
 
 
 def test_torn_weights_give_no_image(trainer):

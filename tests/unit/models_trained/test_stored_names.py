@@ -10,8 +10,6 @@ from transformers.core_model_loading import Chunk, Concatenate, WeightConverter,
 from actors.embedded.weights import load_weights
 from actors.servers.refusal import Refusal
 from learner.models.model_folder import ModelFolder
-from pipeline.errors import ConfigurationError
-from pipeline.runtime.embedded_models import check_embedded
 from pipeline.runtime.stored_names import read_groups, written_groups
 from tests.support.families import CPU, assert_same, names_in, read_policy, trained, write_family
 
@@ -66,16 +64,3 @@ def test_weights_of_experts_that_do_not_fit_change_nothing(tmp_path):
         with pytest.raises(Refusal, match=reason):
             load_weights(model, tmp_path)
         assert_same(model.state_dict(), before)
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("LFM2", r"Lfm2ForCausalLM, which has layers of the kinds \['conv'\]"),
-        ("DeepSeek V3 (experts)", "DeepseekV3ForCausalLM, which has keys of the size 16 and values of the size 8"),
-        ("gpt-oss (experts)", "GptOssForCausalLM, which does not take scaled dot-product attention"),
-    ],
-)
-def test_what_the_embedded_engine_cannot_serve_is_refused_in_one_sentence(tmp_path, name, reason):
-    with pytest.raises(ConfigurationError, match=rf"cannot generate with {reason}: set engine.kind: vllm$"):
-        check_embedded(write_family(name, tmp_path))

@@ -16,7 +16,7 @@ from tests.unit.models_trained.conftest import Disk
 
 __all__ = ["world"]
 EVERYTHING = {
-    "learner": {"lora": {"rank": 2}, "ema_decay": 0.9, "optimizer_dtype": "bfloat16", "critic": {"warmup_updates": 1}},
+    "learner": {"lora": {"rank": 2}, "optimizer_dtype": "bfloat16", "critic": {"warmup_updates": 1}},
     "advantage": {"estimator": "gae"},
     "loss": {"kl": "loss", "kl_controller": {"name": "adaptive", "horizon": 100}},
 }

@@ -173,6 +173,24 @@ def test_what_fits_is_placed(gpus: list[int], engines: int | None, ranks: int | 
         assert len(placed) == min(wanted, max(engines_beside(gpus, layout, size) for layout in room))
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=3),
+    st.one_of(st.none(), st.integers(0, 5)),
+    st.sampled_from([1, 2, 4]),
+    st.sets(st.integers(1, 18)),
+)
+def test_a_number_of_ranks_that_fits_is_chosen_where_one_leaves_the_engines(
+    gpus: list[int], engines: int | None, size: int, fitting: set[int]
+) -> None:
+    wanted, ranks = choose_counts(gpus, engines, None, size, sum(gpus), sorted(fitting))
+    taken = {n: place_ranks(gpus, n, size) for n in fitting}
+    room = {n: engines_beside(gpus, there, size) for n, there in taken.items() if there is not None}
+    least = 1 if engines is None else engines
+    if any(n_engines >= least for n_engines in room.values()):
+        assert ranks in fitting and room[ranks] >= wanted >= least
+
+
 def layouts(gpus: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
     return [layout for layout in product(*(range(n + 1) for n in gpus)) if sum(layout) == ranks]
 
@@ -233,7 +251,8 @@ def test_given_numbers_are_kept() -> None:
     assert owners(rest)["learner"] == "0,1,2" and rest.config.engine.replicas == 5
     old = changed(placement={"engine_gpus": None, "learner_gpus": None}, engine={"replicas": 3}, learner={"ranks": 2})
     assert owners(plan(old, machine(8))) == {"learner": "0,1", "engine-0": "2", "engine-1": "3", "engine-2": "4"}
-    assert plan(old, machine(8)).config is old
+    sized = old.updated(placement={"tensor_parallel": 1})
+    assert plan(sized, machine(8)).config is sized
 
 
 def test_uuids_and_mig_devices_are_handed_on() -> None:

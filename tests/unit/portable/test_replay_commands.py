@@ -42,7 +42,8 @@ def test_the_commands_import_text_inspect_and_export(make_run, tmp_path, words):
         assert word in shown
     value = orjson.loads(invoke("replay", "inspect", run.path, "--json").output)
     assert value["pool"]["trajectories"] == 1 and value["audit"]["stored"]["reward"] == 1.0
-    assert value["audit"]["replayed"] == {"count": 0, "tokens": None, "seconds": None, "reward": None, "age": None}
+    nothing = dict.fromkeys(("tokens", "seconds", "reward", "age", "tasks_effective"))
+    assert value["audit"]["replayed"] == {"count": 0, "tasks": 0, **nothing}
     assert "1 trajectories in" in invoke("replay", "export", run.path, tmp_path / "pool").output
     assert isinstance(invoke("replay", "export", run.path, tmp_path / "pool").exception, ConfigurationError)
     bad = write_lines(tmp_path / "e.jsonl", {"environment": "a", "seed": 1, "reward": 1, "messages": chat[:3]})

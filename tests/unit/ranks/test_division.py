@@ -131,6 +131,15 @@ def test_operations_of_a_pass_are_those_of_its_tokens():
     assert pass_of(rows, PADDED).operations == 100 * (13 + 15) + sum(range(14)) + sum(range(16)) + 7 * 10
 
 
+def test_a_window_bounds_the_keys_that_count():
+    rows, cost = group(np.random.default_rng(5), 9, [4, 6]), PassCost(token=100, pair=1, windows=((4, 3), (99, 5)))
+    keys = [np.arange(1, len(row)) for row in rows]
+    expected = [sum(100 + k + 3 * min(k, 4) + 5 * k for k in laid.tolist()) for laid in keys]
+    assert [cost.operations(laid, 0) for laid in keys] == expected
+    lengths = [len(laid) for laid in keys]
+    assert [cost.prefix(n) for n in lengths] == expected == cost.prefix(np.asarray(lengths)).tolist()
+
+
 def test_one_rank_has_all_rows_and_changes_nothing(kit):
     rows = kit.make_rows(4)
     assert ALONE.mine(rows, SHARED) == [0, 1, 2, 3]

@@ -17,8 +17,9 @@ from learner.data.rows import Batch
 from learner.models.model_folder import ModelFolder
 from learner.policy.fsdp import float32_modules
 from learner.policy.policy import Policy
-from learner.process.build import make_critic, make_policy, make_trainer
+from learner.process.build import make_critic, make_policy, make_reference, make_trainer
 from pipeline.errors import ConfigurationError
+from tests.unit.models.test_memory import allocated
 
 SHAPE = {"vocab_size": 23, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
          "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}  # fmt: skip
@@ -93,25 +94,49 @@ def test_shards_of_all_ranks_are_the_model(kit, tmp_path, group, name):
         assert torch.equal(came, other)
 
 
-def test_adapters_over_shards_begin_as_over_the_whole_model(kit, tmp_path, group):
-    folder = written(tmp_path, CONFIGS["qwen2"])
-    config = kit.run_config({"lora": {"rank": 2, "targets": ["q_proj", "down_proj"]}})
-    found = []
+@pytest.mark.parametrize("frozen", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama_scaled_positions", "qwen2", "qwen3_moe"])
+def test_adapters_begin_as_over_a_model_that_is_cast_afterwards(kit, tmp_path, group, name, frozen):
+    folder = written(tmp_path, CONFIGS[name])
+    lora = {"rank": 2, "targets": ["q_proj", "o_proj"], "frozen_dtype": frozen}
+    config = kit.run_config({"lora": lora, "compute_dtype": frozen})
+    torch.manual_seed(3)
+    expected = Policy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config.learner, CPU)
+    assert {p.dtype for p in expected.parameters} == {torch.float32}
+    part = collate(kit.make_rows(3), [1.0] * 3, [0] * 3, form=expected.form)
     for ranks in (None, group):
         torch.manual_seed(3)
-        found.append(make_policy(config, folder, None, ranks))
-    alone, divided = found
-    assert_same(divided.model, alone.model)
-    assert [n for n, _ in divided.named_parameters] == [n for n, _ in alone.named_parameters]
-    part = collate(kit.make_rows(3), [1.0] * 3, [0] * 3, form=alone.form)
-    assert torch.equal(divided.score(part)[0], alone.score(part)[0])
+        came = make_policy(config, folder, None, ranks)
+        assert_same(came.model, expected.model)
+        assert [n for n, _ in came.named_parameters] == [n for n, _ in expected.named_parameters]
+        assert torch.equal(came.score(part)[0], expected.score(part)[0])
+
+
+def test_one_rank_holds_weights_in_no_other_type_than_their_own(kit, tmp_path):
+    wide = LlamaConfig(**SHAPE | {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 16})
+    folder = written(tmp_path, wide)
+    narrow = {"lora": {"rank": 2, "frozen_dtype": "bfloat16"}, "reference": {"dtype": "bfloat16"}}
+    config = kit.run_config(narrow | {"compute_dtype": "bfloat16"})
+    found = []
+    peaks = [
+        allocated(lambda: found.append(make_policy(config, folder, None)), tmp_path / "policy.json"),
+        allocated(lambda: found.append(reference_of(config, found[0], folder)), tmp_path / "reference.json"),
+    ]
+    sizes = [sum(p.nbytes for p in model.parameters()) for model in (found[0].model, found[1].model)]
+    assert peaks[0] < 1.25 * sizes[0] and peaks[1] < sizes[0] + 1.25 * sizes[1]
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(torch.bfloat16)
+    assert_same(found[1].model, expected)
+
+
+def reference_of(config, policy, folder):
+    copied = config.updated(learner={"reference": config.learner.reference.model_copy(update={"source": "initial"})})
+    return make_reference(copied, policy, folder)
 
 
 def test_a_checkpoint_of_one_process_is_resumed_into_shards(kit, tmp_path, group):
-    """Weights, moments, critic, average and reference: the next update is that of a learner that was never stopped."""
+    """Weights, moments and critic: the next update is that of a learner that was never stopped."""
     folder = written(tmp_path / "model", CONFIGS["qwen2"])
-    options = {"ema_decay": 0.5, "reference": {"refresh_every": 1}}
-    config = kit.run_config(options, advantage={"estimator": "gae"}, loss={"kl": "loss"})
+    config = kit.run_config(advantage={"estimator": "gae"}, loss={"kl": "loss"})
 
     def update(trainer):
         rows = kit.make_rows(4, seed=trainer.updates)

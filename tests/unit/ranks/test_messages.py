@@ -33,7 +33,14 @@ def test_arrays_come_back_with_type_shape_and_every_value(found, header):
 def test_rows_come_back_as_they_were(kit, count):
     rows = kit.make_rows(count, replayed=[i % 2 == 0 for i in range(count)])
     rows = tuple(
-        replace(r, with_lessons=i % 3 == 0, recorded=i != 1, replay_weight=0.25 * i, environment="größer")
+        replace(
+            r,
+            with_lessons=i % 3 == 0,
+            recorded=i != 1,
+            replay_weight=0.25 * i,
+            environment="größer",
+            experts=np.full((len(r), 2, 3), i, np.uint16) if i % 2 else None,
+        )
         for i, r in enumerate(rows)
     )
     scores = TokenScores(logprobs=np.asarray([np.nan, np.inf, -1.0], np.float32))

@@ -18,11 +18,13 @@ def config_of(make, rng):
     n = rng.randint(2, 5)
     per_task = rng.randint(1, 4)
     mode = rng.choice(["mix", "mix", "groups"])
+    tasks = rng.choice([None, 1, 3, 12])
     start = rng.choice([{}, {}, {"start_ratio": 0.5}, {"start_solve_rate": 0.5}])
     return make.config(
         n=n,
         batch=rng.randint(1, 6),
-        tasks=rng.choice([None, 1, 3, 12]),
+        tasks=tasks,
+        choice=rng.choice(["uniform", "informative"]) if tasks else "uniform",
         staleness=rng.randint(0, 2),
         seed=rng.randint(0, 3),
         mode=mode,

@@ -115,7 +115,7 @@ def test_mixing_begins_for_good_once_a_batch_is_solved_well_enough(make):
 
 
 def test_a_share_of_groups_goes_to_retired_tasks(make):
-    stage = Stage(make.config(batch=4, retest_ratio=0.1, tasks=1000))
+    stage = Stage(make.config(batch=4, retest_ratio=0.1, tasks=5005))
     for task in range(5):
         make.play(stage.replay, 5000 + task, 4, 4, 10 * task)
     plans = stage.draw(200)

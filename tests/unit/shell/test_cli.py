@@ -184,7 +184,7 @@ def test_a_run_whose_roles_are_started_one_by_one_has_its_configuration_and_its_
     place = ["--set", f"run.directory={tmp_path}", "--set", "run.name=r"]
     directory, started = RunDirectory(tmp_path / "r"), []
     monkeypatch.setattr("pipeline.cli.roles.load_main", lambda path: lambda *_: SimpleNamespace(path="model"))
-    monkeypatch.setattr("pipeline.runtime.process.configure_logging", lambda name: None)  # onto a stream of this test
+    monkeypatch.setattr("pipeline.runtime.logs.configure_logging", lambda *_: None)  # onto a stream of this test
     assert invoke("prepare", TINY, *place).exit_code == 0
     assert "not running" in " ".join(invoke("status", str(directory.path)).output.split())
 

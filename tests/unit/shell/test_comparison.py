@@ -17,9 +17,12 @@ from pipeline.views.comparison import (
     describe_ratio,
     median_of,
     ratio_of,
+    runs_to_show,
+    shown_distance,
     sign_flip_p,
     smoothed,
     t_interval,
+    t_power,
     t_quantile,
     welch_interval,
 )
@@ -141,6 +144,58 @@ def test_intervals_cover_the_true_ratio_as_often_as_they_say(paired, n):
         middle, half = t_interval(left - right) if paired else welch_interval(list(left), list(right))
         covered += abs(middle - truth) <= half
     assert covered / draws == pytest.approx(0.95, abs=0.02) or (not paired and 0.95 <= covered / draws <= 0.98)
+
+
+def test_power_is_that_of_the_tables_and_of_a_normal_distribution_with_many_runs():
+    # R: power.t.test(n = 20, delta = 1, sd = 1), and its n for a power of 0.9 is 22.02
+    assert t_power(math.sqrt(20 / 2), 38) == pytest.approx(0.8689528, abs=1e-6)
+    assert t_power(math.sqrt(22 / 2), 42) < 0.9 < t_power(math.sqrt(23 / 2), 44)
+    assert [t_power(0.0, freedom) for freedom in (1, 2, 7, 40)] == pytest.approx([0.05] * 4, abs=1e-4)
+    assert 1 < shown_distance(5000) / (1.959964 + 0.841621) < 1.006
+
+
+@pytest.mark.parametrize(("paired", "n"), [(True, 3), (True, 12), (False, 4)])
+def test_a_ratio_that_can_be_shown_is_shown_in_four_of_five_studies(paired, n):
+    random = np.random.default_rng(11)
+    draws = 4000
+    distance = shown_distance(n - 1 if paired else 2 * n - 2)
+    left, right = random.normal(0, 1, (2, draws, n))
+    shown = 0
+    for a, b in zip(left, right, strict=True):
+        if paired:
+            middle, half = t_interval(a + distance / math.sqrt(n))
+        else:
+            middle, half = welch_interval(list(a + distance * math.sqrt(2 / n)), list(b))
+        shown += abs(middle) > half
+    # Welch's degrees of freedom are rounded down, which costs power
+    assert shown / draws == pytest.approx(0.8, abs=0.02) or (not paired and 0.72 <= shown / draws <= 0.8)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 12, 30])
+@pytest.mark.parametrize("paired", [True, False])
+def test_what_so_many_runs_can_show_takes_so_many(n, paired):
+    random = np.random.default_rng(n)
+    left = {seed: Cost(float(np.exp(x)), 1, 1.0, True) for seed, x in enumerate(random.normal(5, 0.3, n))}
+    right = {seed + 100 * (not paired): cost for seed, cost in enumerate(reversed(left.values()))}
+    found = ratio_of(left, right, "tokens")
+    # the same variances, so that Welch's degrees of freedom are those of the plan
+    assert runs_to_show(found, found.can_show * 0.999) == runs_to_show(found, 1 / found.can_show * 1.001) == n
+    assert n == 2 or runs_to_show(found, found.can_show * 1.001) == n + 1
+    assert runs_to_show(found, 0.9999) is None
+
+
+def test_a_finding_says_what_its_seeds_can_show():
+    # even means, a wide spread: nothing is shown, and the claim needs more
+    found = ratio_of(costs(50, 100, 200, 90), costs(100, 100, 100, 100), "tokens")
+    text = describe_ratio("B", "A", found, "0.8", claim=0.7)
+    assert "no difference is shown" in text and f"4 seeds can show {found.can_show:.2f}" in text
+    assert f"0.70 takes {runs_to_show(found, 0.7)}." in text and runs_to_show(found, 0.7) > 4
+    # an interval beside 1 that was luck
+    lucky = ratio_of(costs(80, 88, 74, 84), costs(100, 100, 100, 100), "tokens")
+    assert lucky.high < 1 and "exaggerated" not in describe_ratio("B", "A", lucky, "0.8")
+    lucky = ratio_of(costs(80, 94, 82, 92), costs(100, 100, 100, 100), "tokens")
+    assert lucky.high < 1 and "exaggerated" in describe_ratio("B", "A", lucky, "0.8")
+    assert "can show" not in describe_ratio("B", "A", ratio_of(costs(50), costs(100), "tokens"), "0.8", claim=0.7)
 
 
 def test_curve_that_has_ended_keeps_its_last_value_in_the_band():

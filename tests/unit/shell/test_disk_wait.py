@@ -118,6 +118,21 @@ def test_quotas_and_libraries_count_as_full_whatever_they_raise(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_library_makes_again_below_a_run_directory_that_is_gone_does_not_stay(
+    tmp_path: Path, fails: bool
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.raises(FileNotFoundError), atomic_folder(run / "weights" / "v000001") as folder:
+        run.rename(tmp_path / "elsewhere")
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").touch()
+        if fails:
+            raise FileNotFoundError
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+
+
 @pytest.mark.parametrize(
     ("umask", "folder_mode", "file_mode"), [(0o022, 0o755, 0o644), (0o027, 0o750, 0o640), (0o077, 0o700, 0o600)]
 )

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
+import tempfile
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
+from learner.process.retrain import configuration_at
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.load import dump, load
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.run_directory import RunDirectory, write_json_atomically
-from pipeline.supervisor.history import FIXED, compare, newest_checkpoint, record
+from pipeline.supervisor.history import FIXED, compare, newest_checkpoint, record, rewind
 from pipeline.supervisor.run import run
 
 TINY = Path(__file__).resolve().parents[3] / "configs" / "tiny.yaml"
@@ -85,6 +92,49 @@ def test_an_environment_may_be_added_and_a_batch_resized(directory: RunDirectory
     lines = start(directory, "environments.sums.name=arithmetic", "groups.n_rollout=4")
     assert "  environments.sums.name: absent -> arithmetic" in lines
     assert lines[-1] == "rollouts of unfinished groups are dropped, because the size of a batch has changed"
+
+
+@functools.cache
+def with_rate(rate: int) -> RunConfig:
+    return configured(RunDirectory(Path("/runs/mine")), f"learner.learning_rate={rate}e-3")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run as :func:`configuration_at` reads it."""
+
+    config: RunConfig
+    directory: RunDirectory
+
+
+STARTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=5)
+
+
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(STARTS)
+def test_the_date_of_a_change_is_the_step_after_which_it_applied_whatever_checkpoints_were_damaged(
+    tmp_path: Path, starts: list[tuple[int, int, int]]
+) -> None:
+    """A start passes over some damaged checkpoints, has a rate, and saves after each of some steps."""
+    with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
+        directory, rates, trained = RunDirectory(Path(folder) / "mine"), list[float](), 0
+        directory.create()
+        for damaged, rate, steps in starts:
+            config = with_rate(rate)
+            resumed_after = compare(directory, config)
+            directory.config_file.write_text(dump(config))
+            record(directory, config, resumed_after)
+            resumed = trained - damaged if trained > damaged else trained
+            for step in range(resumed + 1, trained + 1):
+                shutil.rmtree(directory.checkpoints / f"u{step:06d}")
+            rewind(directory, resumed)
+            trained = resumed + steps
+            for step in range(resumed + 1, trained + 1):
+                save(directory, step)
+            rates[resumed:] = [rate * 1e-3] * steps
+        recorded = Recorded(load(directory.config_file, environment={}), directory)
+        found = [configuration_at(recorded, update)[0].learner.learning_rate for update in range(trained)]
+        assert found == pytest.approx(rates)
 
 
 @pytest.mark.parametrize(

@@ -520,3 +520,13 @@ def test_a_reward_model_that_answers_in_another_format_is_a_problem(game: Path) 
         check_environments(configured(game).model_copy(update={"scorer": scorer}), {}, found)
     (problem,) = found.problems
     assert "liked at" in problem and "expected scores as a list of 1 values" in problem
+
+
+def test_a_reference_model_with_another_tokenizer_is_found(game: Path) -> None:
+    folder = game.parent / "teacher"
+    build_tokenizer(9).save_pretrained(folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    reference = {"source": "folder", "folder": folder}
+    config = RunConfig.model_validate({**configured(game).model_dump(), "learner": {"reference": reference}})
+    (problem,) = preflight.check_all(config).problems
+    assert "expected a model with the policy's tokenizer" in problem

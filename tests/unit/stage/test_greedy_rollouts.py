@@ -33,6 +33,7 @@ class Stage:
             "groups": {"n_rollout": 2, "groups_per_step": 1, "attempts_max": 2},
             "staleness": {"max": 0},
             "advantage": {"estimator": "remax"},
+            "replay": {"keep_trained": 0},
             **sections,
         }
         self.sent: list[Send] = []

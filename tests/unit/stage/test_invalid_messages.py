@@ -103,12 +103,15 @@ def test_splits_that_are_none_are_refused(splits: Any) -> None:
     assert [effect.kind for effect in stage.round()] == [Kind.REFUSED]
 
 
+@pytest.mark.parametrize("key", ["finished_at", "requests"])
 @pytest.mark.parametrize("time", [2**64 - 1, 1e300, -1e300])
-def test_a_rollout_whose_times_fit_no_column_is_refused(tmp_path: Path, time: float) -> None:
+def test_a_rollout_whose_times_fit_no_column_is_refused(tmp_path: Path, time: float, key: str) -> None:
     target = Target(tmp_path, "actor-0")
     order = target.stage.orders()[0]
     frames = list(encode_trajectory(rollout(order, 0)))
-    frames[0] = as_json({**orjson.loads(frames[0]), "timings": {"started_at": 0, "finished_at": time}})
+    frames[0] = as_json(
+        {**orjson.loads(frames[0]), "timings": {"started_at": 0, key: [[0, time]] if key == "requests" else time}}
+    )
     target.take([b"trajectory", orjson.dumps({"trajectory_id": order.order_id}), *frames], "actor-0")
     refused = [s.header["refused"] for s in target.stage.sent if s.kind is Kind.ACK and s.header.get("refused")]
     assert order.order_id in refused[0] and "times of at most" in refused[0][order.order_id]

@@ -30,6 +30,7 @@ class Stage:
     def __init__(self, snapshot: Any = None, *, scored: bool = True, **sections: Any) -> None:
         sections.setdefault("environments", {"a": {"max_seconds": 10}})
         sections.setdefault("groups", {"n_rollout": 2, "groups_per_step": 2})
+        sections["replay"] = {"keep_trained": 0, **sections.get("replay", {})}
         self.config = RunConfig.model_validate(sections)
         score = (lambda t: combine(t.rewards, {"environment": 1.0})) if scored else None
         self.core = StageCore(self.config, snapshot, score_now=score)

@@ -39,7 +39,8 @@ class Stage:
 
     def __init__(self, path: Any, rewards: Any, **replay: Any) -> None:
         self.path, self.rewards = path, rewards
-        replay = {"enabled": True, "mode": "mix", "start_ratio": 0.0, "task_ratio": 0.5, "retest_ratio": 0.0, **replay}
+        defaults = {"enabled": True, "mode": "mix", "start_ratio": 0.0, "task_ratio": 0.5, "retest_ratio": 0.0}
+        replay = {**defaults, "keep_trained": 0, **replay}
         self.config = RunConfig.model_validate({**BASE, "replay": replay})
         self.updates, self.sent = 0, []
         self.store: ReplayStore

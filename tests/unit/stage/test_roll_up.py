@@ -25,7 +25,8 @@ TABLES = ("groups", "orders", "trajectories", "group_replays")
 
 def history(path: Path, acts: list[str]) -> Ledger:
     """The accounts after these acts, which depend on nothing else."""
-    sections = {"replay": {"enabled": True, "mode": "mix", "start_ratio": 0.0}, "run": {"total_steps": 1000}}
+    replay = {"enabled": True, "mode": "mix", "start_ratio": 0.0, "keep_trained": len(acts) % 3}
+    sections = {"replay": replay, "run": {"total_steps": 1000}}
     stage = StoredStage(path, **sections)
     trained, durable = 0, 0
     for act in acts:
@@ -85,7 +86,7 @@ def test_each_update_has_its_groups_and_nothing_else_counts_as_trained_after_any
     acts: list[str], zero_variance: str
 ) -> None:
     """The learner is the witness: groups of the updates that its weights have."""
-    sections = {"replay": {"enabled": True, "mode": "mix", "start_ratio": 0.0}}
+    sections = {"replay": {"enabled": True, "mode": "mix", "start_ratio": 0.0, "keep_trained": len(acts) % 3}}
     sections["groups"] = {"n_rollout": 2, "groups_per_step": 2, "zero_variance": zero_variance}
     made: list[set[str]] = []
     checkpoints = [0]

@@ -248,7 +248,8 @@ def test_two_reporters_do_not_report_one_run_to_one_tracker(tmp_path: Path, monk
 
 def test_an_unknown_tracker_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
     run = RunOnDisk(tmp_path)
-    with pytest.raises(ConfigurationError, match="expected one of tensorboard, wandb, mlflow, trackio, got 'comet'"):
+    known = "tensorboard, wandb, mlflow, trackio, otel"
+    with pytest.raises(ConfigurationError, match=f"expected one of {known}, got 'comet'"):
         Reporter("comet", run.config, run.directory)
 
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pickle
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
 from pipeline.errors import LimitExceeded, SchemaError, VersionMismatch, WireError
 from pipeline.schema import (
@@ -26,11 +32,12 @@ from pipeline.schema import (
     TrajectoryStatus,
     Turn,
     VersionSpan,
+    codec,
 )
 from pipeline.schema.codec import Limits, decode_trajectory, encode_trajectory
 from pipeline.schema.orders import decode_request, encode_request
 from pipeline.schema.record_file import array_bytes
-from pipeline.schema.trajectory import LOGPROB_MIN
+from pipeline.schema.trajectory import LOGPROB_MIN, DecodedTurns
 from pipeline.transport.messages import Kind, WireMessage, decode_message, encode_message
 from tests.support.tokens import flattened
 
@@ -65,19 +72,22 @@ messages = st.builds(Message, texts, texts, st.dictionaries(texts, json_values, 
 def trajectories(draw):
     status = draw(st.sampled_from(TrajectoryStatus))
     failed = status in (TrajectoryStatus.ABORTED, TrajectoryStatus.ERROR)
-    turns, branch = [], 0
+    turns, branch, form = [], 0, draw(st.none() | st.tuples(st.sampled_from([np.uint8, np.uint16]), st.integers(1, 3)))
     for _ in range(draw(st.integers(0 if failed else 1, 4))):
         branch += draw(st.integers(0, 1))
+        context, completion = TokenSpan.context(draw(token_ids)), draw(completions())
         turns.append(
             Turn(
-                TokenSpan.context(draw(token_ids)),
-                draw(completions()),
+                context,
+                completion,
                 tuple(draw(st.lists(messages, max_size=2))),
                 draw(messages),
                 draw(st.sampled_from(FinishReason)),
                 draw(st.floats(0, 10)),
                 draw(st.dictionaries(texts, finite, max_size=2)),
                 branch,
+                trained=draw(st.booleans()),
+                experts=form and draw(arrays.arrays(form[0], (len(context) + len(completion), form[1], 2))),
             )
         )
     return Trajectory(
@@ -91,7 +101,9 @@ def trajectories(draw):
         reward=None if failed else draw(st.none() | finite),
         actor_id=draw(names),
         engine=draw(st.builds(EngineRecord, names, texts, st.lists(names, max_size=2).map(tuple))),
-        timings=draw(st.builds(Timings, finite, finite, finite, finite)),
+        timings=draw(
+            st.builds(Timings, finite, finite, finite, finite, st.lists(st.tuples(finite, finite), max_size=2))
+        ),
     )
 
 
@@ -101,7 +113,7 @@ def plain(value):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, np.ndarray):
         return (str(value.dtype), value.tolist())
-    if isinstance(value, list | tuple):
+    if isinstance(value, Sequence) and not isinstance(value, str):
         return [plain(v) for v in value]
     return value
 
@@ -119,6 +131,13 @@ def example(n_turns: int = 3) -> Trajectory:
 
 
 EXAMPLE = encode_trajectory(example())
+
+
+def with_experts(experts: npt.NDArray[Any] | None, n_turns: int = 1) -> Trajectory:
+    t = example(n_turns)
+    return dataclasses.replace(t, turns=tuple(dataclasses.replace(turn, experts=experts) for turn in t.turns))
+
+
 fast = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -153,8 +172,12 @@ def test_damaged_bytes_raise_our_errors_or_decode_to_something_valid(data):
             del frame[data.draw(st.integers(0, len(frame))) :]
         elif frame:
             frame[data.draw(st.integers(0, len(frame) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    decoded = None
     with contextlib.suppress(WireError, SchemaError):
-        encode_trajectory(decode_trajectory([bytes(f) for f in frames]))
+        decoded = decode_trajectory([bytes(f) for f in frames])
+    if decoded is not None:  # building its turns finds nothing that decoding did not
+        encode_trajectory(decoded)
+        dataclasses.replace(decoded, turns=tuple(decoded.turns))
 
 
 @settings(max_examples=100, deadline=None)
@@ -172,12 +195,23 @@ def test_a_header_with_any_foreign_value_raises_our_errors_or_decodes(data):
         parent[key] = data.draw(json_values)
     else:
         del parent[key]
-    try:
-        decoded = decode_trajectory([orjson.dumps(header), *frames[1:]])
+    came = (orjson.dumps(header), *frames[1:])
+    found = outcome(came)
+    with mock.patch.object(codec, "_are_sound", lambda *_: False):
+        assert outcome(came) == found, "checked turn by turn"
+    if not isinstance(found[0], type):
+        decoded = decode_trajectory(came)
         encode_trajectory(decoded)
-        flattened(decoded), decoded.version_range(), decoded.timings.duration_seconds
-    except (WireError, SchemaError):
-        pass
+        flattened(decoded), decoded.timings.duration_seconds
+
+
+def outcome(frames) -> list[Any]:
+    """Result of decoding, or the error that it raises. Building the turns raises nothing."""
+    try:
+        decoded = decode_trajectory(frames)
+    except (WireError, SchemaError) as error:
+        return [type(error), str(error)]
+    return [plain(dataclasses.replace(decoded, turns=tuple(decoded.turns))), decoded.version_range()]
 
 
 @fast
@@ -212,6 +246,17 @@ def test_foreign_orders_and_plans_raise_our_errors(header):
     for kind in (Order, GroupPlan):
         with pytest.raises((WireError, SchemaError)):
             decode_request(kind, header)
+
+
+def test_turns_are_built_once_when_one_is_asked_for():
+    decoded = decode_trajectory(EXAMPLE)
+    assert isinstance(decoded.turns, DecodedTurns)
+    assert len(decoded.turns) == 3 and decoded.version_range() == (1, 2) and decoded.turns._turns is None
+    assert (
+        decoded.turns[-1] is decoded.graded_turn is list(decoded.turns)[2]
+        and decoded.turns[:2] == (*decoded.turns,)[:2]
+    )
+    assert plain(pickle.loads(pickle.dumps(decoded))) == plain(example())  # score functions run in other processes
 
 
 def test_decoded_arrays_are_views_of_the_received_bytes():
@@ -287,3 +332,39 @@ def test_unknown_header_keys_are_ignored_at_every_level():
 def test_what_is_not_json_is_refused_when_it_is_encoded():
     with pytest.raises(SchemaError, match="not JSON"):
         encode_trajectory(dataclasses.replace(example(), task=Task("a", "a", 1, {"x": object()})))
+
+
+def test_experts_cost_their_bytes_where_recorded_and_nothing_elsewhere() -> None:
+    frames = encode_trajectory(with_experts(np.zeros((9000, 3, 2), np.uint8)))
+    without = encode_trajectory(with_experts(None))
+    assert [bytes(f) for f in frames[1:3]] == [bytes(f) for f in without[1:3]]
+    assert memoryview(frames[3]).nbytes - memoryview(without[3]).nbytes == 9000 * 3 * 2
+    assert b"experts" not in bytes(without[0])
+
+
+def test_experts_of_a_turn_that_has_none_are_unknown_and_the_others_their_tokens() -> None:
+    """A turn has those of the token before each of its tokens; a branch those of each token itself."""
+    experts = np.arange(9000 * 2, dtype=np.uint16).reshape(9000, 1, 2)
+    first, second = with_experts(experts, 2).turns
+    t = dataclasses.replace(example(), turns=(first, dataclasses.replace(second, experts=None)))
+    for trajectory in (t, decode_trajectory(encode_trajectory(t))):
+        (branch,) = trajectory.branches()
+        assert branch.experts is not None
+        np.testing.assert_array_equal(branch.experts[:8999], experts[1:])
+        assert (branch.experts[8999:] == 2**16 - 1).all() and len(branch.experts) == len(branch) == 18000
+
+
+@pytest.mark.parametrize("form", [["|u1", 3], ["|u1", 0, 2], ["<f4", 3, 2], ["|u1", 3, 2000], "|u1", ["<u2", 3, 20]])
+def test_experts_in_another_form_are_refused(form: Any) -> None:
+    frames = encode_trajectory(with_experts(np.zeros((9000, 3, 2), np.uint8)))
+    header = orjson.loads(bytes(frames[0])) | {"experts": form}
+    with pytest.raises(WireError, match="expected experts of 9000 tokens"):
+        decode_trajectory((orjson.dumps(header), *frames[1:]))
+
+
+def test_experts_fit_the_tokens_of_their_turn_and_one_model() -> None:
+    with pytest.raises(SchemaError, match="expected experts of 9000 tokens"):
+        with_experts(np.zeros((8999, 3, 2), np.uint8))
+    one, other = (with_experts(np.zeros((9000, n, 2), np.uint8)).turns[0] for n in (1, 2))
+    with pytest.raises(SchemaError, match="experts of one model"):
+        dataclasses.replace(example(), turns=(one, other))

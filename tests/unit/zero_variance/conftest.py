@@ -34,6 +34,7 @@ class Stage:
             "staleness": {"max": 0},
             **sections,
         }
+        self.sections["replay"] = {"keep_trained": 0, **self.sections.get("replay", {})}
         self.version = -1
         self.updates = 0
         self.updates_live_max = 0

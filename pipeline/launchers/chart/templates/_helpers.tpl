@@ -1,6 +1,10 @@
-{{- define "afterplay.labels" -}}
+{{- define "afterplay.runLabels" -}}
 app.kubernetes.io/name: afterplay
-app.kubernetes.io/instance: {{ .root.Values.name | quote }}
+app.kubernetes.io/instance: {{ .Values.name | quote }}
+{{- end }}
+
+{{- define "afterplay.labels" -}}
+{{- include "afterplay.runLabels" .root }}
 app.kubernetes.io/component: {{ .role }}
 {{- end }}
 
@@ -8,6 +12,27 @@ app.kubernetes.io/component: {{ .role }}
 name: {{ .root.Values.name }}-{{ .role }}
 labels:
   {{- include "afterplay.labels" . | nindent 2 }}
+{{- end }}
+
+{{/* Of a Job or StatefulSet, which a queue may admit by its labels. */}}
+{{- define "afterplay.workload" -}}
+{{- include "afterplay.metadata" . }}
+{{- with .root.Values.labels }}
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* One pod of a role at a time may be evicted, when nodes are drained. */}}
+{{- define "afterplay.disruptions" -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  {{- include "afterplay.metadata" . | nindent 2 }}
+spec:
+  maxUnavailable: 1
+  selector:
+    matchLabels:
+      {{- include "afterplay.labels" . | nindent 6 }}
 {{- end }}
 
 {{/* Pods start again when the run file changes, which they read once. */}}
