@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config import RunConfig
-from pipeline.config.load import dump, load
+from pipeline.config.load import dump, dump_yaml, load
 from pipeline.errors import ConfigurationError
 
 BASE = Path(__file__).parents[2] / "configs" / "replay_tiny.yaml"
@@ -53,7 +53,7 @@ class Job:
     overrides: tuple[str, ...]
     """Everything that differs from the run file."""
     fingerprint: str
-    """Hash of the complete configuration and the protocol, without directory and name."""
+    """Hash of what the run file and the overrides set and of the protocol, without directory and name."""
     run_file: str = ""
     """The complete configuration as YAML: a run file that is edited meanwhile changes nothing."""
     protocol: Protocol = Protocol()
@@ -113,7 +113,9 @@ def jobs_of(
 
 
 def fingerprint(config: RunConfig, protocol: Protocol) -> str:
-    """Changes with everything that could change a result."""
+    """Changes with every setting that is not a default. A key that a later revision adds changes nothing; a default that
+    it changes is not noticed."""
     run = config.run.model_copy(update={"directory": Path("runs"), "name": "run"})
-    text = f"{protocol}\n{dump(config.model_copy(update={'run': run}))}"
+    settings = config.model_copy(update={"run": run}).model_dump(exclude_defaults=True)
+    text = f"{protocol}\n{dump_yaml(settings)}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
