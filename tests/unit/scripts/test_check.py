@@ -113,12 +113,32 @@ def test_tests_are_counted_by_outcome_and_reason_and_held_to_their_budget(
     told = capfd.readouterr().out
     assert result.became == "FAILED (exit code 1)"
     assert result.tests == {"passed": 9, "failed": 1, "skipped": 2} and result.skipped == {"no vLLM here": 2}, told
+    assert result.failed == ["unit.test_sample::test_over"]
     assert "test_over" in told and "expected at most 0.1 s of CPU time, it took 0." in told
     slowest = told.partition("most CPU time")[2]
     assert 0 < slowest.index("test_over") < slowest.index("test_within")
     table = check.summary([result, check.Result("lint", "passed", 1.0)])
     assert "sample       FAILED (exit code 1)" in table and "9 passed, 1 failed, 2 skipped" in table
     assert "==> 2 skipped\n      2  no vLLM here" in table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("repeats", [True, False])
+def test_a_failure_that_a_repetition_does_not_show_is_listed_as_unstable(
+    check: Any, tmp_path: Path, monkeypatch, capfd, repeats: bool
+) -> None:
+    (tmp_path / "test_sample.py").write_text(
+        "from pathlib import Path\nran = Path(__file__).with_name('ran')\n"
+        f"def test_rare():\n    again = {repeats} and ran.exists()\n    ran.touch()\n    assert again\n"
+        "def test_good(): pass\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    monkeypatch.setattr(check, "PARTS", {"smoke": ("pytest", "-q", f"--rootdir={tmp_path}", str(tmp_path))})
+    result = check.check("smoke")
+    assert result.failed == ["test_sample::test_rare"], capfd.readouterr().out
+    table = check.summary([result])
+    assert (result.became == "passed") == repeats
+    assert ("==> 1 UNSTABLE: failed, and passed when repeated\n  test_sample::test_rare" in table) == repeats
 
 
 def test_both_commands_together_run_each_test_once(check: Any) -> None:
