@@ -137,7 +137,8 @@ def summary(results: list[Result]) -> str:
     lines.append(f"  {'together':<12} {'':<32} {sum(r.seconds for r in results):7.1f} s")
     unstable = [name for result in results if result.became == "passed" for name in result.failed]
     if unstable:
-        lines += [f"==> {len(unstable)} UNSTABLE: failed, and passed when repeated", *(f"  {name}" for name in unstable)]
+        lines.append(f"==> {len(unstable)} UNSTABLE: failed, and passed when repeated")
+        lines += [f"  {name}" for name in unstable]
     reasons = sum((r.skipped for r in results), Counter())
     if reasons:
         lines.append(f"==> {reasons.total()} skipped")

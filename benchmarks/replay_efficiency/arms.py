@@ -113,8 +113,8 @@ def jobs_of(
 
 
 def fingerprint(config: RunConfig, protocol: Protocol) -> str:
-    """Changes with every setting that is not a default. A key that a later revision adds changes nothing; a default that
-    it changes is not noticed."""
+    """Changes with every setting that is not a default. A key that a later revision adds changes nothing, and neither
+    does another default."""
     run = config.run.model_copy(update={"directory": Path("runs"), "name": "run"})
     settings = config.model_copy(update={"run": run}).model_dump(exclude_defaults=True)
     text = f"{protocol}\n{dump_yaml(settings)}"
