@@ -403,15 +403,18 @@ def add(total: Sent, more: Sent) -> None:
 
 
 def ratios(windows: Sequence[Window]) -> dict[str, Any]:
-    """Rates by kind of window, and each fuzz and control window beside its quiet neighbours."""
+    """Rates by kind of window, and each fuzz and control window beside its quiet neighbours; NaN beside two in which
+    nothing was trained."""
     rates = [w.trajectories / (w.end - w.start) for w in windows]
     found: dict[str, Any] = {"rates": {}, "ratios": {}}
     for kind in dict.fromkeys(window.kind for window in windows):
         of_kind = [i for i, w in enumerate(windows) if w.kind == kind]
         found["rates"][kind] = statistics.median(rates[i] for i in of_kind)
         if kind != "quiet":
-            beside = [rates[i] / statistics.mean((rates[i - 1], rates[i + 1])) for i in of_kind]
-            found["ratios"][kind] = {"median": statistics.median(beside), "all": beside}
+            quiet_rates = [statistics.mean((rates[i - 1], rates[i + 1])) for i in of_kind]
+            beside = [rates[i] / q if q else math.nan for i, q in zip(of_kind, quiet_rates, strict=True)]
+            known = [ratio for ratio in beside if not math.isnan(ratio)]
+            found["ratios"][kind] = {"median": statistics.median(known) if known else math.nan, "all": beside}
     quiet = [i for i, w in enumerate(windows) if w.kind == "quiet"]
     found["rates"]["before"], found["rates"]["after"] = rates[quiet[0]], rates[quiet[-1]]
     return found
