@@ -182,14 +182,15 @@ class EngineLoad:
 
     def __init__(self) -> None:
         self.report: EngineReport | None = None
-        self._at = float("-inf")
+        self.at = float("-inf")
+        """Time of the report."""
         self._own = 0
         self._worked_at = float("-inf")
         self._busy = self._sampled = 0.0
 
     def reported(self, report: EngineReport, own: int, asked_at: float) -> None:
         """The engine answered. ``own``: requests of this actor that were in flight there when it was asked."""
-        before, seconds = self.report, asked_at - self._at
+        before, seconds = self.report, asked_at - self.at
         if before is not None and seconds > 0 and report.sampled >= before.sampled:
             rests = asked_at - self._worked_at > REST_SECONDS
             keep = 1.0 if rests else 0.5 ** (seconds / PACE_SECONDS)
@@ -202,11 +203,11 @@ class EngineLoad:
                 self._worked_at = asked_at
         elif before is not None:
             self._busy = self._sampled = 0.0
-        self.report, self._own, self._at = report, own, asked_at
+        self.report, self._own, self.at = report, own, asked_at
 
     def fresh(self, since: float) -> bool:
         """True if the engine was asked at ``since`` or later, and answered."""
-        return self._at >= since
+        return self.at >= since
 
     def pace(self, now: float) -> float | None:
         """Seconds of a step for each request in it, ``FREE_BATCH`` included; None where it is not known. Half of it for

@@ -7,6 +7,17 @@ A third listens: an engine from which nothing has come for too long (:class:`Eng
 gets no requests until it answers, and those under way there fail, to be made again elsewhere.
 :meth:`EnginePool.set_engines` says which engines there are: one that joined is probed and gets requests once it serves
 the weights that they need; one that left gets none, and its connections close when those under way have ended.
+
+Of the actors of a run one watches the engines for all (:mod:`pipeline.stage.engine_watch`): :meth:`EnginePool.chosen`
+makes it that one, and :meth:`EnginePool.seen` is what it tells. The others follow what they are told
+(:meth:`EnginePool.told`) in place of probes of their own, except of an engine
+
+* where a request failed, or from which this actor has heard nothing for ``OWN_SECONDS`` with requests under way there;
+* about which the watcher and this actor differ: nobody takes an engine for down, or for healthy after a failure, on
+  another's word.
+
+An engine of which an actor is told nothing for ``TOLD_SECONDS`` is probed by the actor itself, and so is any engine of
+an actor that nobody tells anything.
 """
 
 from __future__ import annotations
@@ -17,10 +28,11 @@ import math
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from types import TracebackType
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -64,6 +76,15 @@ READ_MAX = 16
 """Readings of loads in a second, of all engines together."""
 LOOK_AGAIN_SECONDS = 0.05
 """Time between two probes of engines that may be seen with new weights any moment."""
+TOLD_SECONDS = 5.0
+"""An engine of which an actor has been told nothing for so long is probed by it."""
+OWN_SECONDS = 10.0
+"""An engine from which an actor has heard nothing for so long, with requests under way there, is probed by it."""
+SAME_SECONDS = 0.5
+"""Equal loads of one engine, so close to each other, are one."""
+PROBLEM_CHARACTERS_MAX = 200
+LATE_SECONDS = 2.0
+"""What is told is older than that at most. An older version than a reply of this time bore is not believed."""
 
 
 class NoEngineFit(EngineUnavailable):
@@ -86,6 +107,21 @@ class _Member:
     silence: EngineSilence = field(default_factory=EngineSilence)
     requests: set[anyio.CancelScope] = field(default_factory=set)
     """Scopes of the requests that are under way there."""
+    probed_at: float = -math.inf
+    """Time of the last probe that ended."""
+    answered_after: float = 0.0
+    """Seconds that it took to answer the last probe that succeeded."""
+    slept: bool = False
+    """True if it was asleep then."""
+    probing: bool = False
+    told_at: float = -math.inf
+    """Time at which the watcher last spoke of it, or it joined."""
+    told_alive: bool | None = None
+    """Word of the watcher; None: none so far."""
+    replied_at: float = -math.inf
+    """Time at which a reply bore a version that was new."""
+    unheard_seconds: float = 0.0
+    """Time for which it has answered nothing of this actor, with requests under way."""
 
 
 class EnginePool:
@@ -103,7 +139,9 @@ class EnginePool:
         report_seconds: float = LOAD_SECONDS,
         patience: PausableTimeout | None = None,
         jitter: random.Random | None = None,
+        told: bool = False,
     ) -> None:
+        """``told``: another actor may watch the engines. Then nothing is probed before :meth:`connected`."""
         if not engines and connect is None:
             raise ConfigurationError("expected at least one engine, got none: set engine.replicas or engine.urls")
         self._members = {engine.name: _Member(engine) for engine in engines}
@@ -115,7 +153,7 @@ class EnginePool:
         self.jitter = jitter or random.Random()
         self.router = Router(self._members, SESSIONS_MAX, self.jitter.random)
         self.wait_seconds_max = wait_seconds_max
-        self._probe_seconds, self._report_seconds_min = probe_seconds, report_seconds
+        self._probe_seconds, self._report_seconds = probe_seconds, report_seconds
         self.patience = patience or PausableTimeout()
         """Timer for limits that stand still while the engines sleep."""
         self._may_sleep = patience is not None
@@ -125,6 +163,11 @@ class EnginePool:
         self._changed = anyio.Event()
         self._waiting: Counter[int] = Counter()
         self._evicted = 0
+        self.watches = False
+        """True while this actor watches the engines for all."""
+        self._news = anyio.Event()
+        """Set: what the others are told has changed."""
+        self._connected_at = math.inf if told else -math.inf
 
     async def watch(self) -> None:
         """Probe all engines and read their load until cancelled."""
@@ -154,6 +197,7 @@ class EnginePool:
         assert self._connect is not None
         before = self._members.get(url)
         member = _Member(self._connect(url)) if before is None else _Member(before.engine, requests=before.requests)
+        member.told_at = _now()
         self._members[url] = member
         self.router.joined(url)
         if self._watchers is not None:
@@ -163,6 +207,86 @@ class EnginePool:
     def _watch(self, group: anyio.abc.TaskGroup, member: _Member) -> None:
         member.watching = anyio.CancelScope()
         group.start_soon(self._watch_one, member, member.watching)
+
+    def connected(self) -> None:
+        """The replay stage can be heard: it will say who watches the engines."""
+        self.watches = False
+        if self._connected_at > -math.inf:
+            self._connected_at = _now()
+
+    def chosen(self) -> None:
+        """This actor watches the engines for all, and probes each at once."""
+        self.watches = True
+        for state in self.router.members:
+            self._members[state.name].told_alive = None
+            self.poke(state.name)
+
+    def seen(self) -> dict[str, Any]:
+        """States of the engines for the other actors, by URL; those that were not probed yet are left out."""
+        now, found = _now(), {}
+        for state in self.router.members:
+            member, report = self._members[state.name], state.load.report
+            if member.probed_at == -math.inf:
+                continue
+            found[state.name] = {
+                "alive": state.alive,
+                "version": state.version,
+                "asleep": member.slept,
+                "problem": state.breaker.problem[:PROBLEM_CHARACTERS_MAX],
+                "silent": member.silence.seconds,
+                "answered_after": member.answered_after,
+                "report": None if report is None else [now - state.load.at, *astuple(report)],
+            }
+        return found
+
+    async def tell(self, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+        """While this actor watches the engines for all, send what it sees: each ``LOAD_SECONDS``, and at once what has
+        changed. Until cancelled."""
+        while True:
+            with anyio.move_on_after(LOAD_SECONDS):
+                await self._news.wait()
+            self._news = anyio.Event()
+            if self.watches:
+                await send(self.seen())
+                await anyio.sleep(LOOK_AGAIN_SECONDS)
+
+    def told(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
+        """Another actor watches the engines, and saw this (:meth:`seen`). Raises KeyError, TypeError or ValueError for
+        what is not understood."""
+        self.watches = False
+        for url, seen in engines.items():
+            state = self.router.engines.get(url)
+            if state is not None and not state.leaving:
+                self._told(state, self._members[url], seen)
+        self._count_fit()
+
+    def _told(self, state: EngineState, member: _Member, seen: Mapping[str, Any]) -> None:
+        now, alive, version = _now(), bool(seen["alive"]), int(seen["version"])
+        member.told_at, member.told_alive = now, alive
+        if seen["report"] is not None:
+            age, *numbers = map(float, seen["report"])
+            self._loaded(state, EngineReport(*numbers), state.in_flight, now - age)
+        if member.failed_probes or member.probing or state.breaker.doubted:
+            if not alive and not state.alive:
+                member.failed_probes = 0  # both say so
+            return
+        member.silence.told(float(seen["silent"]), float(seen["answered_after"]))
+        if alive:
+            late = version < state.version and now - member.replied_at < LATE_SECONDS
+            changed = self.router.probed(state.name, now, healthy=True, version=None if late else version)
+            self._slept(state.name, sleeping=bool(seen["asleep"]))
+            if changed or (self._waiting and not state.breaker.closed):
+                self._announce()
+        elif state.alive:
+            self.poke(state.name)
+        else:
+            self.router.probed(state.name, now, healthy=False, problem=str(seen["problem"]))
+
+    def _is_told(self, member: _Member) -> bool:
+        """True while another actor watches the engine, or may be about to."""
+        if self.watches or self._connected_at == -math.inf:
+            return False
+        return _now() - max(self._connected_at, member.told_at) < TOLD_SECONDS
 
     def lease(
         self, session: str, version_min: int, avoid: Set[str] = frozenset(), tokens: int = 0
@@ -186,6 +310,7 @@ class EnginePool:
         if tokens:
             self.router.sampled(tokens)
         if version > self.version_of(engine) and self.router.stamped(engine, version, _now()):
+            self._members[engine].replied_at = _now()
             self._announce()
 
     def version_of(self, engine: str) -> int:
@@ -214,7 +339,7 @@ class EnginePool:
         """Count a request for or against its engine. A refusal is an answer; having too much to do is no failure."""
         name, now = lease.engine, _now()
         if error is None or isinstance(error, EngineRefused):
-            self._members[name].silence.heard()
+            self._heard(self._members[name])
             if self.router.answered(lease, now):
                 log.info("engine %s takes requests again", name)
                 self._announce()
@@ -278,42 +403,70 @@ class EnginePool:
             f"got {self.reason(version_min)}"
         )
 
+    def _heard(self, member: _Member, answered_after: float | None = None) -> None:
+        member.silence.heard(answered_after)
+        member.unheard_seconds = 0.0
+
     def _poke(self, version_min: int) -> None:
-        """Probe the engines that are not fit at once."""
+        """Probe the engines that are not fit at once. Of those that another actor watches this one is told at once."""
         for state in self.router.members:
-            if not state.breaker.closed or state.version < version_min:
+            unfit = not state.breaker.closed or state.version < version_min
+            if unfit and not self._is_told(self._members[state.name]):
                 self.poke(state.name)
 
     async def _watch_one(self, member: _Member, scope: anyio.CancelScope) -> None:
+        poked = False
         with scope:
             while True:
-                await self._probe(member)
-                doubted = self.router.engines[member.engine.name].breaker.doubted
-                with anyio.move_on_after(min(DOUBT_SECONDS, self._probe_seconds) if doubted else self._probe_seconds):
+                state = self.router.engines[member.engine.name]
+                differs = member.told_alive is not None and member.told_alive is not state.alive
+                if poked or differs or member.failed_probes or state.breaker.doubted or not self._is_told(member):
+                    await self._probe(member)
+                with anyio.move_on_after(self._pause(state)):
                     await member.poked.wait()
+                poked = member.poked.is_set()
                 member.poked = anyio.Event()
+
+    def _pause(self, state: EngineState) -> float:
+        """Seconds until the next probe, if nothing asks for one before."""
+        if state.breaker.doubted:
+            return min(DOUBT_SECONDS, self._probe_seconds)
+        if self.watches and self.router.spreading_to(state, _now()):
+            return LOOK_AGAIN_SECONDS
+        return self._probe_seconds
 
     async def _probe(self, member: _Member) -> None:
         engine = member.engine
         state = self.router.engines[engine.name]
         was_alive, alive, version, problem = state.alive, False, None, f"no answer within {PROBE_SECONDS_MAX:g} s"
+        member.probing = True
         try:
             with anyio.move_on_after(PROBE_SECONDS_MAX):
                 asked_at = _now()
                 await engine.health()
-                member.silence.heard(_now() - asked_at)
+                member.answered_after = _now() - asked_at
+                self._heard(member, member.answered_after)
                 stamped = await engine.weight_version()
                 if self._may_sleep:
-                    self._slept(engine.name, sleeping=await engine.is_sleeping())
+                    member.slept = await engine.is_sleeping()
+                    self._slept(engine.name, sleeping=member.slept)
                 alive, version, problem = True, UNSTAMPED if stamped is None else stamped, ""
         except EngineError as error:
             problem = str(error)
+            member.slept = False
             self._slept(engine.name, sleeping=False)
+        finally:
+            member.probing = False
+        member.probed_at = _now()
         member.failed_probes = 0 if alive else member.failed_probes + 1
         if alive or member.failed_probes >= PROBES_FAILED_MAX or not state.alive:
             changed = self.router.probed(engine.name, _now(), healthy=alive, version=version, problem=problem)
         else:
             changed = self.router.doubted(engine.name, _now(), problem)
+        if not alive and not state.alive and member.told_alive is False:
+            member.failed_probes = 0  # both say so: what is told counts again
+        if changed or not alive:
+            self._news.set()
         if alive != was_alive and state.alive != was_alive:
             log.info("engine %s is %s %s", engine.name, "up" if alive else "down:", problem)
         if changed or (self._waiting and not state.breaker.closed):
@@ -326,7 +479,12 @@ class EnginePool:
             await anyio.sleep(TICK_SECONDS)
             for state in self.router.members:
                 member = self._members[state.name]
-                member.silence.tick()
+                if member.probing or member.failed_probes or not self._is_told(member):
+                    member.silence.tick()
+                elif member.requests:
+                    member.unheard_seconds += TICK_SECONDS
+                    if member.unheard_seconds >= OWN_SECONDS:
+                        self.poke(state.name)
                 if not member.silence.too_long:
                     continue
                 if state.alive:
@@ -335,6 +493,7 @@ class EnginePool:
                     self.router.probed(state.name, _now(), healthy=False, problem=problem)
                     self._slept(state.name, sleeping=False)
                     self._count_fit()
+                    self._news.set()
                 for scope in tuple(member.requests):
                     scope.cancel()
 
@@ -352,10 +511,12 @@ class EnginePool:
         async with anyio.create_task_group() as group:
             while True:
                 states = tuple(self.router.members)
-                seconds = max(self._report_seconds_min, len(states) / READ_MAX)
+                told = [self._is_told(self._members[state.name]) for state in states]
+                alone = not self.watches and not any(told)
+                seconds = max(self._report_seconds if alone else LOAD_SECONDS, len(states) / READ_MAX)
                 self.router.stale_seconds = max(STALE_SECONDS, 3 * seconds)
-                for state in states:
-                    if state.alive and not state.leaving and not self._members[state.name].reading:
+                for state, by_other in zip(states, told, strict=True):
+                    if not by_other and state.alive and not state.leaving and not self._members[state.name].reading:
                         group.start_soon(self._read_load, state, self._members[state.name])
                     await anyio.sleep(seconds / len(states))
                 if not states:
@@ -382,6 +543,13 @@ class EnginePool:
             member.reading = False
         if report is None or state.leaving:
             return
+        self._loaded(state, report, in_flight, asked_at)
+
+    def _loaded(self, state: EngineState, report: EngineReport, in_flight: int, asked_at: float) -> None:
+        """The engine reported this load at ``asked_at``, with so many requests of this actor in flight. One that is
+        told again changes nothing."""
+        if asked_at - state.load.at < SAME_SECONDS and report == state.load.report:
+            return
         self._count_prefixes(state.load.report, report)
         state.load.reported(report, in_flight, asked_at)
         for kind, requests in zip(ENGINE_REQUESTS, (report.running, report.waiting), strict=True):
@@ -400,6 +568,8 @@ class EnginePool:
 
     def _slept(self, engine: str, *, sleeping: bool) -> None:
         """Time stands still while all engines sleep."""
+        if sleeping is not (engine in self._asleep):
+            self._news.set()
         (self._asleep.add if sleeping else self._asleep.discard)(engine)
         if len(self._asleep) == len(self.router.members):
             self.patience.fell_asleep()

@@ -256,6 +256,10 @@ class Router:
             return False
         return any(e.breaker.closed and e.version < version_min for e in self.members)
 
+    def spreading_to(self, state: EngineState, now: float) -> bool:
+        """True if this engine may be seen any moment with a version that another was seen with."""
+        return state.version < self._newest and now - self._newest_at < SPREAD_SECONDS
+
     def reports(self, now: float) -> list[EngineReport]:
         """The reports of engines that take requests and have reported lately."""
         since = now - self.stale_seconds

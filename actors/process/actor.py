@@ -1,8 +1,8 @@
 """An actor: its queue of orders, and the async shell around that queue, the rollouts and the outbox.
 
-*Consumes* ORDER, CANCEL and ACK; *produces* exactly one TRAJECTORY for every order that was not cancelled, sent until
-it is acknowledged. *Waits* to begin an order while all slots are taken or the outbox is full; *unblocked by* a
-finished rollout or an acknowledgement. Sending waits for credit.
+*Consumes* ORDER, CANCEL, ACK, and WATCH and ENGINES for its engines; *produces* exactly one TRAJECTORY for every order
+that was not cancelled, sent until it is acknowledged. *Waits* to begin an order while all slots are taken or the outbox
+is full; *unblocked by* a finished rollout or an acknowledgement. Sending waits for credit.
 """
 
 from __future__ import annotations
@@ -194,6 +194,7 @@ class Actor:
         async with anyio.create_task_group() as group:
             self._group = group
             group.start_soon(self._send)
+            group.start_soon(self._services.pool.tell, self._send_engines)
             if not self._limit.constant:
                 group.start_soon(self._follow_engines)
             await self._receive()
@@ -237,6 +238,7 @@ class Actor:
             assert message is not None
             self.connected, self._slots_told = True, 0
             self._memory.connected()
+            self._services.pool.connected()
             self._outbox.reconnected()
             self._outbox.grant(int(message.header["credit_bytes"]))
             log.info("connected to the replay stage, %d trajectories to send again", len(self._outbox))
@@ -258,10 +260,16 @@ class Actor:
                 self._cancel(str(order_id))
         elif message.kind is Kind.ACK:
             self._acknowledged(message)
+        elif message.kind is Kind.WATCH:
+            self._services.pool.chosen()
+        elif message.kind is Kind.ENGINES:
+            self._services.pool.told(message.header["engines"])
         elif message.kind is Kind.LESSONS:
             self._memory.answered(message.header)
         else:
-            log.warning("expected ORDER, CANCEL, ACK or LESSONS of the replay stage, got %s", message.kind)
+            log.warning(
+                "expected ORDER, CANCEL, ACK, WATCH, ENGINES or LESSONS of the replay stage, got %s", message.kind
+            )
 
     def _acknowledged(self, message: WireMessage) -> None:
         acknowledged = message.header.get("trajectory_ids", ())
@@ -402,6 +410,10 @@ class Actor:
                 self._slots_told = self.offered
                 await self._link.send(WireMessage(Kind.SLOTS, {"slots": self.offered}))
             self._work()
+
+    async def _send_engines(self, engines: dict[str, Any]) -> None:
+        if self.connected:
+            await self._link.send(WireMessage(Kind.ENGINES, {"engines": engines}))
 
     async def _change(self) -> None:
         await self._changed.wait()

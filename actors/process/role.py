@@ -75,6 +75,7 @@ async def main(ctx: RoleContext) -> None:
         metrics=metrics,
         report_seconds=max(LOAD_SECONDS, config.actor.replicas / READINGS_MAX),
         patience=patience,
+        told=True,
     )
     own_lessons = config.lessons.enabled and config.lessons.source != "stage"
     lessons = make_source(config.lessons) if own_lessons else None

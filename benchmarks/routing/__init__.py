@@ -3,6 +3,7 @@
 ::
 
     python -m benchmarks.routing rules --json raw.json         # 5 minutes
+    python -m benchmarks.routing tail --json tail.json         # rollouts of coding agents, one slow engine of four
     python -m benchmarks.routing costs                         # how far the router's two constants may be wrong
     python -m benchmarks.routing concurrency                   # fixed numbers of episodes against the adaptive one
     python -m benchmarks.routing.engine_costs vllm             # measures what the simulation is given
@@ -22,5 +23,7 @@ tokens, played by a planner (:mod:`benchmarks.routing.recording`), on the costs 
 real run of that model on vLLM (:mod:`benchmarks.recorded`), on the costs of ``cpu``, two waves of them; ``steady``: the
 same, ten waves. ``guess``: rollouts of up to 48 turns of a real run of a tiny model on the embedded engine, likewise:
 8.9 turns and 251 sampled tokens a rollout on average, a tail by chance and not of a policy that reasons. A rollout of
-``recorded`` has 1.8 turns and 29 sampled tokens.
+``recorded`` has 1.8 turns and 29 sampled tokens. ``coding``: synthetic agents that mend code, with the published sizes
+of such trajectories (:func:`benchmarks.routing.conversations.coding`), on the costs of ``gpu``; ``crowded``: twice as
+many at once, whose prefixes do not fit into the KV caches.
 """

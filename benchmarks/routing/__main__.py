@@ -15,8 +15,8 @@ from actors.engine import engine_state as load
 from actors.engine import router
 from benchmarks.recorded import NUMBER_GUESS, QUICKSTART
 from benchmarks.routing import __doc__ as description
-from benchmarks.routing.conversations import games, recorded, synthetic
-from benchmarks.routing.simulation import Conversation, Costs, Fixed, Informed, Routed, Rule, Simulation
+from benchmarks.routing.conversations import coding, games, recorded, synthetic
+from benchmarks.routing.simulation import Conversation, Costs, Fixed, Informed, Result, Routed, Rule, Simulation
 from pipeline.runtime.run_directory import write_json_atomically
 
 ACTORS, ENGINES, UPDATE_SECONDS = 4, 4, 300.0
@@ -44,6 +44,8 @@ WORKLOADS = (
     Workload("games", GPU, lambda groups, seed: games(GAMES, groups, seed), 12, 64),
     Workload("recorded", CPU, lambda groups, seed: recorded(QUICKSTART, groups, seed), 32, 128),
     Workload("steady", CPU, lambda groups, seed: recorded(QUICKSTART, groups, seed), 160, 128),
+    Workload("coding", GPU, coding, 12, 48),
+    Workload("crowded", GPU, coding, 24, 96),
     Workload("guess", CPU, lambda groups, seed: recorded(NUMBER_GUESS, groups, seed), 40, 64),
 )
 
@@ -56,7 +58,7 @@ def rules_of(kind: str, seed: int) -> list[Rule]:
     return [Fixed(kind, ENGINES, 100 * seed + actor) for actor in range(ACTORS)]
 
 
-def play(
+def simulate(
     workload: Workload,
     kind: str,
     slow: float,
@@ -65,10 +67,10 @@ def play(
     n_groups: int | None = None,
     concurrency: int | None = None,
     concurrency_min: int | None = None,
-) -> dict[str, Any]:
-    """One run."""
+) -> Result:
+    """One run, with one engine so many times slower."""
     costs = [workload.costs] * (ENGINES - 1) + [workload.costs.slower(slow)]
-    result = Simulation(
+    return Simulation(
         workload.groups(n_groups or workload.n_groups, seed),
         costs,
         rules_of(kind, seed),
@@ -77,6 +79,11 @@ def play(
         update_seconds=UPDATE_SECONDS,
         seed=seed,
     ).run()
+
+
+def play(workload: Workload, kind: str, slow: float, seed: int, **more: int | None) -> dict[str, Any]:
+    """The numbers of one run."""
+    result = simulate(workload, kind, slow, seed, **more)
     return {
         "workload": workload.name,
         "rule": kind,
@@ -169,7 +176,24 @@ def spread(rows: Sequence[dict[str, Any]], key: str) -> str:
     return f"{statistics.mean(values):.0f} ± {error:.0f}"
 
 
-TABLES = {"rules": compare_rules, "costs": wrong_costs, "concurrency": concurrencies}
+TAIL = ("coding", "crowded")
+
+
+def tails(seeds: Sequence[int], workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
+    """The 99th percentile of rollouts with one engine that is three times slower, over the one with equal engines."""
+    print(f"{'workload':>9} {'rule':>8} {'equal s':>10} {'one slow s':>10} {'ratio':>6}")
+    for workload in [w for w in workloads if w.name in TAIL]:
+        for kind in ("sticky", "router", "informed"):
+            p99 = []
+            for slow in (1.0, 3.0):
+                rollouts = sorted(t for seed in seeds for t in simulate(workload, kind, slow, seed).rollouts)
+                p99.append(rollouts[int(0.99 * len(rollouts))])
+            found = {"workload": workload.name, "rule": kind, "rollouts": len(rollouts), "seeds": list(seeds)}
+            yield found | {"equal_p99": round(p99[0], 1), "slow_p99": round(p99[1], 1)}
+            print(f"{workload.name:>9} {kind:>8} {p99[0]:>10.0f} {p99[1]:>10.0f} {p99[1] / p99[0]:>6.2f}", flush=True)
+
+
+TABLES = {"tail": tails, "rules": compare_rules, "costs": wrong_costs, "concurrency": concurrencies}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

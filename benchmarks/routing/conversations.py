@@ -39,6 +39,32 @@ def synthetic(groups: int, seed: int, scale: float = 1.0, tail: float = 1.2) -> 
     return made
 
 
+def coding(groups: int, seed: int, scale: float = 1.0) -> list[list[Conversation]]:
+    """Agents that mend code. Of 67,074 published trajectories of OpenHands (SWE-rebench-openhands-trajectories, as
+    https://github.com/ai-dynamo/aiperf/issues/1019 sums them up) it has the turns, 64.3 on average and at most 100, and
+    the deepest prompt, 27,000 tokens on average. The shapes are assumed: turns normal, by task; replies and results of
+    tools lognormal with long tails; a tool takes 0.5 s in the middle and at most 120. ``scale``: of the turns."""
+    draw = random.Random(seed)
+
+    def size(middle: float, deviation: float, most: float) -> int:
+        return max(1, round(min(most, middle * math.exp(draw.gauss(0.0, deviation)))))
+
+    made: list[list[Conversation]] = []
+    for _ in range(groups):
+        usual = draw.gauss(65.0, 15.0)
+        group: list[Conversation] = []
+        for _ in range(ROLLOUTS):
+            turns = round(scale * min(100.0, max(10.0, draw.gauss(usual, 15.0))))
+            conversation = []
+            for number in range(turns):
+                prompt = size(5000, 0.3, 20_000) if number == 0 else size(85, 1.2, 8000)
+                seconds = min(120.0, 0.5 * math.exp(draw.gauss(0.0, 1.5)))
+                conversation.append(Turn(prompt, size(95, 1.1, 8192), seconds))
+            group.append(conversation)
+        made.append(group)
+    return made
+
+
 def games(path: Path, groups: int, seed: int) -> list[list[Conversation]]:
     """Groups drawn from those of a file with ``conversations``: groups of rollouts of turns of (new prompt tokens,
     sampled tokens, seconds of the environment)."""

@@ -375,6 +375,8 @@ class Result:
     """Times of groups in seconds, from the first rollout that began to the last that ended."""
 
     groups: list[float] = field(default_factory=list)
+    rollouts: list[float] = field(default_factory=list)
+    """Times of single rollouts, in seconds."""
     seconds: float = 0.0
     """Of everything."""
     moves: int = 0
@@ -448,15 +450,16 @@ class Simulation:
             group, rollout = self._queue.popleft()
             self._begun.setdefault(group, self.clock.now)
             self._playing[actor] += 1
-            self._turn(actor, group, rollout, 0, 0)
+            self._turn(actor, group, rollout, 0, 0, self.clock.now)
 
-    def _turn(self, actor: int, group: int, rollout: int, number: int, known: int) -> None:
+    def _turn(self, actor: int, group: int, rollout: int, number: int, known: int, begun: float) -> None:
         conversation, session, rule = self._groups[group][rollout], f"{group}.{rollout}", self.rules[actor]
         if number == len(conversation):
             rule.finished(session)
             self._playing[actor] -= 1
             self._ended[actor] += 1
             self._open[group] -= 1
+            self.result.rollouts.append(self.clock.now - begun)
             if not self._open[group]:
                 del self._open[group]
                 self.result.groups.append(self.clock.now - self._begun[group])
@@ -473,7 +476,7 @@ class Simulation:
             rule.ended(lease, turn.sampled, self.clock.now)
             self.clock.at(
                 self.clock.now + turn.seconds,
-                lambda: self._turn(actor, group, rollout, number + 1, prompt + turn.sampled),
+                lambda: self._turn(actor, group, rollout, number + 1, prompt + turn.sampled, begun),
             )
 
         engine = lease if isinstance(lease, int) else int(lease.engine)

@@ -93,6 +93,10 @@ TICK_SECONDS = 0.5
 """Time between two calls of :meth:`EngineSilence.tick`."""
 
 
+ANSWER_SECONDS = 2.0
+"""Time that an engine which is silent for another process has for an answer."""
+
+
 class EngineSilence:
     """Time for which an engine has said nothing, and its limit. It counts as hung after five times the longest of its
     newest answers to probes, at least ``SILENCE_SECONDS`` and at most ``SILENCE_SECONDS_MAX``, without any answer. So
@@ -125,6 +129,12 @@ class EngineSilence:
         self.seconds = 0.0
         if answered_after is not None:
             self._limit.record(answered_after)
+
+    def told(self, seconds: float, answered_after: float) -> None:
+        """Another process heard it so many ``seconds`` ago; ``answered_after``: seconds that it took then. A probe of
+        this process has ``ANSWER_SECONDS`` in any case."""
+        self._limit.record(answered_after)
+        self.seconds = min(seconds, max(0.0, self.limit - ANSWER_SECONDS))
 
 
 _WORK = (RoleState.PLAYING, RoleState.SERVING, RoleState.EVALUATING)

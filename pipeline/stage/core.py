@@ -18,6 +18,7 @@ from pipeline.schema import SCHEMA_VERSION
 from pipeline.schema.counters import Count
 from pipeline.schema.orders import whole
 from pipeline.stage.dispatch import Dispatch
+from pipeline.stage.engine_watch import EngineWatch
 from pipeline.stage.evaluation_rollouts import EvaluationRollouts
 from pipeline.stage.evaluation_schedule import Evaluations
 from pipeline.stage.group_records import Clock, GroupRecords, SharedState
@@ -100,6 +101,7 @@ class StageCore:
         zero_variance = ZeroVarianceFilter(shared, meta.get("refilled"))
         self.groups = Groups(shared, self.replays, zero_variance, rollouts, snapshot.next_row_id)
         self.leases = Leases(shared, self.groups)
+        self.engine_watch = EngineWatch(shared, self.leases)
         self.ingest = Ingest(shared, self.groups, self.leases, score_now)
         self.dispatch = Dispatch(shared, self.groups, self.replays, self.evaluations.holds_back, meta)
         self.control = LearnerControl(shared, self.dispatch, meta)
@@ -174,6 +176,8 @@ class StageCore:
                 self.ingest.accept(peer, header.get("trajectory_id"), message.frames)
             elif message.kind is Kind.SLOTS and peer in self.leases.actors:
                 self.leases.actors[peer].slots = self._slots(header)
+            elif message.kind is Kind.ENGINES and peer in self.leases.actors:
+                self.engine_watch.seen(peer, header)
             else:
                 raise WireError(f"{message.kind.value} from {peer} came before its HELLO")
         except (WireError, KeyError, TypeError, ValueError) as error:
@@ -183,6 +187,7 @@ class StageCore:
     def plan(self) -> None:
         """Everything that follows from the events and the time: expiry, cancellations, orders, dispatch."""
         self.leases.tick()
+        self.engine_watch.plan()
         if self.groups.paused and self.dispatch.free_covered(0):
             self.journal.shrink()
         while self.groups.given_up:
@@ -211,7 +216,9 @@ class StageCore:
     def next_deadline(self) -> float | None:
         """Time at which :meth:`plan` should be called even if nothing happens, on the clock of ``now``."""
         backoff = self.groups.backoff.until if self.groups.backoff.holds(self._clock.now) else None
-        times = (self.leases.next_deadline(), self.evaluations.next_deadline(), backoff)
+        times = (
+            self.leases.next_deadline(), self.evaluations.next_deadline(), self.engine_watch.next_deadline(), backoff
+        )  # fmt: skip
         return min((time for time in times if time is not None), default=None)
 
     def collect(self) -> tuple[Changes, list[Effect]]:
@@ -289,6 +296,7 @@ class StageCore:
         header = {"credit_bytes": CREDIT_BYTES, "policy_version": self.staleness.policy_version}
         self.journal.effect(Send(peer, Kind.WELCOME, {**header, "greeting": hello.get("greeting")}))
         self.leases.up(peer, slots, holding)
+        self.engine_watch.up(peer)
 
     def _slots(self, header: Mapping[str, Any]) -> int:
         return whole(header, "slots", 0, SLOTS_FACTOR_MAX * self.config.actor.concurrency)

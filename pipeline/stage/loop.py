@@ -44,9 +44,9 @@ class PeerSender:
     """Sends messages to peers, with a queue and a task for each, so that a slow peer does not delay the others.
 
     *consumes* effects whose rows are durable; *produces* sends on the hub; *waits for* that one peer's queue. Queues
-    are bounded by the protocol: orders by an actor's slots, groups by the learner's credits. Payloads are read when
-    their turn comes. A peer that is not welcome (down, or its HELLO not answered yet) gets nothing: that would be of an
-    old connection.
+    are bounded by the protocol: orders by an actor's slots, groups by the learner's credits, and of states of engines
+    a newer one takes the place of the last. Payloads are read when their turn comes. A peer that is not welcome (down,
+    or its HELLO not answered yet) gets nothing: that would be of an old connection.
     """
 
     def __init__(self, hub: Hub, store: ReplayStore, cache: PayloadCache, group: anyio.abc.TaskGroup) -> None:
@@ -75,7 +75,10 @@ class PeerSender:
             self._welcome.add(peer)
         elif peer not in self._welcome and effect.kind is not Kind.REFUSED:
             return
-        self._queues[peer].append(effect)
+        queue = self._queues[peer]
+        if effect.kind is Kind.ENGINES and len(queue) > 1 and queue[-1].kind is Kind.ENGINES:
+            queue.pop()  # the newer one says all; the first of the queue may be under way
+        queue.append(effect)
         self._wake[peer].set()
 
     async def drain(self) -> None:

@@ -60,6 +60,10 @@ class Kind(StrEnum):
     """a → r. One trajectory as payload frames; header: trajectory_id."""
     SLOTS = "slots"
     """a → r. The actor plays so many episodes at once from now on; header: slots."""
+    WATCH = "watch"
+    """r → a. Probe the engines for all actors from now on, and all of them at once; no header."""
+    ENGINES = "engines"
+    """a → r → a. States of the engines as the actor saw them that probes for all; header: engines {url: state}."""
     ACK = "ack"
     """r → a: trajectory ids that are durable (or refused for good, with a reason). r → l: the number of the last
     control message that was applied; CONSUMED, VERSION and CHECKPOINTED are numbered

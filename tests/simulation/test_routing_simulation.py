@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.routing.__main__ import WORKLOADS, play
-from benchmarks.routing.conversations import synthetic
+from benchmarks.routing.__main__ import WORKLOADS, play, simulate
+from benchmarks.routing.conversations import coding, synthetic
 from benchmarks.routing.simulation import Costs, Fixed, Result, Routed, Rule, Simulation
 from tests.support.routing import in_flight
 
@@ -81,6 +81,23 @@ def test_recorded_conversations_of_short_turns_stay_and_a_slow_engine_makes_thei
     assert equal["moves_per_turn"] < 0.03
     for slow in (2.0, 4.0):
         assert play(workload, "router", slow, 0)["p90"] <= 1.3 * equal["p90"], slow
+
+
+def test_one_engine_of_four_at_a_third_of_the_speed_makes_the_tail_of_coding_agents_at_most_1_3_times_as_long() -> None:
+    workload = next(w for w in WORKLOADS if w.name == "coding")
+    tails = {}
+    for slow in (1.0, 3.0):
+        rollouts = sorted(t for seed in SEEDS for t in simulate(workload, "router", slow, seed).rollouts)
+        tails[slow] = rollouts[int(0.99 * len(rollouts))]
+    assert tails[3.0] <= 1.3 * tails[1.0], tails
+
+
+def test_coding_agents_have_the_turns_and_the_prompts_of_published_trajectories() -> None:
+    rollouts = [rollout for group in coding(60, 7) for rollout in group]
+    assert sum(map(len, rollouts)) / len(rollouts) == pytest.approx(64.3, rel=0.1)
+    assert max(map(len, rollouts)) == 100
+    deepest = [sum(t.prompt + t.sampled for t in rollout) - rollout[-1].sampled for rollout in rollouts]
+    assert sum(deepest) / len(deepest) == pytest.approx(27_000, rel=0.1)
 
 
 def test_adaptive_concurrency_loses_fewer_prefixes_than_too_many_episodes_and_is_as_fast() -> None:

@@ -174,7 +174,7 @@ def test_over_its_time_it_ends_with_what_it_has(tmp_path: Any) -> None:
     stage = Stage(tmp_path / "r.sqlite", seconds_max=5.0)
     stage.version(0, 0)
     stage.answer(stage.evaluating()[0], reward=1.0)
-    assert stage.core.next_deadline() == 5.0
+    assert stage.core.evaluations.next_deadline() == 5.0
     stage.now = 6.0
     stage.round()
     (result,) = stage.results

@@ -267,7 +267,7 @@ def test_orders_of_an_actor_that_leaves_are_free_at_once() -> None:
 def test_an_order_that_is_never_answered_expires_while_its_actor_lives() -> None:
     stage = started()
     n = len(stage.orders())
-    deadline = stage.core.next_deadline()
+    deadline = stage.core.leases.next_deadline()
     assert deadline == pytest.approx(1.5 * 10 + 30)
     sent = stage.round(deadline)
     assert len([s for s in sent if s.kind is Kind.ORDER]) == n
