@@ -151,7 +151,7 @@ class EnginePool:
         self._connect = connect
         self._watchers: anyio.abc.TaskGroup | None = None
         self.jitter = jitter or random.Random()
-        self.router = Router(self._members, SESSIONS_MAX, self.jitter.random)
+        self.router = Router(self._members, SESSIONS_MAX, self.jitter.random, shared=told)
         self.wait_seconds_max = wait_seconds_max
         self._probe_seconds, self._report_seconds = probe_seconds, report_seconds
         self.patience = patience or PausableTimeout()
