@@ -122,8 +122,8 @@ async def _resumes(self: EngineKeeper) -> None:
 
 MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
     "what was under way is not repeated": (ControlLog, "repeat", _never_repeated, 5),
-    "two names on one connection": (Peers, "_hello", _forgotten_without_a_word(Peers._hello), 12),
-    "an engine that did not resume is live": (EngineControl, "_call", _blind_to_pauses(EngineControl._call), 26),
+    "two names on one connection": (Peers, "_hello", _forgotten_without_a_word(Peers._hello), 0),
+    "an engine that did not resume is live": (EngineControl, "_call", _blind_to_pauses(EngineControl._call), 17),
     "one failed request is the death of an engine": (EnginePool, "_ended", _dead_at_once(EnginePool._ended), 0),
     "a store that went back is trusted": (ReplayStore, "_agree", _trusts_the_store(ReplayStore._agree), 0),
     "a duplicate is never acknowledged": (Ingest, "_unexpected", _silent_about_duplicates(Ingest._unexpected), 0),
@@ -140,6 +140,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
 """Class or module, name, replacement, and the first history whose audit fails with it."""
 DRAWN: dict[str, tuple[str, ...]] = {
     "what was under way is not repeated": ("cut", "cut_again_and_again"),
+    "two names on one connection": ("two_names",),
     "an engine that did not resume is live": ("control_fails",),
     "one failed request is the death of an engine": ("engine_refuses",),
     "a duplicate is never acknowledged": ("cut", "cut_again_and_again"),
