@@ -84,7 +84,7 @@ SAME_SECONDS = 0.5
 """Equal loads of one engine, so close to each other, are one."""
 PROBLEM_CHARACTERS_MAX = 200
 LATE_SECONDS = 2.0
-"""What arrives is older than that at most. An older version than a reply of this time bore is not taken."""
+"""Reports of the watcher are older than that at most. An older version than a reply of this time bore is not taken."""
 
 
 class NoEngineFit(EngineUnavailable):
