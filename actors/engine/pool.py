@@ -9,14 +9,14 @@ gets no requests until it answers, and those under way there fail, to be made ag
 the weights that they need; one that left gets none, and its connections close when those under way have ended.
 
 Of the actors of a run one watches the engines for all (:mod:`pipeline.stage.engine_watch`): :meth:`EnginePool.chosen`
-makes it that one, and :meth:`EnginePool.seen` is what it tells. The others follow what they are told
+makes it that one, and :meth:`EnginePool.seen` is what it tells. The others follow what they hear
 (:meth:`EnginePool.told`) in place of probes of their own, except of an engine
 
 * where a request failed, or from which this actor has heard nothing for ``OWN_SECONDS`` with requests under way there;
 * about which the watcher and this actor differ: nobody takes an engine for down, or for healthy after a failure, on
   another's word.
 
-An engine of which an actor is told nothing for ``TOLD_SECONDS`` is probed by the actor itself, and so is any engine of
+An engine of which an actor hears nothing for ``TOLD_SECONDS`` is probed by the actor itself, and so is any engine of
 an actor that nobody tells anything.
 """
 
@@ -77,14 +77,14 @@ READ_MAX = 16
 LOOK_AGAIN_SECONDS = 0.05
 """Time between two probes of engines that may be seen with new weights any moment."""
 TOLD_SECONDS = 5.0
-"""An engine of which an actor has been told nothing for so long is probed by it."""
+"""An engine of which an actor has heard nothing for so long is probed by it."""
 OWN_SECONDS = 10.0
 """An engine from which an actor has heard nothing for so long, with requests under way there, is probed by it."""
 SAME_SECONDS = 0.5
 """Equal loads of one engine, so close to each other, are one."""
 PROBLEM_CHARACTERS_MAX = 200
 LATE_SECONDS = 2.0
-"""What is told is older than that at most. An older version than a reply of this time bore is not believed."""
+"""Reports of the watcher are older than that at most. An older version than a reply of this time bore is not taken."""
 
 
 class NoEngineFit(EngineUnavailable):
@@ -151,7 +151,7 @@ class EnginePool:
         self._connect = connect
         self._watchers: anyio.abc.TaskGroup | None = None
         self.jitter = jitter or random.Random()
-        self.router = Router(self._members, SESSIONS_MAX, self.jitter.random)
+        self.router = Router(self._members, SESSIONS_MAX, self.jitter.random, shared=told)
         self.wait_seconds_max = wait_seconds_max
         self._probe_seconds, self._report_seconds = probe_seconds, report_seconds
         self.patience = patience or PausableTimeout()
@@ -166,7 +166,7 @@ class EnginePool:
         self.watches = False
         """True while this actor watches the engines for all."""
         self._news = anyio.Event()
-        """Set: what the others are told has changed."""
+        """Set: the others shall hear of a change."""
         self._connected_at = math.inf if told else -math.inf
 
     async def watch(self) -> None:
@@ -408,7 +408,7 @@ class EnginePool:
         member.unheard_seconds = 0.0
 
     def _poke(self, version_min: int) -> None:
-        """Probe the engines that are not fit at once. Of those that another actor watches this one is told at once."""
+        """Probe the engines that are not fit at once. Of those that another actor watches this one hears at once."""
         for state in self.router.members:
             unfit = not state.breaker.closed or state.version < version_min
             if unfit and not self._is_told(self._members[state.name]):
@@ -546,8 +546,8 @@ class EnginePool:
         self._loaded(state, report, in_flight, asked_at)
 
     def _loaded(self, state: EngineState, report: EngineReport, in_flight: int, asked_at: float) -> None:
-        """The engine reported this load at ``asked_at``, with so many requests of this actor in flight. One that is
-        told again changes nothing."""
+        """The engine reported this load at ``asked_at``, with so many requests of this actor in flight. One that comes
+        again changes nothing."""
         if asked_at - state.load.at < SAME_SECONDS and report == state.load.report:
             return
         self._count_prefixes(state.load.report, report)

@@ -1,8 +1,9 @@
 """Sticky routing of sessions to engines. A pure state machine: no task, no socket; the caller tells the time.
 
 A session (one conversation) stays on the engine where its prefix cache is. It is placed where a turn takes least time,
-by the :class:`EngineLoad` of each engine: none goes to an engine that is slower than the others are busy, unless their
-caches are full. Where an engine has not reported lately, it is placed on the one with the fewest sessions.
+by the :class:`EngineLoad` of each engine, or of two drawn at random where most requests are of other actors: none goes
+to an engine that is slower than the others are busy, unless their caches are full. Where an engine has not reported
+lately, it is placed on the one with the fewest sessions.
 An engine is *fit* for a request when its :class:`Breaker` admits one and its policy version is at least the requested
 one. A session moves only
 
@@ -57,6 +58,10 @@ CACHE_FULL = 0.8
 """Share of an engine's KV cache that its conversations would take, beyond which prefixes are lost."""
 HORIZON_SECONDS = 10.0
 """Time for which a difference of load is expected to last; at least one turn. A move is paid for in this time."""
+OWN_SHARE = 0.125
+"""Share of an actor's own requests at the engines, below which it looks at two engines, drawn at random, for a new
+session: between two reports all actors would take the same one for the least busy (Mitzenmacher, 2000: How useful is
+old information?)."""
 KV_BLOCK = 128
 """Tokens of a block at most; a cache keeps whole blocks."""
 TURN_TOKENS, TURNS_AVERAGED = 256.0, 64
@@ -164,13 +169,16 @@ class Router:
         sessions_max: int,
         jitter: Callable[[], float],
         stale_seconds: float = STALE_SECONDS,
+        shared: bool = False,
     ) -> None:
+        """``shared``: many actors may see the same loads at the same time."""
         self.engines: dict[str, EngineState] = {}
         """All engines that are known, also those that leave."""
         self.members: list[EngineState] = []
         """Engines that have not left."""
         self._jitter = jitter
         self.stale_seconds = stale_seconds
+        self._shared = shared
         self._turn_tokens = TURN_TOKENS
         self.prompt_tokens = 0
         """Prompt tokens of all requests."""
@@ -424,12 +432,20 @@ class Router:
             return fit[0] if fit else None
         loads = self._loads(fit, now)
         if loads is None:
-            return min(fit, key=lambda e: (e.sessions, e.in_flight))
+            return min(fit, key=lambda e: (e.sessions, e.in_flight, self._tie()))
         known = [pace for pace, _ in loads if pace is not None]
         usual = sum(known) / len(known) if known else 1.0
         power = 0.5 if any(e.cache_full for e in fit) else 1.0
         times = [(pace or usual) ** power * (FREE_BATCH + requests) for pace, requests in loads]
-        return min(zip(times, fit, strict=True), key=lambda pair: (pair[0], pair[1].sessions))[1]
+        found = list(zip(times, fit, strict=True))
+        if self._shared and sum(e.in_flight for e in fit) < OWN_SHARE * sum(requests for _, requests in loads):
+            first = int(self._jitter() * len(found))
+            other = (first + 1 + int(self._jitter() * (len(found) - 1))) % len(found)
+            found = [found[first], found[other]]
+        return min(found, key=lambda pair: (pair[0], pair[1].sessions, self._tie()))[1]
+
+    def _tie(self) -> float:
+        return self._jitter() if self._shared else 0.0
 
     def _share(self) -> float:
         """Sessions of each engine that takes requests, were they equal."""

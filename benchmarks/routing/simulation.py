@@ -330,8 +330,9 @@ class Informed(Fixed):
 class Routed:
     """The product's router, with or without reports of the engines."""
 
-    def __init__(self, engines: int, seed: int, *, reports: bool = True) -> None:
-        self.router = Router([str(i) for i in range(engines)], 1_000_000, random.Random(seed).random)
+    def __init__(self, engines: int, seed: int, *, reports: bool = True, shared: bool = False) -> None:
+        names = [str(i) for i in range(engines)]
+        self.router = Router(names, 1_000_000, random.Random(seed).random, shared=shared)
         self._reports, self._version = reports, 0
         for name in self.router.engines:
             self.router.probed(name, 0.0, healthy=True, version=0)

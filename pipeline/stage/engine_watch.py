@@ -37,7 +37,7 @@ class EngineWatch(StagePart):
         """Name of the actor that probes for all."""
         self._heard_at = float("-inf")
         self._looked = self._staleness.policy_version
-        """Newest version for which the chosen actor was told to look."""
+        """Newest version for which the chosen actor got WATCH."""
         self._seen: dict[str, Any] | None = None
         """Newest ENGINES of the chosen actor; None: none yet."""
         self._news = False

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from actors.engine.base import EngineReport
 from benchmarks.routing.__main__ import WORKLOADS, play, simulate
 from benchmarks.routing.conversations import coding, synthetic
 from benchmarks.routing.simulation import Costs, Fixed, Result, Routed, Rule, Simulation
@@ -107,3 +108,15 @@ def test_adaptive_concurrency_loses_fewer_prefixes_than_too_many_episodes_and_is
     assert min(adaptive.concurrency) >= 16 // ACTORS and max(adaptive.concurrency) <= 256 // ACTORS
     assert adaptive.hits > 1.2 * constant.hits
     assert adaptive.seconds < constant.seconds and adaptive.mean < constant.mean
+
+
+def test_many_actors_that_see_the_same_loads_do_not_all_choose_the_same_engine() -> None:
+    actors, engines, each = 96, 16, 2
+    rules = [Routed(engines, actor, shared=True) for actor in range(actors)]
+    for wave in range(each):
+        placed = [int(rule.place(f"{wave}", 1000, 1.0).engine) for rule in rules]
+        most = max(map(placed.count, range(engines)))
+        assert most <= 3 * actors / engines, f"wave {wave}: {most} of {actors} at one engine"
+        for rule in rules:
+            for engine in range(engines):
+                rule.reported(engine, EngineReport(running=10.0 + engine), rule.asks(engine), 1.0)

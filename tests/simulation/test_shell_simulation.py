@@ -122,8 +122,8 @@ async def _resumes(self: EngineKeeper) -> None:
 
 MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
     "what was under way is not repeated": (ControlLog, "repeat", _never_repeated, 5),
-    "two names on one connection": (Peers, "_hello", _forgotten_without_a_word(Peers._hello), 12),
-    "an engine that did not resume is live": (EngineControl, "_call", _blind_to_pauses(EngineControl._call), 26),
+    "two names on one connection": (Peers, "_hello", _forgotten_without_a_word(Peers._hello), 0),
+    "an engine that did not resume is live": (EngineControl, "_call", _blind_to_pauses(EngineControl._call), 17),
     "one failed request is the death of an engine": (EnginePool, "_ended", _dead_at_once(EnginePool._ended), 0),
     "a store that went back is trusted": (ReplayStore, "_agree", _trusts_the_store(ReplayStore._agree), 0),
     "a duplicate is never acknowledged": (Ingest, "_unexpected", _silent_about_duplicates(Ingest._unexpected), 0),
@@ -132,7 +132,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
     "a stranger is taken for the learner": (Peers, "_hello", _without_keys(Peers._hello), 3),
     "any claim is believed": (learner_control, "whole", _unbounded, 5),
     "groups that nobody got may be trained": (LearnerControl, "_require_delivered", lambda self, text: None, 1),
-    "a learner that was replaced labels engines": (LearnerFence, "refusal", lambda self, numbers: None, 2),
+    "a learner that was replaced labels engines": (LearnerFence, "refusal", lambda self, numbers: None, 5),
     "an engine that hangs is not noticed": (EngineSilence, "too_long", False, 0),
     "an engine samples with half of its weights": (EngineKeeper, "_withdraw", _resumes, 5),
     "what a damaged checkpoint had counts as trained": (Dispatch, "_lose", lambda self, number, group: None, 12),
@@ -140,6 +140,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
 """Class or module, name, replacement, and the first history whose audit fails with it."""
 DRAWN: dict[str, tuple[str, ...]] = {
     "what was under way is not repeated": ("cut", "cut_again_and_again"),
+    "two names on one connection": ("two_names",),
     "an engine that did not resume is live": ("control_fails",),
     "one failed request is the death of an engine": ("engine_refuses",),
     "a duplicate is never acknowledged": ("cut", "cut_again_and_again"),
@@ -148,7 +149,7 @@ DRAWN: dict[str, tuple[str, ...]] = {
     "a stranger is taken for the learner": ("stranger",),
     "any claim is believed": ("impossible_claim",),
     "groups that nobody got may be trained": ("impossible_claim",),
-    "a learner that was replaced labels engines": ("replace", "control_fails"),
+    "a learner that was replaced labels engines": ("replace",),
     "an engine that hangs is not noticed": ("stop_engine",),
     "an engine samples with half of its weights": ("load_fails_half_way",),
     "what a damaged checkpoint had counts as trained": ("tear_checkpoint",),
