@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -35,7 +35,7 @@ from learner.data.division import divide
 from learner.data.microbatch import Form
 from learner.data.rows import Row, TokenScores
 from learner.distributed.messages import pack, pack_command, unpack
-from learner.distributed.ranks import Interrupt, Ranks, T, resolve_device
+from learner.distributed.ranks import Interrupt, Ranks, T, local_part, resolve_device
 from learner.observability.statistics import TokenValues, Weights
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError, Interrupted, TrainingError
@@ -49,6 +49,8 @@ NAME_BYTES_MAX = 15
 """Longest name of an interface (Linux)."""
 _STOP = 1 << 32
 """Larger than any code."""
+BUCKET_BYTES = 2**28
+"""Bytes of gradients that replicas sum at once: a copy of so many beside the gradients."""
 
 
 def choose_interface() -> None:
@@ -80,10 +82,14 @@ def interface_of(address: str) -> str | None:
 class RankGroup(Ranks):
     """One of several ranks. ``interrupt`` stops them at their next agreement.
 
-    ``torch.distributed`` must be initialised (:func:`join`).
+    The mesh has two dimensions: each of ``replicas`` holds all weights, divided among its ranks (shards). The ranks of
+    a replica follow one another, so that they are neighbours. Within a replica weights are gathered and gradients
+    reduced in every micro-batch; between replicas gradients are summed once an optimizer step.
+
+    ``torch.distributed`` must be initialised (:func:`join`), and ``replicas`` divide the number of ranks.
     """
 
-    def __init__(self, device: torch.device, interrupt: Interrupt, timeout_seconds: float) -> None:
+    def __init__(self, device: torch.device, interrupt: Interrupt, timeout_seconds: float, replicas: int = 1) -> None:
         self.interrupt = interrupt
         self._lock = threading.Lock()
         self._worker: int | None = None
@@ -91,7 +97,15 @@ class RankGroup(Ranks):
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         timeout = timedelta(seconds=timeout_seconds)
-        self.mesh: DeviceMesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("ranks",))
+        shape, names = (replicas, self.size // replicas), ("replicas", "shards")
+        mesh: DeviceMesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        self.mesh = mesh["shards"]
+        """The ranks of this replica, among which weights are divided."""
+        self.replica, self.shard = mesh.get_local_rank("replicas"), mesh.get_local_rank("shards")
+        self.replicas = replicas
+        self._replicas = mesh.get_group("replicas")
+        """This rank and those with the same shard."""
+        self._device = device
         self._arrays = dist.new_group(backend="gloo", timeout=timeout)
         self.saving = dist.new_group(backend="gloo", timeout=timeout)
         """Group of the threads that write checkpoints during training."""
@@ -163,7 +177,26 @@ class RankGroup(Ranks):
         return [TokenValues(**arrays) for _, arrays in self.everyones({}, own) if arrays]
 
     def whole(self, tensor: Tensor) -> Tensor:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return tensor.full_tensor() if isinstance(tensor, DTensor) and not self.replica else tensor
+
+    def sum_replicas(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        if self.replicas == 1:
+            return
+        for bucket in _buckets([local_part(p.grad) for p in parameters if p.grad is not None]):
+            joined = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            dist.all_reduce(joined, group=self._replicas)
+            for gradient, part in zip(bucket, joined.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+        on_gpu = self._device.type == "cuda"
+        state = self.of_first_replica(torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state())
+        (torch.cuda if on_gpu else torch).set_rng_state(state)
+
+    def of_first_replica(self, tensor: Tensor) -> Tensor:
+        if self.replicas == 1:
+            return tensor
+        copy = tensor.to(self._device, copy=True)
+        dist.broadcast(copy, group=self._replicas, group_src=0)
+        return copy.to(tensor.device)
 
     def divide(self, module: torch.nn.Module) -> None:
         fully_shard(module, mesh=self.mesh, reshard_after_forward=True)
@@ -208,6 +241,18 @@ def _broadcast(message: npt.NDArray[np.uint8] | None, group: dist.ProcessGroup) 
     return data.numpy()
 
 
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors in order, those that follow one another in lists of at most ``BUCKET_BYTES``, or of one tensor."""
+    bucket = list[Tensor]()
+    for tensor in tensors:
+        if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
 def sum_gradients(root: torch.nn.Module) -> None:
     """Let FSDP reduce by sums instead of means, in all modules below."""
     for module in root.modules():
@@ -228,7 +273,7 @@ class ProcessRank:
 
 def process_rank(config: LearnerConfig, environment: dict[str, str] | None = None) -> ProcessRank:
     """The rank by RANK, WORLD_SIZE and LOCAL_RANK; without them one process. Raises :class:`ConfigurationError` where
-    they contradict ``learner.ranks``."""
+    they contradict ``learner.ranks``, or ``learner.replicas`` does not divide their number."""
     values = dict(os.environ) if environment is None else environment
     try:
         rank, size = int(values.get("RANK", "0")), int(values.get("WORLD_SIZE", "1"))
@@ -240,6 +285,12 @@ def process_rank(config: LearnerConfig, environment: dict[str, str] | None = Non
     if size > 1 and config.ranks not in (1, size):
         raise ConfigurationError(
             f"learner.ranks is {config.ranks}, but WORLD_SIZE is {size}: omit learner.ranks under torchrun"
+        )
+    ranks = size if size > 1 else config.ranks
+    if ranks % config.replicas:
+        raise ConfigurationError(
+            f"expected learner.replicas to divide the number of ranks, got {config.replicas} replicas of {ranks} "
+            "ranks: change one of them"
         )
     return ProcessRank(rank, size, local)
 

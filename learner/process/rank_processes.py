@@ -79,11 +79,12 @@ class RankZero:
             self._start_children(config, store.port)
         try:
             device = join(process, config.learner, store)
-            self.group = RankGroup(device, Interrupt(), config.learner.ranks_timeout_seconds)
+            learner = config.learner
+            self.group = RankGroup(device, Interrupt(), learner.ranks_timeout_seconds, learner.replicas)
         except BaseException:
             self._close(wait_seconds=0)
             raise
-        log.info("rank 0 of %d on %s", process.world_size, device)
+        log.info("rank 0 of %d, of %d replicas, on %s", process.world_size, config.learner.replicas, device)
 
     @classmethod
     def begin(cls, config: RunConfig) -> RankZero | None:
@@ -264,7 +265,8 @@ def run(config: RunConfig, process: ProcessRank, store: Store | None = None) -> 
         nonlocal code
         try:
             device = join(process, config.learner, store)
-            group = RankGroup(device, interrupt, config.learner.ranks_timeout_seconds)
+            learner = config.learner
+            group = RankGroup(device, interrupt, learner.ranks_timeout_seconds, learner.replicas)
             trainer, _ = load_trainer(config, RunDirectory(config.run.path), None, group)
             log.info("rank %d of %d on %s", process.rank, process.world_size, device)
             with shard_writer(trainer) as image:

@@ -67,15 +67,16 @@ def train(trainer: Trainer, case, updates) -> dict:
             "tokens": s.all.tokens, "ratio": s.all.ratio.mean, "steps": report.optimizer_steps,
             "nonfinite": report.nonfinite, "kl": report.kl_loss, "guard": report.guard_lr_factor,
             "critic": None if report.critic is None else report.critic.loss,
+            "microbatches": report.n_microbatches,
             "router_entropy": report.router_entropy, "expert_imbalance": report.expert_imbalance,
             "critic_norm": None if report.critic is None else report.critic.grad_norm,
         })  # fmt: skip
     return {"updates": found}
 
 
-def run(folder: Path, cases: dict, group: RankGroup | None) -> None:
+def run(folder: Path, cases: dict, group: RankGroup | None, layout: str = "1") -> None:
     """Every case with a trainer of its own."""
-    rank, size = (0, 1) if group is None else (group.rank, group.size)
+    rank = 0 if group is None else group.rank
     for name, case in cases.items():
         torch.manual_seed(case.get("seed", 0))
         source = None if "load" not in case else folder / case["load"] / "u000002"
@@ -93,6 +94,7 @@ def run(folder: Path, cases: dict, group: RankGroup | None) -> None:
             group.end()
             draws(group)
             continue
+        before = between_replicas(group)
         resumed = source is None or holds(source, trainer.policy.snapshot("float32"))
         found = train(trainer, case, range(trainer.updates, 2 if "save" in case else 4))
         if "save" in case:
@@ -104,13 +106,19 @@ def run(folder: Path, cases: dict, group: RankGroup | None) -> None:
                       "names": sorted(file.name for file in path.iterdir())}  # fmt: skip
             found = {**found, "updates": found["updates"] + train(trainer, case, range(2, 4))["updates"]}
         weights = trainer.policy.snapshot("float32")
+        found["between"] = between_replicas(group) - before
         if group is not None:
             group.end()
         found |= {"random": draws(group), "resumed": resumed}
-        out = folder / f"ranks{size}"
+        out = folder / f"ranks{layout}"
         out.mkdir(exist_ok=True)
         save_file(weights, out / f"{name}.safetensors")
         (out / f"{name}.json").write_bytes(orjson.dumps(found))
+
+
+def between_replicas(group: RankGroup | None) -> int:
+    """Collectives so far between this rank and those with the same shard, as gloo counts them."""
+    return 0 if group is None else group._replicas._get_sequence_number_for_group()
 
 
 def holds(checkpoint: Path, weights: dict[str, torch.Tensor]) -> bool:
@@ -198,17 +206,17 @@ def draws(group: RankGroup | None) -> list[float]:
     return [own] if group is None else [facts["own"] for facts, _ in group.everyones({"own": own}, {})]
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, layout: str) -> None:
     torch.set_num_threads(1)
     vllm_transfer.ipc_endpoint = SharedMemoryEndpoint
     model_files.FILE_BYTES_MAX = 4096
     config = run_config({"ranks_timeout_seconds": 60})
     process = process_rank(config.learner)
     device = join(process, config.learner)
-    group = RankGroup(device, Interrupt(), 60.0)
-    run(folder, orjson.loads((folder / f"cases{process.world_size}.json").read_bytes()), group)
+    group = RankGroup(device, Interrupt(), 60.0, process.world_size // int(layout.rpartition("x")[2]))
+    run(folder, orjson.loads((folder / f"cases{layout}.json").read_bytes()), group, layout)
     leave()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])
