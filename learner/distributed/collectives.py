@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from learner.data.division import divide
 from learner.data.microbatch import Form
 from learner.data.rows import Row, TokenScores
-from learner.distributed.messages import pack, pack_command, unpack
+from learner.distributed.messages import CommandRows, pack, pack_command, unpack, unpack_command
 from learner.distributed.ranks import Interrupt, Ranks, T, local_part, resolve_device
 from learner.observability.statistics import TokenValues, Weights
 from pipeline.config.learner import LearnerConfig
@@ -94,6 +94,8 @@ class RankGroup(Ranks):
         self._lock = threading.Lock()
         self._worker: int | None = None
         """Thread that works with the other ranks."""
+        self._rows = CommandRows()
+        """Those of the command under way."""
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         timeout = timedelta(seconds=timeout_seconds)
@@ -111,7 +113,30 @@ class RankGroup(Ranks):
         """Group of the threads that write checkpoints during training."""
 
     def mine(self, rows: Sequence[Row], form: Form) -> list[int]:
-        return divide(rows, self.size, form)[self.rank]
+        """Rank 0 divides the rows of a command, and sends each rank its own. Other rows every rank has, and divides."""
+        if self.size == 1 or not rows or rows[0] not in self._rows:
+            return divide(rows, self.size, form)[self.rank]
+        if self.rank:
+            facts, arrays = unpack(self._receive())
+            if size := facts["sizes"][self.rank]:
+                message = torch.empty(size, dtype=torch.uint8)
+                dist.recv(message, 0, group=self._arrays)
+                self._rows.take(message.numpy())
+            return np.flatnonzero(arrays["owners"] == self.rank).tolist()
+        parts, owners = divide(rows, self.size, form), np.zeros(len(rows), np.int32)
+        messages = [np.zeros(0, np.uint8)]
+        for rank in range(1, self.size):
+            owners[parts[rank]] = rank
+            messages.append(self._rows.message([rows[i] for i in parts[rank]], rank))
+        self._send(pack({"sizes": [len(message) for message in messages]}, {"owners": owners}))
+        sent = [(rank, torch.from_numpy(message)) for rank, message in enumerate(messages) if len(message)]
+        for work in [dist.isend(message, rank, group=self._arrays) for rank, message in sent]:
+            assert work is not None, "this rank belongs to the group"
+            work.wait()
+        return parts[0]
+
+    def whole_row(self, row: Row) -> Row:
+        return self._rows.whole(row)
 
     @contextmanager
     def together(
@@ -127,10 +152,11 @@ class RankGroup(Ranks):
         with self._lock:
             self._worker = threading.get_ident()
             try:
+                self._rows = CommandRows(rows, self.size)
                 self._send(pack_command(command, rows, facts or {}, scores))
                 yield
             finally:
-                self._worker = None
+                self._worker, self._rows = None, CommandRows()
 
     def end(self) -> None:
         """Rank 0: end the others."""
@@ -221,9 +247,15 @@ class RankGroup(Ranks):
     def _send(self, message: npt.NDArray[np.uint8]) -> None:
         _broadcast(message, self._arrays)
 
-    def receive(self) -> npt.NDArray[np.uint8]:
-        """The next command of rank 0, for the others. Raises :class:`RuntimeError` when it is gone or silent for the
-        timeout."""
+    def receive(self) -> tuple[dict[str, Any], tuple[Row, ...], TokenScores]:
+        """The next command of rank 0, for the others, as :func:`unpack_command` gives it. Raises :class:`RuntimeError`
+        when it is gone or silent for the timeout."""
+        self._rows = CommandRows()
+        facts, rows, scores = unpack_command(self._receive())
+        self._rows = CommandRows(rows)
+        return facts, rows, scores
+
+    def _receive(self) -> npt.NDArray[np.uint8]:
         return _broadcast(None, self._arrays)
 
     def _reduced(self, array: npt.NDArray[Any], how: Any) -> npt.NDArray[Any]:

@@ -37,8 +37,12 @@ class Ranks:
     """Number of this rank in its replica."""
 
     def mine(self, rows: Sequence[Row], form: Form) -> list[int]:
-        """Numbers of the rows that this rank computes. Not a collective."""
+        """Numbers of the rows that this rank computes, which has them whole then."""
         return list(range(len(rows)))
+
+    def whole_row(self, row: Row) -> Row:
+        """One of :meth:`mine` with all of its arrays. Not a collective."""
+        return row
 
     def together(
         self,

@@ -37,7 +37,6 @@ from torch.distributed.distributed_c10d import Store
 from learner.checkpoints.checkpoint import CheckpointState, take_image
 from learner.data.rows import Batch
 from learner.distributed.collectives import ProcessRank, RankGroup, join, leave, process_rank
-from learner.distributed.messages import unpack_command
 from learner.distributed.ranks import HEARTBEAT_SECONDS, Interrupt
 from learner.process.build import load_trainer
 from learner.training.trainer import Trainer
@@ -189,7 +188,7 @@ def execute_commands(trainer: Trainer, group: RankGroup, image: Callable[[int], 
     policy = trainer.policy
     while True:
         try:
-            facts, rows, scores = unpack_command(group.receive())
+            facts, rows, scores = group.receive()
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
             raise TrainingError(

@@ -21,6 +21,7 @@ from learner.distributed.collectives import RankGroup, join, leave, process_rank
 from learner.distributed.ranks import Interrupt
 from learner.process.build import make_trainer
 from learner.process.rank_processes import execute_commands, shard_writer
+from learner.training.optimizer import bit_sums
 from learner.training.trainer import Trainer
 from learner.weights import nccl_transfer, vllm_transfer, weight_pass
 from pipeline.errors import EngineUnavailable
@@ -87,12 +88,14 @@ def run(folder: Path, cases: dict, group: RankGroup | None, layout: str = "1") -
         if rank:
             obey(trainer, group)
             draws(group)
+            differing_replicas(trainer, group)
             continue
         if case.get("transfer"):
             (folder / "transfer.json").write_bytes(orjson.dumps(transfers(trainer, group)))
             (folder / "broadcast.json").write_bytes(orjson.dumps(broadcasts(trainer, group)))
             group.end()
             draws(group)
+            differing_replicas(trainer, group)
             continue
         before = between_replicas(group)
         resumed = source is None or holds(source, trainer.policy.snapshot("float32"))
@@ -110,6 +113,7 @@ def run(folder: Path, cases: dict, group: RankGroup | None, layout: str = "1") -
         if group is not None:
             group.end()
         found |= {"random": draws(group), "resumed": resumed}
+        found["differing"] = differing_replicas(trainer, group)
         out = folder / f"ranks{layout}"
         out.mkdir(exist_ok=True)
         save_file(weights, out / f"{name}.safetensors")
@@ -204,6 +208,16 @@ def draws(group: RankGroup | None) -> list[float]:
     """The next random number of every rank."""
     own = float(torch.rand(()))
     return [own] if group is None else [facts["own"] for facts, _ in group.everyones({"own": own}, {})]
+
+
+def differing_replicas(trainer: Trainer, group: RankGroup | None) -> int:
+    """Ranks whose shards of weights and moments have other bits than those of the first replica."""
+    if group is None:
+        return 0
+    moments = [m for p in trainer.optimizer.state.values() for m in p.values() if torch.is_tensor(m) and m.ndim]
+    own = bit_sums([*trainer.policy.parameters, *moments]).tolist()
+    found = [facts["own"] for facts, _ in group.everyones({"own": own}, {})]
+    return sum(bits != found[rank % group.mesh.size()] for rank, bits in enumerate(found))
 
 
 def main(folder: Path, layout: str) -> None:

@@ -193,12 +193,13 @@ def test_several_ranks_make_the_updates_of_one(folder, layout, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", MESHES)
-@pytest.mark.parametrize("name", OF_MESHES)
-def test_replicas_exchange_gradients_norm_and_random_state_once_an_optimizer_step(folder, layout, name):
+@pytest.mark.parametrize("name", (*OF_MESHES, *ROUNDED))
+def test_replicas_stay_equal_by_gradients_norm_and_random_state_once_an_optimizer_step(folder, layout, name):
     facts = found(folder, layout, name)[0]
     critics = sum(report["critic"] is not None for report in facts["updates"])
     steps = sum(report["steps"] + sum(report["nonfinite"].values()) for report in facts["updates"])
     assert facts["between"] == 3 * (steps + critics)
+    assert facts["differing"] == 0, "replicas are equal bit for bit"
     if name == "many_microbatches":
         assert all(report["microbatches"] == 24 for report in facts["updates"]), "three of each rank"
 
