@@ -95,7 +95,7 @@ class RankGroup(Ranks):
         self._worker: int | None = None
         """Thread that works with the other ranks."""
         self._rows = CommandRows()
-        """Those of the command under way."""
+        """Rows of the command under way."""
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         timeout = timedelta(seconds=timeout_seconds)
