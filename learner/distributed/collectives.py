@@ -122,7 +122,8 @@ class RankGroup(Ranks):
                 message = torch.empty(size, dtype=torch.uint8)
                 dist.recv(message, 0, group=self._arrays)
                 self._rows.take(message.numpy())
-            return np.flatnonzero(arrays["owners"] == self.rank).tolist()
+            own: list[int] = np.flatnonzero(arrays["owners"] == self.rank).tolist()
+            return own
         parts, owners = divide(rows, self.size, form), np.zeros(len(rows), np.int32)
         messages = [np.zeros(0, np.uint8)]
         for rank in range(1, self.size):
@@ -211,7 +212,7 @@ class RankGroup(Ranks):
         for bucket in _buckets([local_part(p.grad) for p in parameters if p.grad is not None]):
             joined = torch.cat([gradient.reshape(-1) for gradient in bucket])
             dist.all_reduce(joined, group=self._replicas)
-            for gradient, part in zip(bucket, joined.split([g.numel() for g in bucket]), strict=True):
+            for gradient, part in zip(bucket, torch.split(joined, [g.numel() for g in bucket]), strict=True):
                 gradient.copy_(part.view_as(gradient))
         on_gpu = self._device.type == "cuda"
         state = self.of_first_replica(torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state())
