@@ -1,8 +1,8 @@
 """Sharded part of a checkpoint, written by all ranks together with ``torch.distributed.checkpoint``.
 
-State of the trainer that is divided among ranks (moments of the optimizer, critic) goes to
-``shards/``, each rank writing its shards; ``training.pt`` keeps a mark in its place, and everything else. A learner of
-any number of ranks reads both, and a checkpoint of one rank, which has no ``shards/``.
+State of the trainer that is divided among ranks (moments of the optimizer, critic) goes to ``shards/``; each shard is
+written once, by one of the ranks that hold it. ``training.pt`` keeps a mark in its place, and everything else. A
+learner of any number of ranks and replicas reads both, and a checkpoint of one rank, which has no ``shards/``.
 
 The policy's weights go the same way to a folder that rank 0 makes ``model/`` of and removes before the checkpoint
 appears: they are on the disk once, and no rank has all of them in memory.
@@ -50,7 +50,7 @@ _WEIGHTS = "weights"
 _DURABLE = "durable"
 """In place of a folder: there is nothing left to write."""
 OTHERS = "random_others"
-"""Random state of ranks 1, 2, …"""
+"""Random state of shards 1, 2, …"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,8 @@ def divide_state(
     buffer = io.BytesIO()
     torch.save(training["random"], buffer)
     states = group.everyones({}, {"state": np.frombuffer(buffer.getvalue(), np.uint8)})
-    marked[OTHERS] = [torch.load(io.BytesIO(arrays["state"].tobytes()), weights_only=True) for _, arrays in states[1:]]
+    others = [arrays["state"].tobytes() for _, arrays in states[1 : group.mesh.size()]]
+    marked[OTHERS] = [torch.load(io.BytesIO(state), weights_only=True) for state in others]
     return marked, Shards(tensors, weights, group)
 
 
@@ -135,9 +136,9 @@ def restored_state(path: Path, saved: dict[str, Any], trainer: Trainer) -> dict[
     others = saved.pop(OTHERS, [])
     if group is None:
         return saved
-    if group.rank:
-        torch.manual_seed(trainer.seed + group.rank)  # where the checkpoint has no state of this rank
-        saved["random"] = others[group.rank - 1] if group.rank <= len(others) else random_state()
+    if group.shard:
+        torch.manual_seed(trainer.seed + group.shard)  # where the checkpoint has no state of this shard
+        saved["random"] = others[group.shard - 1] if group.shard <= len(others) else random_state()
     placed: dict[str, Any] = mapped(_placed(saved, trainer, group), lambda _, v: v.clone() if _is_whole(v) else v)
     return placed
 

@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -34,8 +34,8 @@ from torch.distributed.tensor import DTensor
 from learner.data.division import divide
 from learner.data.microbatch import Form
 from learner.data.rows import Row, TokenScores
-from learner.distributed.messages import pack, pack_command, unpack
-from learner.distributed.ranks import Interrupt, Ranks, T, resolve_device
+from learner.distributed.messages import CommandRows, pack, pack_command, unpack, unpack_command
+from learner.distributed.ranks import Interrupt, Ranks, T, local_part, resolve_device
 from learner.observability.statistics import TokenValues, Weights
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError, Interrupted, TrainingError
@@ -49,6 +49,8 @@ NAME_BYTES_MAX = 15
 """Longest name of an interface (Linux)."""
 _STOP = 1 << 32
 """Larger than any code."""
+BUCKET_BYTES = 2**28
+"""Bytes of gradients that replicas sum at once: a copy of so many beside the gradients."""
 
 
 def choose_interface() -> None:
@@ -80,24 +82,62 @@ def interface_of(address: str) -> str | None:
 class RankGroup(Ranks):
     """One of several ranks. ``interrupt`` stops them at their next agreement.
 
-    ``torch.distributed`` must be initialised (:func:`join`).
+    The mesh has two dimensions: each of ``replicas`` holds all weights, divided among its ranks (shards). The ranks of
+    a replica follow one another, so that they are neighbours. Within a replica weights are gathered and gradients
+    reduced in every micro-batch; between replicas gradients are summed once an optimizer step.
+
+    ``torch.distributed`` must be initialised (:func:`join`), and ``replicas`` divide the number of ranks.
     """
 
-    def __init__(self, device: torch.device, interrupt: Interrupt, timeout_seconds: float) -> None:
+    def __init__(self, device: torch.device, interrupt: Interrupt, timeout_seconds: float, replicas: int = 1) -> None:
         self.interrupt = interrupt
         self._lock = threading.Lock()
         self._worker: int | None = None
         """Thread that works with the other ranks."""
+        self._rows = CommandRows()
+        """Rows of the command under way."""
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         timeout = timedelta(seconds=timeout_seconds)
-        self.mesh: DeviceMesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("ranks",))
+        shape, names = (replicas, self.size // replicas), ("replicas", "shards")
+        mesh: DeviceMesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        self.mesh = mesh["shards"]
+        """The ranks of this replica, among which weights are divided."""
+        self.replica, self.shard = mesh.get_local_rank("replicas"), mesh.get_local_rank("shards")
+        self.replicas = replicas
+        self._replicas = mesh.get_group("replicas")
+        """This rank and those with the same shard."""
+        self._device = device
         self._arrays = dist.new_group(backend="gloo", timeout=timeout)
         self.saving = dist.new_group(backend="gloo", timeout=timeout)
         """Group of the threads that write checkpoints during training."""
 
     def mine(self, rows: Sequence[Row], form: Form) -> list[int]:
-        return divide(rows, self.size, form)[self.rank]
+        """Rank 0 divides the rows of a command, and sends each rank its own. Other rows every rank has, and divides."""
+        if self.size == 1 or not rows or rows[0] not in self._rows:
+            return divide(rows, self.size, form)[self.rank]
+        if self.rank:
+            facts, arrays = unpack(self._receive())
+            if size := facts["sizes"][self.rank]:
+                message = torch.empty(size, dtype=torch.uint8)
+                dist.recv(message, 0, group=self._arrays)
+                self._rows.take(message.numpy())
+            own: list[int] = np.flatnonzero(arrays["owners"] == self.rank).tolist()
+            return own
+        parts, owners = divide(rows, self.size, form), np.zeros(len(rows), np.int32)
+        messages = [np.zeros(0, np.uint8)]
+        for rank in range(1, self.size):
+            owners[parts[rank]] = rank
+            messages.append(self._rows.message([rows[i] for i in parts[rank]], rank))
+        self._send(pack({"sizes": [len(message) for message in messages]}, {"owners": owners}))
+        sent = [(rank, torch.from_numpy(message)) for rank, message in enumerate(messages) if len(message)]
+        for work in [dist.isend(message, rank, group=self._arrays) for rank, message in sent]:
+            assert work is not None, "this rank belongs to the group"
+            work.wait()
+        return parts[0]
+
+    def whole_row(self, row: Row) -> Row:
+        return self._rows.whole(row)
 
     @contextmanager
     def together(
@@ -113,10 +153,11 @@ class RankGroup(Ranks):
         with self._lock:
             self._worker = threading.get_ident()
             try:
+                self._rows = CommandRows(rows, self.size)
                 self._send(pack_command(command, rows, facts or {}, scores))
                 yield
             finally:
-                self._worker = None
+                self._worker, self._rows = None, CommandRows()
 
     def end(self) -> None:
         """Rank 0: end the others."""
@@ -163,7 +204,26 @@ class RankGroup(Ranks):
         return [TokenValues(**arrays) for _, arrays in self.everyones({}, own) if arrays]
 
     def whole(self, tensor: Tensor) -> Tensor:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return tensor.full_tensor() if isinstance(tensor, DTensor) and not self.replica else tensor
+
+    def sum_replicas(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        if self.replicas == 1:
+            return
+        for bucket in _buckets([local_part(p.grad) for p in parameters if p.grad is not None]):
+            joined = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            dist.all_reduce(joined, group=self._replicas)
+            for gradient, part in zip(bucket, torch.split(joined, [g.numel() for g in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+        on_gpu = self._device.type == "cuda"
+        state = self.of_first_replica(torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state())
+        (torch.cuda if on_gpu else torch).set_rng_state(state)
+
+    def of_first_replica(self, tensor: Tensor) -> Tensor:
+        if self.replicas == 1:
+            return tensor
+        copy = tensor.to(self._device, copy=True)
+        dist.broadcast(copy, group=self._replicas, group_src=0)
+        return copy.to(tensor.device)
 
     def divide(self, module: torch.nn.Module) -> None:
         fully_shard(module, mesh=self.mesh, reshard_after_forward=True)
@@ -188,9 +248,15 @@ class RankGroup(Ranks):
     def _send(self, message: npt.NDArray[np.uint8]) -> None:
         _broadcast(message, self._arrays)
 
-    def receive(self) -> npt.NDArray[np.uint8]:
-        """The next command of rank 0, for the others. Raises :class:`RuntimeError` when it is gone or silent for the
-        timeout."""
+    def receive(self) -> tuple[dict[str, Any], tuple[Row, ...], TokenScores]:
+        """The next command of rank 0, for the others, as :func:`unpack_command` gives it. Raises :class:`RuntimeError`
+        when it is gone or silent for the timeout."""
+        self._rows = CommandRows()
+        facts, rows, scores = unpack_command(self._receive())
+        self._rows = CommandRows(rows)
+        return facts, rows, scores
+
+    def _receive(self) -> npt.NDArray[np.uint8]:
         return _broadcast(None, self._arrays)
 
     def _reduced(self, array: npt.NDArray[Any], how: Any) -> npt.NDArray[Any]:
@@ -206,6 +272,18 @@ def _broadcast(message: npt.NDArray[np.uint8] | None, group: dist.ProcessGroup) 
     data = torch.zeros(int(length), dtype=torch.uint8) if message is None else torch.from_numpy(message)
     dist.broadcast(data, 0, group=group)
     return data.numpy()
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors in order, those that follow one another in lists of at most ``BUCKET_BYTES``, or of one tensor."""
+    bucket = list[Tensor]()
+    for tensor in tensors:
+        if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
 
 
 def sum_gradients(root: torch.nn.Module) -> None:
@@ -228,7 +306,7 @@ class ProcessRank:
 
 def process_rank(config: LearnerConfig, environment: dict[str, str] | None = None) -> ProcessRank:
     """The rank by RANK, WORLD_SIZE and LOCAL_RANK; without them one process. Raises :class:`ConfigurationError` where
-    they contradict ``learner.ranks``."""
+    they contradict ``learner.ranks``, or ``learner.replicas`` does not divide their number."""
     values = dict(os.environ) if environment is None else environment
     try:
         rank, size = int(values.get("RANK", "0")), int(values.get("WORLD_SIZE", "1"))
@@ -240,6 +318,12 @@ def process_rank(config: LearnerConfig, environment: dict[str, str] | None = Non
     if size > 1 and config.ranks not in (1, size):
         raise ConfigurationError(
             f"learner.ranks is {config.ranks}, but WORLD_SIZE is {size}: omit learner.ranks under torchrun"
+        )
+    ranks = size if size > 1 else config.ranks
+    if ranks % config.replicas:
+        raise ConfigurationError(
+            f"expected learner.replicas to divide the number of ranks, got {config.replicas} replicas of {ranks} "
+            "ranks: change one of them"
         )
     return ProcessRank(rank, size, local)
 

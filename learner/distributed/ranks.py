@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeVar
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from learner.data.microbatch import Form
 from learner.data.rows import Row, TokenScores
@@ -30,10 +31,18 @@ class Ranks:
 
     rank = 0
     size = 1
+    replica = 0
+    """Number of this rank's replica of the weights: ``size / replicas`` ranks, one after another, divide each."""
+    shard = 0
+    """Number of this rank in its replica."""
 
     def mine(self, rows: Sequence[Row], form: Form) -> list[int]:
-        """Numbers of the rows that this rank computes. Not a collective."""
+        """Numbers of the rows that this rank computes, which has them whole then."""
         return list(range(len(rows)))
+
+    def whole_row(self, row: Row) -> Row:
+        """One of :meth:`mine` with all of its arrays. Not a collective."""
+        return row
 
     def together(
         self,
@@ -72,7 +81,15 @@ class Ranks:
         return values
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """A parameter or buffer with the shards of all ranks."""
+        """A parameter or buffer with the shards of all ranks, on those of rank 0's replica; the others keep theirs."""
+        return tensor
+
+    def sum_replicas(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Sum the gradients over the replicas, after the last backward pass of an optimizer step. The random states of
+        torch become equal too, so that an optimizer that draws keeps the replicas equal."""
+
+    def of_first_replica(self, tensor: Tensor) -> Tensor:
+        """``tensor`` of the same shard of replica 0: where networks differ, sums over shards may in their last bits."""
         return tensor
 
     def divide(self, module: torch.nn.Module) -> None:
@@ -80,6 +97,11 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor that is divided, which shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Interrupt:

@@ -289,9 +289,11 @@ def _kept(model: Any, rows: int, row_tokens: int, *, packed: bool) -> list[int]:
 def learner_memory(
     model: Footprint, config: RunConfig, ranks: int | None = None, tile: int = TILE["cuda"]
 ) -> LearnerMemory:
-    """Memory of one rank, without critic and reference, of several micro-batches an update."""
+    """Memory of one of ``ranks`` (else ``learner.ranks``), without critic and reference, of several micro-batches an
+    update."""
     learner = config.learner
     ranks, lora, checkpointing = ranks or learner.ranks, learner.lora.rank, learner.gradient_checkpointing
+    shards = shards_of(ranks, config)
     tokens = max(learner.tokens_per_microbatch, config.model.max_length)
     moments = MOMENT_BYTES[learner.optimizer, learner.optimizer_dtype]
     trained = sum(layer.trained for layer in model.layers) + (0 if lora else model.outer_weights)
@@ -313,7 +315,7 @@ def learner_memory(
     else:
         logits += 0 if lora else 4 * model.embedding_weights
         head = copies = one_copy if lora and checkpointing else sum(layer.copies for layer in model.layers)
-    states = (trained * (8 + moments) + frozen) / ranks
+    states = (trained * (8 + moments) + frozen) / shards
     inputs = tokens * kept
     if checkpointing:
         inputs = 2 * tokens * model.hidden * (1 if checkpointing == "offload" else len(model.layers))
@@ -329,12 +331,17 @@ def learner_memory(
         ]
     if ranks > 1:  # the embedding as it is gathered, and the gradient of the output layer as it is reduced
         size = 2 if lora and learner.lora.frozen_dtype == "bfloat16" else 4
-        reduced = 0 if lora else (8 + 4 / ranks) * model.head_weights
+        reduced = 0 if lora else (8 + 4 / shards) * model.head_weights
         peaks += [
             LearnerMemory(states, 2 * size * model.embedding_weights, 0, 0),
             LearnerMemory(states, reduced, inputs, 10 * tokens * model.hidden),
         ]
     return max(peaks, key=lambda peak: peak.total)
+
+
+def shards_of(ranks: int, config: RunConfig) -> int:
+    """Ranks that divide one copy of the model."""
+    return max(1, ranks // config.learner.replicas)
 
 
 def engine_bytes(model: Footprint, tensor_parallel: int = 1) -> float:
@@ -362,7 +369,8 @@ def fitting_sizes(config: RunConfig, gpu_bytes: int, ranks_max: int) -> tuple[tu
     except (ConfigurationError, OSError, ValueError):
         return None
     room = _learner_room(config, gpu_bytes)
-    ranks = tuple(n for n in range(1, ranks_max + 1) if learner_memory(model, config, n).total <= room)
+    counts = range(config.learner.replicas, ranks_max + 1, config.learner.replicas)
+    ranks = tuple(n for n in counts if learner_memory(model, config, n).total <= room)
     sizes = _sizes(model) if config.engine.kind == "vllm" else (1,)
     fitting = (n for n in sizes if config.engine.kind != "vllm" or _engine_room(model, config, n, gpu_bytes) >= 1)
     return ranks, tuple(fitting)
@@ -386,7 +394,7 @@ def host_memory(model: Footprint, config: RunConfig) -> dict[str, float]:
     learner, publish, lora, engine = config.learner, config.publish, config.learner.lora, config.engine
     trained = sum(layer.trained for layer in model.layers) + (0 if lora.rank else model.outer_weights)
     moments = MOMENT_BYTES[learner.optimizer, learner.optimizer_dtype] * trained
-    image = (4 * model.weights + (moments if config.checkpoint.optimizer else 0)) / learner.ranks
+    image = (4 * model.weights + (moments if config.checkpoint.optimizer else 0)) / shards_of(learner.ranks, config)
     published = 2 * trained if publish.served_name else model.weights * DTYPES[_published(config)].itemsize
     found = {
         "checkpoint": image + (4 * trained if lora.rank else 0),
@@ -429,8 +437,10 @@ def estimate(
     split = ", ".join(f"{name} {value / GIB:.1f}" for name, value in rank.parts.items())
     size = config.placement.gpus_per_copy
     weights, rollout = engine_bytes(model, size), model.cache_bytes(length, size)
+    ranks, replicas = config.learner.ranks, config.learner.replicas
+    mesh = f"{ranks}, {replicas} replicas of {shards_of(ranks, config)} shards" if replicas > 1 else str(ranks)
     sentence = (
-        f"estimated GPU memory: learner {rank.total / GIB:.1f} GiB on each of {config.learner.ranks} ({split}); "
+        f"estimated GPU memory: learner {rank.total / GIB:.1f} GiB on each of {mesh} ({split}); "
         f"engine {weights / GIB:.1f} GiB and {rollout / GIB:.2f} GiB for each rollout of {length:,} tokens in its cache"
     )
     uses = host_memory(model, config)
@@ -486,8 +496,11 @@ def _remedies(model: Footprint, config: RunConfig, room: float) -> Iterator[tupl
         if total < before:
             yield words, total
     alone = config.engine.colocate != "none" or learner.optimizer == "adamw_8bit"
-    counts = [n for n in (2, 4, 8, 16, 32, 64) if n > learner.ranks and not alone]
+    counts = [n for n in (2, 4, 8, 16, 32, 64) if n > learner.ranks and n % learner.replicas == 0 and not alone]
     totals = {n: learner_memory(model, config, n).total for n in counts}
+    if learner.replicas > 1:
+        fewer = config.updated(learner={"replicas": 1})
+        yield "learner.replicas: 1", learner_memory(model, fewer).total
     ranks = next((n for n in counts if totals[n] <= room), None)
     if ranks is not None:
         key = "learner.ranks" if config.placement.learner_gpus is None else "placement.learner_gpus"

@@ -231,9 +231,10 @@ class Backbone:
             if offsets is None:
                 offsets = token_offsets(rows).tolist()
             mine, tokens_max = self.ranks.mine(rows, self.form), self._config.tokens_per_microbatch
-            plans = [[mine[i] for i in p] for p in plan_rows([rows[i] for i in mine], tokens_max, self.form)]
+            whole = {i: self.ranks.whole_row(rows[i]) for i in mine}
+            plans = [[mine[i] for i in p] for p in plan_rows([whole[i] for i in mine], tokens_max, self.form)]
             parts = [
-                collate([rows[i] for i in p], [weights[i] for i in p], [offsets[i] for i in p], form=self.form)
+                collate([whole[i] for i in p], [weights[i] for i in p], [offsets[i] for i in p], form=self.form)
                 for p in plans
             ]
             if self.ranks.size > 1:

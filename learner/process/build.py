@@ -58,8 +58,8 @@ def make_trainer(
     demonstrations = None
     if supervised.weight and supervised.demonstrations is not None:
         demonstrations = load_demonstrations(supervised.demonstrations, config, initial_model)
-    if policy.ranks.rank:
-        torch.manual_seed(config.run.seed + policy.ranks.rank)
+    if policy.ranks.shard:
+        torch.manual_seed(config.run.seed + policy.ranks.shard)
     return Trainer(policy, config, reference, critic, demonstrations)
 
 

@@ -37,7 +37,6 @@ from torch.distributed.distributed_c10d import Store
 from learner.checkpoints.checkpoint import CheckpointState, take_image
 from learner.data.rows import Batch
 from learner.distributed.collectives import ProcessRank, RankGroup, join, leave, process_rank
-from learner.distributed.messages import unpack_command
 from learner.distributed.ranks import HEARTBEAT_SECONDS, Interrupt
 from learner.process.build import load_trainer
 from learner.training.trainer import Trainer
@@ -79,11 +78,12 @@ class RankZero:
             self._start_children(config, store.port)
         try:
             device = join(process, config.learner, store)
-            self.group = RankGroup(device, Interrupt(), config.learner.ranks_timeout_seconds)
+            learner = config.learner
+            self.group = RankGroup(device, Interrupt(), learner.ranks_timeout_seconds, learner.replicas)
         except BaseException:
             self._close(wait_seconds=0)
             raise
-        log.info("rank 0 of %d on %s", process.world_size, device)
+        log.info("rank 0 of %d, of %d replicas, on %s", process.world_size, config.learner.replicas, device)
 
     @classmethod
     def begin(cls, config: RunConfig) -> RankZero | None:
@@ -188,7 +188,7 @@ def execute_commands(trainer: Trainer, group: RankGroup, image: Callable[[int], 
     policy = trainer.policy
     while True:
         try:
-            facts, rows, scores = unpack_command(group.receive())
+            facts, rows, scores = group.receive()
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
             raise TrainingError(
@@ -264,7 +264,8 @@ def run(config: RunConfig, process: ProcessRank, store: Store | None = None) -> 
         nonlocal code
         try:
             device = join(process, config.learner, store)
-            group = RankGroup(device, interrupt, config.learner.ranks_timeout_seconds)
+            learner = config.learner
+            group = RankGroup(device, interrupt, learner.ranks_timeout_seconds, learner.replicas)
             trainer, _ = load_trainer(config, RunDirectory(config.run.path), None, group)
             log.info("rank %d of %d on %s", process.rank, process.world_size, device)
             with shard_writer(trainer) as image:

@@ -105,7 +105,9 @@ class Critic:
                 with watch.phase("backward"):
                     terms.loss.backward()  # type: ignore[no-untyped-call]
             with watch.phase("optimize"):
-                norm, loss, clipped = torch.cat([gradient_norm(self.parameters).reshape(1).double(), sums]).tolist()
+                ranks.sum_replicas(self.parameters)
+                measured = gradient_norm(self.parameters, ranks).reshape(1).double()
+                norm, loss, clipped = torch.cat([measured, sums]).tolist()
                 loss, clipped = ranks.summed([loss, clipped])
                 if finite := math.isfinite(loss) and math.isfinite(norm):
                     fresh, limit, recorded = not self.optimizer.state, self._config.grad_clip, applied is not None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from learner.distributed.ranks import ALONE, Ranks, local_part
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError
 
@@ -52,10 +53,10 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> Tensor:
-    """Global norm of all gradients, of all ranks, on their device. Collective."""
+def gradient_norm(parameters: Iterable[torch.nn.Parameter], ranks: Ranks = ALONE) -> Tensor:
+    """Global norm of all gradients, on their device, the same bits on all ranks. Collective."""
     total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    return total.full_tensor() if isinstance(total, DTensor) else total
+    return ranks.of_first_replica(total.full_tensor() if isinstance(total, DTensor) else total)
 
 
 def bit_sums(tensors: Iterable[Tensor | None]) -> Tensor:
@@ -64,7 +65,7 @@ def bit_sums(tensors: Iterable[Tensor | None]) -> Tensor:
     bits would take 25 times as long on a CPU."""
     sums = []
     for tensor in tensors:
-        values = None if tensor is None else _local(tensor.detach()).reshape(-1)
+        values = None if tensor is None else local_part(tensor.detach()).reshape(-1)
         if values is None or not values.numel():
             sums.append(torch.zeros((), dtype=torch.int64))
             continue
@@ -139,8 +140,8 @@ class BFloat16AdamW(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         state["step"] += 1
         beta1, beta2 = group["betas"]
-        moments = [_local(state[name]) for name in ("exp_avg", "exp_avg_sq")]
-        parameter, gradient = _local(parameter), _local(gradient)
+        moments = [local_part(state[name]) for name in ("exp_avg", "exp_avg_sq")]
+        parameter, gradient = local_part(parameter), local_part(gradient)
         first = moments[0].float().lerp_(gradient, 1.0 - beta1)
         second = moments[1].float().mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
         parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
@@ -157,11 +158,6 @@ class BFloat16AdamW(torch.optim.Optimizer):
             for name in ("exp_avg", "exp_avg_sq"):
                 if name in state:
                     state[name] = state[name].to(torch.bfloat16)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor that is divided, which shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def stochastic_bfloat16(values: Tensor) -> Tensor:

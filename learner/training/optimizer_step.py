@@ -164,7 +164,8 @@ class OptimizerSteps:
         norm = None
         if any(with_signal) or demonstrated is not None:
             with totals.watch.phase("optimize"):
-                norm = gradient_norm(self.policy.parameters)
+                self.policy.ranks.sum_replicas(self.policy.parameters)
+                norm = gradient_norm(self.policy.parameters, self.policy.ranks)
         found = self._read(passes, inputs, demonstrated, norm, totals, record=record)
         sums.add_ranks(self.policy.ranks)
         totals.watch.operations += sums.operations

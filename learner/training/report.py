@@ -255,7 +255,8 @@ class StepTotals:
         self.microbatches, self.tokens_padding, self.tokens_shared = (int(n) for n in counts)
         for step, sums in self.applied:
             halves = torch.stack([sums & _LOW, sums >> 32 & _LOW]).flatten().tolist()  # exact in float64
-            low, high = np.asarray(ranks.summed(halves)).astype(np.uint64).reshape(2, 2, -1)
+            own = halves if ranks.replica == 0 else [0.0] * len(halves)
+            low, high = np.asarray(ranks.summed(own)).astype(np.uint64).reshape(2, 2, -1)
             self.steps += (replace(step, sums=low + (high << np.uint64(32))),)
         if self.routing.size:
             self.routing = np.asarray(ranks.summed(self.routing.tolist()))

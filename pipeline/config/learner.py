@@ -130,6 +130,10 @@ class LearnerConfig(Section):
     """Processes that share the model and each update (FSDP2): gloo on CPUs, NCCL with one GPU each. The learner is rank
     0 and starts the others on its machine. Under torchrun omit it: torchrun determines the number. Ranks on several
     nodes meet at port 29500 of the first; set ``MASTER_PORT`` where ``afterplay run`` starts to use another."""
+    replicas: int = Field(1, ge=1, le=1024)
+    """Copies of the model among the ranks (HSDP): each is divided among ``ranks / replicas`` of them, which gather and
+    reduce in every micro-batch; between copies gradients are summed once an optimizer step. Worth it where ranks are on
+    several nodes and fewer have room for the model: docs/SCALE.md. Under torchrun name ``ranks`` too."""
     ranks_timeout_seconds: float = Field(600.0, gt=0)
     """Seconds that a rank waits for the others before the learner ends with an error. Must exceed the longest
     micro-batch and the longest checkpoint write."""

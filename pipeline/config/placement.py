@@ -85,6 +85,11 @@ def check_placement(placement: PlacementConfig, engine: EngineConfig, learner: L
         raise ValueError(f"placement.engine_gpus is {gpus}, but engine.urls lists {len(engine.urls)}: omit engine_gpus")
     _check_count("placement.engine_gpus", gpus, "engine.replicas", engine.replicas, size)
     _check_count("placement.learner_gpus", placement.learner_gpus, "learner.ranks", learner.ranks, 1)
+    key, ranks = "placement.learner_gpus", placement.learner_gpus
+    if ranks is None:
+        key, ranks = "learner.ranks", learner.ranks
+    if isinstance(ranks, int) and ranks % learner.replicas:
+        raise ValueError(f"{key} ({ranks}) must be a multiple of learner.replicas ({learner.replicas})")
     if engine.colocate != "none" and not {gpus, placement.learner_gpus} <= {None, "auto", 1}:
         raise ValueError(
             f"engine.colocate is {engine.colocate}, where engine and learner share one GPU: omit placement.engine_gpus "

@@ -163,8 +163,9 @@ def _counted(
     nodes = inventory.nodes
     size, gpus = config.placement.gpus_per_engine, [len(node.gpus) for node in nodes]
     engines, ranks = _engines(config, on_gpu["engine"]), _ranks(config, on_gpu["learner"])
-    wanted_engines, wanted_ranks = choose_counts(gpus, engines, ranks, size, ranks_max, fitting)
-    taken = place_ranks(gpus, wanted_ranks, size)
+    replicas = config.learner.replicas
+    wanted_engines, wanted_ranks = choose_counts(gpus, engines, ranks, size, ranks_max, fitting, replicas)
+    taken = place_ranks(gpus, wanted_ranks, size, replicas)
     placed = place_engines(gpus, taken or [0] * len(gpus), wanted_engines, size)
     learner = tuple(Share(node, node.gpus[:n]) for node, n in zip(nodes, taken or (), strict=False) if n)
     shares = tuple(Share(nodes[i], nodes[i].gpus[start : start + size]) for i, start in placed)
@@ -206,8 +207,10 @@ def choose_counts(
     size: int,
     ranks_max: int,
     fitting: Sequence[int] = (),
+    replicas: int = 1,
 ) -> tuple[int, int]:
-    """Numbers of engines and ranks for nodes with so many ``gpus``; given numbers stay as they are.
+    """Numbers of engines and ranks for nodes with so many ``gpus``; given numbers stay as they are. A chosen number of
+    ranks is a multiple of ``replicas``, as ``fitting`` ones must be.
 
     Without either, a quarter of the GPUs is the learner's, or the next larger number of ranks that is ``fitting``, else
     the next smaller one. The others are for engines of ``size`` GPUs. The learner gets what no engine can use. Where
@@ -216,30 +219,31 @@ def choose_counts(
     most = min(sum(gpus), ranks_max)
 
     def room(ranks: int) -> int:
-        taken = place_ranks(gpus, ranks, size)
+        taken = place_ranks(gpus, ranks, size, replicas)
         return -1 if taken is None else sum((n - t) // size for n, t in zip(gpus, taken, strict=True))
 
     if ranks is not None:
         return max(1, room(ranks)) if engines is None else engines, ranks
     quarter = min(most, max(1, sum(gpus) // LEARNER_SHARE))
-    for allowed in ([n for n in range(most, 0, -1) if n in fitting], range(most, 0, -1)):
+    counts = [n for n in range(most, 0, -1) if n % replicas == 0]
+    for allowed in ([n for n in counts if n in fitting], counts):
         wanted = engines
         if wanted is None:
             by_share = sorted(allowed, key=lambda n: (n < quarter, abs(n - quarter)))
-            wanted = max(1, room(next((n for n in by_share if room(n) > 0), 1)))
+            wanted = max(1, room(next((n for n in by_share if room(n) > 0), replicas)))
         found = next((n for n in allowed if room(n) >= wanted), None)
         if found is not None:
             return wanted, found
-    return 1 if engines is None else engines, 1
+    return 1 if engines is None else engines, replicas
 
 
-def place_ranks(gpus: Sequence[int], ranks: int, size: int) -> list[int] | None:
+def place_ranks(gpus: Sequence[int], ranks: int, size: int, replicas: int = 1) -> list[int] | None:
     """GPUs of each node that the learner takes; None if there are too few.
 
     All ranks on one node if they fit: on the one where they cost the fewest engines of ``size`` GPUs. Otherwise whole
-    nodes, the largest first.
+    nodes, the largest first, but of each whole ``replicas`` where it has room for one: their ranks communicate most.
     """
-    taken = [0] * len(gpus)
+    taken, shards = [0] * len(gpus), max(1, ranks // replicas)
     while ranks > 0:
         free = [n - t for n, t in zip(gpus, taken, strict=True)]
         fitting = [i for i, n in enumerate(free) if n >= ranks]
@@ -249,8 +253,11 @@ def place_ranks(gpus: Sequence[int], ranks: int, size: int) -> list[int] | None:
             best = max(range(len(free)), key=lambda i: (free[i], -i))
         if not free[best]:
             return None
-        taken[best] += min(ranks, free[best])
-        ranks -= min(ranks, free[best])
+        count = min(ranks, free[best])
+        if shards < count < ranks and replicas > 1:
+            count -= count % shards
+        taken[best] += count
+        ranks -= count
     return taken
 
 

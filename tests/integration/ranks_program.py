@@ -21,6 +21,7 @@ from learner.distributed.collectives import RankGroup, join, leave, process_rank
 from learner.distributed.ranks import Interrupt
 from learner.process.build import make_trainer
 from learner.process.rank_processes import execute_commands, shard_writer
+from learner.training.optimizer import bit_sums
 from learner.training.trainer import Trainer
 from learner.weights import nccl_transfer, vllm_transfer, weight_pass
 from pipeline.errors import EngineUnavailable
@@ -67,15 +68,16 @@ def train(trainer: Trainer, case, updates) -> dict:
             "tokens": s.all.tokens, "ratio": s.all.ratio.mean, "steps": report.optimizer_steps,
             "nonfinite": report.nonfinite, "kl": report.kl_loss, "guard": report.guard_lr_factor,
             "critic": None if report.critic is None else report.critic.loss,
+            "microbatches": report.n_microbatches,
             "router_entropy": report.router_entropy, "expert_imbalance": report.expert_imbalance,
             "critic_norm": None if report.critic is None else report.critic.grad_norm,
         })  # fmt: skip
     return {"updates": found}
 
 
-def run(folder: Path, cases: dict, group: RankGroup | None) -> None:
+def run(folder: Path, cases: dict, group: RankGroup | None, layout: str = "1") -> None:
     """Every case with a trainer of its own."""
-    rank, size = (0, 1) if group is None else (group.rank, group.size)
+    rank = 0 if group is None else group.rank
     for name, case in cases.items():
         torch.manual_seed(case.get("seed", 0))
         source = None if "load" not in case else folder / case["load"] / "u000002"
@@ -86,13 +88,16 @@ def run(folder: Path, cases: dict, group: RankGroup | None) -> None:
         if rank:
             obey(trainer, group)
             draws(group)
+            differing_replicas(trainer, group)
             continue
         if case.get("transfer"):
             (folder / "transfer.json").write_bytes(orjson.dumps(transfers(trainer, group)))
             (folder / "broadcast.json").write_bytes(orjson.dumps(broadcasts(trainer, group)))
             group.end()
             draws(group)
+            differing_replicas(trainer, group)
             continue
+        before = between_replicas(group)
         resumed = source is None or holds(source, trainer.policy.snapshot("float32"))
         found = train(trainer, case, range(trainer.updates, 2 if "save" in case else 4))
         if "save" in case:
@@ -104,13 +109,20 @@ def run(folder: Path, cases: dict, group: RankGroup | None) -> None:
                       "names": sorted(file.name for file in path.iterdir())}  # fmt: skip
             found = {**found, "updates": found["updates"] + train(trainer, case, range(2, 4))["updates"]}
         weights = trainer.policy.snapshot("float32")
+        found["between"] = between_replicas(group) - before
         if group is not None:
             group.end()
         found |= {"random": draws(group), "resumed": resumed}
-        out = folder / f"ranks{size}"
+        found["differing"] = differing_replicas(trainer, group)
+        out = folder / f"ranks{layout}"
         out.mkdir(exist_ok=True)
         save_file(weights, out / f"{name}.safetensors")
         (out / f"{name}.json").write_bytes(orjson.dumps(found))
+
+
+def between_replicas(group: RankGroup | None) -> int:
+    """Collectives so far between this rank and those with the same shard, as gloo counts them."""
+    return 0 if group is None else group._replicas._get_sequence_number_for_group()
 
 
 def holds(checkpoint: Path, weights: dict[str, torch.Tensor]) -> bool:
@@ -198,17 +210,27 @@ def draws(group: RankGroup | None) -> list[float]:
     return [own] if group is None else [facts["own"] for facts, _ in group.everyones({"own": own}, {})]
 
 
-def main(folder: Path) -> None:
+def differing_replicas(trainer: Trainer, group: RankGroup | None) -> int:
+    """Ranks whose shards of weights and moments have other bits than those of the first replica."""
+    if group is None:
+        return 0
+    moments = [m for p in trainer.optimizer.state.values() for m in p.values() if torch.is_tensor(m) and m.ndim]
+    own = bit_sums([*trainer.policy.parameters, *moments]).tolist()
+    found = [facts["own"] for facts, _ in group.everyones({"own": own}, {})]
+    return sum(bits != found[rank % group.mesh.size()] for rank, bits in enumerate(found))
+
+
+def main(folder: Path, layout: str) -> None:
     torch.set_num_threads(1)
     vllm_transfer.ipc_endpoint = SharedMemoryEndpoint
     model_files.FILE_BYTES_MAX = 4096
     config = run_config({"ranks_timeout_seconds": 60})
     process = process_rank(config.learner)
     device = join(process, config.learner)
-    group = RankGroup(device, Interrupt(), 60.0)
-    run(folder, orjson.loads((folder / f"cases{process.world_size}.json").read_bytes()), group)
+    group = RankGroup(device, Interrupt(), 60.0, process.world_size // int(layout.rpartition("x")[2]))
+    run(folder, orjson.loads((folder / f"cases{layout}.json").read_bytes()), group, layout)
     leave()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,9 +1,11 @@
 """A learner of several ranks: the same numbers as one process, resumed by any number, and never left hanging."""
 
+import math
 import os
 import socket
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import orjson
@@ -28,6 +30,7 @@ CASES = {
         "learner": {"epochs": 2, "minibatches": 2},
         "sections": {"loss": {"entropy_bonus": 0.05, "aggregation": "sequence_mean"}},
     },
+    "many_microbatches": {"rows": 24, "learner": {"tokens_per_microbatch": 1}},
     "fewer_rows_than_ranks": {"rows": 1},
     "rows_without_signal": {"without_signal": [0, 2, 3, 4, 5, 6], "learner": {"gradient_checkpointing": True}},
     "critic": {"sections": GAE},
@@ -68,23 +71,43 @@ ROUNDED = {
 PARTS = {"sections": {**GAE, "loss": {"kl": "loss"}}}
 
 
-def by_ranks(size: int) -> dict:
-    """What ``size`` processes run: the cases, a run that saves, and runs that go on from others' checkpoints."""
+MESHES = ("2x4", "4x2")
+"""Replicas times shards, of eight processes."""
+OF_MESHES = (
+    "many_microbatches",
+    "several_steps",
+    "fewer_rows_than_ranks",
+    "critic",
+    "masks",
+    "adapters",
+    "experts",
+    "not_finite",
+)
+"""Cases of a mesh of two dimensions."""
+RESUMED = [("1", "2"), ("2", "1"), ("2", "2"), ("2", "4"), ("2", "2x4"), ("2x4", "4x2"), ("2x4", "1"), ("4x2", "4x2")]
+"""Layouts before and after a checkpoint."""
+
+
+def by_ranks(layout: str) -> dict:
+    """What the processes of a layout run: the cases, a run that saves, and runs that go on from others' checkpoints."""
     cases = {**CASES, **ROUNDED}
+    if layout in MESHES:
+        cases = {name: case for name, case in cases.items() if name in (*OF_MESHES, *ROUNDED)}
     for name, parts in (
         ("saved", PARTS),
         ("adapters_saved", {"learner": {"lora": LORA}}),
         ("experts_saved", {"model": "experts"}),
     ):
-        if size < 4:
-            cases[name] = {**parts, "save": f"{name}{size}"}
-        for before in {1: [2], 2: [1, 2], 4: [2]}[size]:
+        if layout in {before for before, _ in RESUMED}:
+            cases[name] = {**parts, "save": f"{name}{layout}"}
+        for before in [before for before, after in RESUMED if after == layout]:
             cases[f"{name}_from{before}"] = {**parts, "load": f"{name}{before}", "seed": 9}
-    return {**cases, "transfer": {"transfer": True}} if size == 2 else cases
+    return {**cases, "transfer": {"transfer": True}} if layout == "2" else cases
 
 
-def train(server: ForkServer, size: int, folder: Path) -> None:
-    """``size`` processes with the cases of their file, to their end."""
+def train(server: ForkServer, layout: str, folder: Path) -> None:
+    """The processes of a layout with the cases of their file, to their end."""
+    size = math.prod(map(int, layout.split("x")))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -96,16 +119,16 @@ def train(server: ForkServer, size: int, folder: Path) -> None:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, str(PROGRAM), str(folder)]
+    command = [sys.executable, str(PROGRAM), str(folder), layout]
     processes = []
     try:
         for rank in range(size):
-            with (folder / f"{rank}-of-{size}.log").open("wb") as log:
+            with (folder / f"{rank}-of-{layout}.log").open("wb") as log:
                 env = {**environment, "RANK": str(rank)}
                 processes.append(server.start(command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=ROOT))
         for rank, process in enumerate(processes):
             code = process.wait(SECONDS)
-            assert code == 0, f"rank {rank}:\n{(folder / f'{rank}-of-{size}.log').read_text()[-3000:]}"
+            assert code == 0, f"rank {rank}:\n{(folder / f'{rank}-of-{layout}.log').read_text()[-3000:]}"
     finally:
         for process in processes:
             process.kill()
@@ -126,25 +149,25 @@ def experts_model() -> Qwen3MoeForCausalLM:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, fork_server):
-    """What one, two and four processes found: ``ranksN/CASE.json`` and ``.safetensors``."""
+    """What one, two, four and eight processes found: ``ranksLAYOUT/CASE.json`` and ``.safetensors``."""
     folder = tmp_path_factory.mktemp("ranks")
     tiny_model().save_pretrained(folder / "model")
     experts_model().save_pretrained(folder / "experts")
     for name in ("model", "experts"):
         (folder / name / "tokenizer.json").write_text("{}")
     torch.set_num_threads(1)
-    of_one = by_ranks(1)
-    for size in (2, 4):
-        (folder / f"cases{size}.json").write_bytes(orjson.dumps(by_ranks(size)))
+    of_one = by_ranks("1")
+    for layout in ("2", "4", *MESHES):
+        (folder / f"cases{layout}.json").write_bytes(orjson.dumps(by_ranks(layout)))
     run(folder, {name: case for name, case in of_one.items() if "load" not in case}, None)
-    train(fork_server, 2, folder)
-    train(fork_server, 4, folder)
+    for layout in ("2", "4", *MESHES):
+        train(fork_server, layout, folder)
     run(folder, {name: case for name, case in of_one.items() if "load" in case}, None)
     return folder
 
 
-def found(folder, size, name):
-    where = folder / f"ranks{size}"
+def found(folder, layout, name):
+    where = folder / f"ranks{layout}"
     return orjson.loads((where / f"{name}.json").read_bytes()), load_file(where / f"{name}.safetensors")
 
 
@@ -153,7 +176,7 @@ def assert_same(came, expected, updates=slice(None), rtol=1e-4, atol=1e-5):
         if not any(other["nonfinite"].values()):  # a sum that was given up has no meaning
             for name, value in other.items():
                 alike = value if not isinstance(value, float) else pytest.approx(value, rel=rtol, abs=atol)
-                assert report[name] == alike, name
+                assert report[name] == alike or name == "microbatches", name
     assert came[1].keys() == expected[1].keys()
     for name, tensor in expected[1].items():
         torch.testing.assert_close(came[1][name], tensor, rtol=rtol, atol=atol)
@@ -163,32 +186,44 @@ pytestmark = pytest.mark.timeout(2 * SECONDS + 120)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", CASES)
-def test_several_ranks_make_the_updates_of_one(folder, size, name):
-    assert_same(found(folder, size, name), found(folder, 1, name))
+@pytest.mark.parametrize(("layout", "name"), [*product(("2", "4"), CASES), *product(MESHES, OF_MESHES)])
+def test_several_ranks_make_the_updates_of_one(folder, layout, name):
+    assert_same(found(folder, layout, name), found(folder, 1, name))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("layout", MESHES)
+@pytest.mark.parametrize("name", (*OF_MESHES, *ROUNDED))
+def test_replicas_stay_equal_by_gradients_norm_and_random_state_once_an_optimizer_step(folder, layout, name):
+    facts = found(folder, layout, name)[0]
+    critics = sum(report["critic"] is not None for report in facts["updates"])
+    steps = sum(report["steps"] + sum(report["nonfinite"].values()) for report in facts["updates"])
+    assert facts["between"] == 3 * (steps + critics)
+    assert facts["differing"] == 0, "replicas are equal bit for bit"
+    if name == "many_microbatches":
+        assert all(report["microbatches"] == 24 for report in facts["updates"]), "three of each rank"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["2", "4", *MESHES])
 @pytest.mark.parametrize("name", ROUNDED)
-def test_reduced_precision_changes_an_update_by_roundings(folder, size, name):
+def test_reduced_precision_changes_an_update_by_roundings(folder, layout, name):
     """The first one: later ones begin from weights that differ, which AdamW makes more of than the gradient does."""
-    came, expected = (({"updates": found(folder, n, name)[0]["updates"][:1]}, {}) for n in (size, 1))
+    came, expected = (({"updates": found(folder, n, name)[0]["updates"][:1]}, {}) for n in (layout, 1))
     assert_same(came, expected, rtol=5e-3)
 
 
 @pytest.mark.slow
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(folder):
-    for size in (1, 2, 4):
-        reports = found(folder, size, "not_finite")[0]["updates"]
+    for layout in (1, 2, 4, *MESHES):
+        reports = found(folder, layout, "not_finite")[0]["updates"]
         assert [sum(r["nonfinite"].values()) for r in reports] == [0, 1, 0, 0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2), (2, 4)])
+@pytest.mark.parametrize(("before", "after"), RESUMED)
 @pytest.mark.parametrize("name", ["saved", "adapters_saved", "experts_saved"])
-def test_another_number_of_ranks_goes_on_from_a_checkpoint(folder, before, after, name):
+def test_another_number_of_ranks_and_replicas_goes_on_from_a_checkpoint(folder, before, after, name):
     came = found(folder, after, f"{name}_from{before}")
     assert_same(came, found(folder, 1, name), slice(2, None))
     assert (came[0]["updates"][0]["critic"] is not None) == (name == "saved")
@@ -197,25 +232,27 @@ def test_another_number_of_ranks_goes_on_from_a_checkpoint(folder, before, after
 @pytest.mark.slow
 def test_the_model_of_a_checkpoint_has_the_bits_of_the_weights_in_training(folder):
     for name, parts in (("saved", []), ("adapters_saved", ["adapter"])):
-        for size, of_several in ((1, []), (2, ["shards"])):
-            facts = found(folder, size, name)[0]
-            assert facts["same"] and facts["damage"] == "" and (facts["files"] > 1) == (size > 1)
+        for layout, of_several in (("1", []), ("2", ["shards"]), ("2x4", ["shards"]), ("4x2", ["shards"])):
+            facts = found(folder, layout, name)[0]
+            assert facts["same"] and facts["damage"] == "" and (facts["files"] > 1) == (layout != "1")
             assert facts["names"] == sorted(
                 ["contents.json", "model", "state.json", "training.pt", *parts, *of_several]
             )
-    for before, after in ((1, 2), (2, 1), (2, 2), (2, 4)):
+    for before, after in RESUMED:
         assert found(folder, after, f"saved_from{before}")[0]["resumed"]
 
 
 @pytest.mark.slow
 def test_the_random_state_goes_with_the_checkpoint(folder):
-    drawn = {size: found(folder, size, "saved")[0]["random"] for size in (1, 2)}
-    for before, after in ((1, 2), (2, 1), (2, 2), (2, 4)):
+    drawn = {layout: found(folder, layout, "saved")[0]["random"] for layout, _ in RESUMED}
+    for before, after in RESUMED:
         came = found(folder, after, f"saved_from{before}")[0]["random"]
         assert came[0] == drawn[before][0]
         if before == after:
             assert came == drawn[before]
-        assert len(set(came)) == after, "each rank has draws of its own"
+        shards = int(after.rpartition("x")[2])
+        assert len(set(came)) == shards, "each shard has draws of its own, the same in all replicas"
+        assert came == came[:shards] * (len(came) // shards)
 
 
 @pytest.mark.slow

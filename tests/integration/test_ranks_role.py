@@ -1,4 +1,4 @@
-"""The learner as a role with ``learner.ranks: 2``: a run, a stop and a killed rank, with a real second process."""
+"""The learner as a role with several ranks: a run, a stop and a killed rank, with a real second process."""
 
 import contextlib
 import errno
@@ -55,10 +55,10 @@ def world(tmp_path, monkeypatch, children):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     @contextlib.asynccontextmanager
-    async def make(**sections):
+    async def make(ranks=2, replicas=1, **sections):
         engine = Engine()
         async with serving(engine) as url:
-            learner = {"ranks": 2, "ranks_timeout_seconds": 120}
+            learner = {"ranks": ranks, "replicas": replicas, "ranks_timeout_seconds": 120}
             w = World(config_of(tmp_path, url, learner=learner, **sections), engine)
             write = MetricsLog.write
             monkeypatch.setattr(MetricsLog, "write", lambda log, line: (write(log, line), w.wrote()))
@@ -99,10 +99,14 @@ async def test_a_stop_saves_the_last_update_of_all_ranks(world, children):
     assert children[0].end.result(0) == 0
 
 
-async def test_a_stop_ends_all_ranks_and_a_killed_rank_ends_the_others_with_words(world, children, caplog):
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (8, 2)])
+async def test_a_stop_ends_all_ranks_and_a_killed_rank_ends_the_others_with_words(
+    world, children, caplog, ranks, replicas
+):
     """One run of three lives: stopped, killed, and resumed to the end, by all ranks from the same older checkpoint
     where a shard of the newest is damaged."""
-    async with world(total_steps=8, checkpoint={"every": 1}) as w:
+    others = ranks - 1
+    async with world(ranks, replicas, total_steps=8, checkpoint={"every": 1}) as w:
         ctx, run = w.learner()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run)
@@ -110,29 +114,30 @@ async def test_a_stop_ends_all_ranks_and_a_killed_rank_ends_the_others_with_word
             tasks.cancel_scope.deadline = anyio.current_time() + STOP_SECONDS_MAX
             ctx.stopping.set()
         assert not tasks.cancel_scope.cancel_called
-        assert children[0].end.result(0) == 0
+        assert [child.end.result(0) for child in children] == [0] * others
 
         _, run = w.learner()
         with pytest.raises(BaseExceptionGroup) as caught:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(run)
                 await w.until_step(len(w.lines()) + 1)
-                os.kill(children[1].pid, signal.SIGKILL)
+                os.kill(children[-1].pid, signal.SIGKILL)
                 with anyio.fail_after(LOSS_SECONDS_MAX):
                     await anyio.sleep_forever()
         assert not caught.group_contains(TimeoutError)
-        assert any("rank 1 ended (killed by SIGKILL)" in record.getMessage() for record in caplog.records)
+        assert any(f"rank {others} ended (killed by SIGKILL)" in record.getMessage() for record in caplog.records)
 
         newest, older = find_checkpoints(w.directory.checkpoints)
-        flip(newest / "shards" / "__1_0.distcp")
+        part = max((newest / "shards").glob("*.distcp"))
+        flip(part)
         ctx, run = w.learner()
         await run()
     [notice] = ctx.notices
-    assert f"{newest.name} is damaged (shards/__1_0.distcp" in notice and f"resumes from {older.name}" in notice
+    assert f"{newest.name} is damaged (shards/{part.name}" in notice and f"resumes from {older.name}" in notice
     assert w.lines()[-1]["step"] == 8
     assert w.engine.versions == sorted(w.engine.versions)
     w.directory.config_file.write_text(dump(w.config))
-    assert repeated(w.directory.path) == dict.fromkeys(range(1, 9), ()), "bit for bit, by two ranks"
+    assert repeated(w.directory.path) == dict.fromkeys(range(1, 9), ()), "bit for bit, by as many ranks"
 
 
 async def test_two_ranks_wait_for_a_full_disk_wherever_a_checkpoint_meets_it(world, children, monkeypatch):

@@ -169,6 +169,17 @@ def test_layers_with_a_window_keep_no_more_of_a_sequence_in_the_cache() -> None:
     assert found.cache_bytes(1064) == found.cache_bytes(64) + 1000 * found.cache_bytes(1) // 2
 
 
+def test_a_replica_needs_what_a_learner_of_its_ranks_needs() -> None:
+    model = footprint(written(transformers.LlamaConfig(**MIDDLE)), TOKENS)
+    for ranks, replicas in ((8, 2), (8, 4)):
+        mesh, alone = (
+            run_config(learner_options({"ranks": n, "replicas": r}), engine={"kind": "vllm"})
+            for n, r in ((ranks, replicas), (ranks // replicas, 1))
+        )
+        assert learner_memory(model, mesh) == learner_memory(model, alone)
+        assert host_memory(model, mesh) == host_memory(model, alone)
+
+
 def test_ranks_adapters_and_smaller_moments_need_less() -> None:
     raw = written(transformers.Qwen3MoeConfig(**MIDDLE | EXPERTS))
 

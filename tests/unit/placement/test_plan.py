@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pipeline.config import RunConfig
-from pipeline.config.load import load
+from pipeline.config.load import load, loads
 from pipeline.config.placement import PlacementConfig
 from pipeline.errors import ConfigurationError
 from pipeline.supervisor.division import choose_counts, place_engines, place_ranks
@@ -189,6 +189,48 @@ def test_a_number_of_ranks_that_fits_is_chosen_where_one_leaves_the_engines(
     least = 1 if engines is None else engines
     if any(n_engines >= least for n_engines in room.values()):
         assert ranks in fitting and room[ranks] >= wanted >= least
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, 8), min_size=1, max_size=4),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.integers(2, 4),
+)
+def test_a_replica_has_one_node_where_nodes_have_room_for_all_replicas_whole(
+    gpus: list[int], size: int, shards: int, replicas: int
+) -> None:
+    taken = place_ranks(gpus, replicas * shards, size, replicas)
+    assert (taken is None) == (sum(gpus) < replicas * shards)
+    if taken is not None:
+        assert sum(taken) == replicas * shards and all(t <= n for t, n in zip(taken, gpus, strict=True))
+        if sum(n // shards for n in gpus) >= replicas:
+            assert all(t % shards == 0 for t in taken), "ranks are numbered node by node"
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_chosen_number_of_ranks_is_a_multiple_of_the_replicas(replicas: int) -> None:
+    for gpus in ([8], [8, 8], [4, 6, 8]):
+        engines, ranks = choose_counts(gpus, None, None, 1, sum(gpus), (), replicas)
+        assert ranks and ranks % replicas == 0 and engines + ranks <= sum(gpus)
+    assert choose_counts([2], None, None, 1, 2, (), 3) == (1, 3), "a division that does not fit is refused later"
+
+
+def test_replicas_that_do_not_divide_the_ranks_are_refused() -> None:
+    for section, replicas, key in (
+        ("learner: {ranks: 4, replicas: 3}", 3, "learner.ranks \\(4\\)"),
+        ("learner: {replicas: 2}", 2, "learner.ranks \\(1\\)"),
+        ("learner: {replicas: 2}\nplacement: {learner_gpus: 3}", 2, "placement.learner_gpus \\(3\\)"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"{key} must be a multiple of learner.replicas \\({replicas}\\)"):
+            loads(f"model: {{source: tiny}}\nenvironments: {{any: {{name: arithmetic}}}}\n{section}", environment={})
+
+
+def test_a_plan_keeps_replicas_whole() -> None:
+    sections = {"learner": {"replicas": 2}, "placement": {"engine_gpus": 4, "learner_gpus": 8}}
+    found = plan(changed(**sections), nodes(6, 6))
+    assert [len(place.gpus) for place in found.places if place.role == "learner"] == [4, 4]
 
 
 def layouts(gpus: Sequence[int], ranks: int) -> list[tuple[int, ...]]:

@@ -32,6 +32,13 @@ def test_a_rank_that_contradicts_is_refused_with_words(kit, environment, ranks, 
         process_rank(kit.learner_config(ranks=ranks), environment)
 
 
+def test_replicas_that_do_not_divide_the_ranks_are_refused_with_words(kit):
+    config, environment = kit.learner_config(replicas=3), {"RANK": "1", "WORLD_SIZE": "8"}
+    with pytest.raises(ConfigurationError, match="got 3 replicas of 8 ranks"):
+        process_rank(config, environment)
+    assert process_rank(kit.learner_config(replicas=4), environment) == ProcessRank(1, 8, 1)
+
+
 def test_what_several_ranks_cannot_do_is_refused_before_anything_is_divided(kit, tmp_path):
     kit.tiny_model().save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match="ranks"):
