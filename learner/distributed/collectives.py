@@ -31,9 +31,10 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from learner.data.division import divide
+from learner.data.division import divide_with_context
 from learner.data.microbatch import Form
 from learner.data.rows import Row, TokenScores
+from learner.distributed.context import ContextGroup
 from learner.distributed.messages import pack, pack_command, unpack
 from learner.distributed.ranks import Interrupt, Ranks, T, resolve_device
 from learner.observability.statistics import TokenValues, Weights
@@ -83,7 +84,9 @@ class RankGroup(Ranks):
     ``torch.distributed`` must be initialised (:func:`join`).
     """
 
-    def __init__(self, device: torch.device, interrupt: Interrupt, timeout_seconds: float) -> None:
+    def __init__(
+        self, device: torch.device, interrupt: Interrupt, timeout_seconds: float, context_ranks: int = 1
+    ) -> None:
         self.interrupt = interrupt
         self._lock = threading.Lock()
         self._worker: int | None = None
@@ -95,9 +98,13 @@ class RankGroup(Ranks):
         self._arrays = dist.new_group(backend="gloo", timeout=timeout)
         self.saving = dist.new_group(backend="gloo", timeout=timeout)
         """Group of the threads that write checkpoints during training."""
+        if context_ranks > 1:
+            group, _ = dist.new_subgroups(context_ranks, timeout=timeout)
+            self.context = ContextGroup(dist.get_rank(group), context_ranks, group)
 
-    def mine(self, rows: Sequence[Row], form: Form) -> list[int]:
-        return divide(rows, self.size, form)[self.rank]
+    def mine(self, rows: Sequence[Row], form: Form, tokens_max: int) -> tuple[list[int], list[int]]:
+        context = 1 if self.context is None else self.context.size
+        return divide_with_context(rows, self.size, context, tokens_max, form)[self.rank]
 
     @contextmanager
     def together(
@@ -228,7 +235,7 @@ class ProcessRank:
 
 def process_rank(config: LearnerConfig, environment: dict[str, str] | None = None) -> ProcessRank:
     """The rank by RANK, WORLD_SIZE and LOCAL_RANK; without them one process. Raises :class:`ConfigurationError` where
-    they contradict ``learner.ranks``."""
+    they contradict ``learner.ranks``, and for ranks that are no whole context groups."""
     values = dict(os.environ) if environment is None else environment
     try:
         rank, size = int(values.get("RANK", "0")), int(values.get("WORLD_SIZE", "1"))
@@ -240,6 +247,11 @@ def process_rank(config: LearnerConfig, environment: dict[str, str] | None = Non
     if size > 1 and config.ranks not in (1, size):
         raise ConfigurationError(
             f"learner.ranks is {config.ranks}, but WORLD_SIZE is {size}: omit learner.ranks under torchrun"
+        )
+    ranks = max(size, config.ranks)
+    if ranks % config.context_ranks:
+        raise ConfigurationError(
+            f"learner.context_ranks is {config.context_ranks}, but there are {ranks} ranks: expected a multiple of it"
         )
     return ProcessRank(rank, size, local)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from learner.data.microbatch import Form
 from learner.data.rows import Row, TokenScores
+from learner.distributed.context import ContextGroup
 from learner.observability.statistics import TokenValues, Weights
 from pipeline.errors import ConfigurationError
 
@@ -31,9 +32,13 @@ class Ranks:
     rank = 0
     size = 1
 
-    def mine(self, rows: Sequence[Row], form: Form) -> list[int]:
-        """Numbers of the rows that this rank computes. Not a collective."""
-        return list(range(len(rows)))
+    context: ContextGroup | None = None
+    """Group of this rank whose ranks divide the tokens of long rows."""
+
+    def mine(self, rows: Sequence[Row], form: Form, tokens_max: int) -> tuple[list[int], list[int]]:
+        """Numbers of the rows that this rank computes: with its context group, because they are longer than
+        ``tokens_max``, and alone. Not a collective."""
+        return [], list(range(len(rows)))
 
     def together(
         self,

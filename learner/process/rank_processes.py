@@ -79,7 +79,8 @@ class RankZero:
             self._start_children(config, store.port)
         try:
             device = join(process, config.learner, store)
-            self.group = RankGroup(device, Interrupt(), config.learner.ranks_timeout_seconds)
+            options = config.learner
+            self.group = RankGroup(device, Interrupt(), options.ranks_timeout_seconds, options.context_ranks)
         except BaseException:
             self._close(wait_seconds=0)
             raise
@@ -264,7 +265,8 @@ def run(config: RunConfig, process: ProcessRank, store: Store | None = None) -> 
         nonlocal code
         try:
             device = join(process, config.learner, store)
-            group = RankGroup(device, interrupt, config.learner.ranks_timeout_seconds)
+            options = config.learner
+            group = RankGroup(device, interrupt, options.ranks_timeout_seconds, options.context_ranks)
             trainer, _ = load_trainer(config, RunDirectory(config.run.path), None, group)
             log.info("rank %d of %d on %s", process.rank, process.world_size, device)
             with shard_writer(trainer) as image:

@@ -130,6 +130,10 @@ class LearnerConfig(Section):
     """Processes that share the model and each update (FSDP2): gloo on CPUs, NCCL with one GPU each. The learner is rank
     0 and starts the others on its machine. Under torchrun omit it: torchrun determines the number. Ranks on several
     nodes meet at port 29500 of the first; set ``MASTER_PORT`` where ``afterplay run`` starts to use another."""
+    context_ranks: int = Field(1, ge=1, le=1024)
+    """Ranks that divide the tokens of a row longer than ``tokens_per_microbatch`` (context parallelism, Ulysses,
+    arXiv:2309.14509), so that a rank holds one part of it. Shorter rows stay on one rank. A divisor of ``ranks`` and of
+    the model's attention heads; every layer must have full or sliding attention. 1: none."""
     ranks_timeout_seconds: float = Field(600.0, gt=0)
     """Seconds that a rank waits for the others before the learner ends with an error. Must exceed the longest
     micro-batch and the longest checkpoint write."""
@@ -140,6 +144,10 @@ class LearnerConfig(Section):
     def check(self) -> None:
         if self.optimizer == "adamw_8bit" and self.optimizer_dtype != "float32":
             raise ValueError("learner.optimizer_dtype is for adamw: adamw_8bit has 8-bit moments, omit it")
+        if self.ranks > 1 and self.ranks % self.context_ranks:
+            raise ValueError(
+                f"learner.context_ranks {self.context_ranks} must divide learner.ranks, got {self.ranks} ranks"
+            )
         frozen = self.lora.frozen_dtype if self.lora.rank else "float32"
         if frozen != "float32" and self.compute_dtype not in (frozen, "auto"):
             raise ValueError(

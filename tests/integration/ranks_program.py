@@ -205,8 +205,11 @@ def main(folder: Path) -> None:
     config = run_config({"ranks_timeout_seconds": 60})
     process = process_rank(config.learner)
     device = join(process, config.learner)
-    group = RankGroup(device, Interrupt(), 60.0)
-    run(folder, orjson.loads((folder / f"cases{process.world_size}.json").read_bytes()), group)
+    cases = orjson.loads((folder / f"cases{process.world_size}.json").read_bytes())
+    sizes = {name: case.get("learner", {}).get("context_ranks", 1) for name, case in cases.items()}
+    for size in sorted(set(sizes.values())):
+        group = RankGroup(device, Interrupt(), 60.0, size)
+        run(folder, {name: case for name, case in cases.items() if sizes[name] == size}, group)
     leave()
 
 

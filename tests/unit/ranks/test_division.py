@@ -142,7 +142,7 @@ def test_a_window_bounds_the_keys_that_count():
 
 def test_one_rank_has_all_rows_and_changes_nothing(kit):
     rows = kit.make_rows(4)
-    assert ALONE.mine(rows, SHARED) == [0, 1, 2, 3]
+    assert ALONE.mine(rows, SHARED, 1) == ([], [0, 1, 2, 3])
     assert ALONE.padded([1, 2]) == [1, 2]
     assert ALONE.agree(2) == 2
     with ALONE.together("step", rows):
