@@ -105,8 +105,8 @@ class _Tree:
         return found
 
     def placed(self, pieces: Sequence[Piece], ranks: int, before: Sequence[int]) -> tuple[IntArray, list[int]]:
-        """Rank of each row, and the loads on top of those ``before``: costly pieces first, each to the rank whose load is least with it (Graham
-        1969). A rank that has a part of its prefix already computes only the rest."""
+        """Rank of each row, and the loads on top of those ``before``: costly pieces first, each to the rank whose load
+        is least with it (Graham 1969). A rank that has a part of its prefix already computes only the rest."""
         owners = np.full(len(self.own), -1, np.int64)
         loads = np.asarray(before or [0] * ranks, np.int64)
         for first, end in sorted(pieces, key=lambda piece: (-self.cost(*piece), piece)):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ class ContextGroup:
 
     def exchange(self, tokens: int) -> Exchange:
         bounds = self.bounds(tokens)
-        return Exchange(self, tuple(end - begin for begin, end in zip(bounds, bounds[1:], strict=False)))
+        return Exchange(self, tuple(end - begin for begin, end in pairwise(bounds)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,8 @@ def undividable(model: Any, ranks: int) -> str | None:
     text = model.config.get_text_config()
     heads = sorted({count for count, _ in heads_of(text)})
     if any(count % ranks for count in heads):
-        return f"{type(model).__name__} has {', '.join(map(str, heads))} attention heads, which they cannot share evenly"
+        counts = ", ".join(map(str, heads))
+        return f"{type(model).__name__} has {counts} attention heads, which they cannot share evenly"
     ropes = getattr(text, "rope_parameters", None) or {}
     kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
     if longer := sorted(kinds & _ROPES_BY_LENGTH):

@@ -230,7 +230,8 @@ class OptimizerSteps:
     def _balance_share(self, parts: Sequence[MicroBatch | None]) -> float:
         """Weight of a token in the load-balancing loss: over the tokens of all ranks' passes. Collective."""
         weight = self.config.loss.load_balancing
-        return weight / self.policy.ranks.summed([sum(p.n_real for p in parts if p is not None and p.counted)])[0] if weight else 0.0
+        n_real = sum(part.n_real for part in parts if part is not None and part.counted)
+        return weight / self.policy.ranks.summed([n_real])[0] if weight else 0.0
 
     def _read(
         self,

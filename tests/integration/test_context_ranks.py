@@ -3,7 +3,14 @@
 import orjson
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tests.integration.ranks_program import run
 from tests.integration.test_ranks import GAE, LORA, assert_same, found, train
@@ -12,6 +19,7 @@ SIZE = dict(
     vocab_size=23, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, head_dim=8, initializer_range=0.4,
     max_position_embeddings=128,
 )  # fmt: skip
+
 
 def case(**options):
     sections = options.pop("sections", {})

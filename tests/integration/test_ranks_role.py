@@ -58,7 +58,7 @@ def world(tmp_path, monkeypatch, children):
     async def make(**sections):
         engine = Engine()
         async with serving(engine) as url:
-            learner = {"ranks": 2, "ranks_timeout_seconds": 120}
+            learner = {"ranks": 2, "ranks_timeout_seconds": 120, **sections.pop("learner", {})}
             w = World(config_of(tmp_path, url, learner=learner, **sections), engine)
             write = MetricsLog.write
             monkeypatch.setattr(MetricsLog, "write", lambda log, line: (write(log, line), w.wrote()))
@@ -99,10 +99,13 @@ async def test_a_stop_saves_the_last_update_of_all_ranks(world, children):
     assert children[0].end.result(0) == 0
 
 
-async def test_a_stop_ends_all_ranks_and_a_killed_rank_ends_the_others_with_words(world, children, caplog):
+@pytest.mark.parametrize(
+    "learner", [{}, {"context_ranks": 2, "tokens_per_microbatch": 4}], ids=["rows", "divided_rows"]
+)
+async def test_a_stop_ends_all_ranks_and_a_killed_rank_ends_the_others_with_words(world, children, caplog, learner):
     """One run of three lives: stopped, killed, and resumed to the end, by all ranks from the same older checkpoint
     where a shard of the newest is damaged."""
-    async with world(total_steps=8, checkpoint={"every": 1}) as w:
+    async with world(total_steps=8, checkpoint={"every": 1}, learner=learner) as w:
         ctx, run = w.learner()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run)

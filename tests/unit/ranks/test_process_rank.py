@@ -32,6 +32,15 @@ def test_a_rank_that_contradicts_is_refused_with_words(kit, environment, ranks, 
         process_rank(kit.learner_config(ranks=ranks), environment)
 
 
+def test_ranks_that_are_no_whole_context_groups_are_refused(kit):
+    with pytest.raises(ValueError, match=r"context_ranks 3 must divide learner.ranks, got 4"):
+        kit.learner_config(ranks=4, context_ranks=3)
+    with pytest.raises(ConfigurationError, match="context_ranks is 2, but there are 1 ranks"):
+        process_rank(kit.learner_config(context_ranks=2), {})
+    with pytest.raises(ConfigurationError, match="context_ranks is 3, but there are 8 ranks"):
+        process_rank(kit.learner_config(context_ranks=3), {"RANK": "0", "WORLD_SIZE": "8"})
+
+
 def test_what_several_ranks_cannot_do_is_refused_before_anything_is_divided(kit, tmp_path):
     kit.tiny_model().save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match="ranks"):
