@@ -99,7 +99,7 @@ class RankGroup(Ranks):
         self.saving = dist.new_group(backend="gloo", timeout=timeout)
         """Group of the threads that write checkpoints during training."""
         if context_ranks > 1:
-            group, _ = dist.new_subgroups(context_ranks, timeout=timeout)
+            group, _ = dist.new_subgroups(context_ranks, timeout=timeout)  # type: ignore[no-untyped-call]
             self.context = ContextGroup(dist.get_rank(group), context_ranks, group)
 
     def mine(self, rows: Sequence[Row], form: Form, tokens_max: int) -> tuple[list[int], list[int]]:

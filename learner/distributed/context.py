@@ -81,8 +81,8 @@ class Exchange:
         shapes = [(x.shape[1] // self.context.size, x.shape[3]) for x in parts]
         sent = torch.cat([self._by_rank(x) for x in parts], dim=2)
         whole = self._exchanged(sent.flatten(0, 1), self._equal, list(self.tokens))
-        found = whole.split([heads * size for heads, size in shapes], dim=1)
-        q, k, v = (x.unflatten(1, shape).transpose(0, 1)[None] for x, shape in zip(found, shapes, strict=True))
+        found = torch.split(whole, [heads * size for heads, size in shapes], dim=1)
+        q, k, v = (x.reshape(-1, *shape).transpose(0, 1)[None] for x, shape in zip(found, shapes, strict=True))
         return q, k, v
 
     def to_tokens(self, out: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class Exchange:
 
     def _by_rank(self, x: Tensor) -> Tensor:
         """``[C, n, features]`` of the heads of each rank, from ``[1, heads, n, D]``."""
-        return x[0].unflatten(0, (self.context.size, -1)).transpose(1, 2).flatten(2)
+        return x[0].reshape(self.context.size, -1, *x.shape[2:]).transpose(1, 2).flatten(2)
 
     def _exchanged(self, sent: Tensor, sent_tokens: list[int], got_tokens: list[int]) -> Tensor:
         found: Tensor = _AllToAll.apply(sent, sent_tokens, got_tokens, self.context.group)  # type: ignore[no-untyped-call]

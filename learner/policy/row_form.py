@@ -103,7 +103,7 @@ def undividable(model: Any, ranks: int) -> str | None:
         counts = ", ".join(map(str, heads))
         return f"{type(model).__name__} has {counts} attention heads, which they cannot share evenly"
     ropes = getattr(text, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
+    kinds = {str(rope.get("rope_type")) for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
     if longer := sorted(kinds & _ROPES_BY_LENGTH):
         return f"the rotary embedding ({', '.join(longer)}) of {type(model).__name__} depends on the length of the row"
     return None
