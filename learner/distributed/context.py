@@ -34,7 +34,7 @@ class ContextGroup:
     group: dist.ProcessGroup
 
     def bounds(self, tokens: int) -> list[int]:
-        """Where each rank's part of N tokens begins, and N: parts differ by one token at most."""
+        """First token of each rank's part of N, and N itself: parts differ by one token at most."""
         return [rank * tokens // self.size for rank in range(self.size + 1)]
 
     def part(self, tokens: int) -> slice:
