@@ -24,18 +24,34 @@ GAIN_MIN = 0.01
 """Smaller pieces must make the most loaded rank faster by this share: each cut computes a prefix again."""
 
 
-def divide(rows: Sequence[Row], ranks: int, form: Form) -> list[list[int]]:
-    """Row numbers of each rank, ascending. The same rows always give the same division, on every machine."""
+def divide_with_context(
+    rows: Sequence[Row], ranks: int, context: int, tokens_max: int, form: Form
+) -> list[tuple[list[int], list[int]]]:
+    """Row numbers of each rank: those that it computes with the others of its context group (``context`` consecutive
+    ranks), and those that it computes alone. The former are longer than ``tokens_max``."""
+    if context == 1:
+        return [([], alone) for alone in divide(rows, ranks, form)]
+    long = [i for i, row in enumerate(rows) if len(row) - 1 > tokens_max and len(row) > context]
+    short = sorted({*range(len(rows))} - {*long})
+    groups = divide([rows[i] for i in long], ranks // context, form.of_context)
+    costs = [_Tree([rows[long[i]] for i in group], form.of_context).whole // context for group in groups]
+    alone = divide([rows[i] for i in short], ranks, form, np.repeat(costs, context).tolist())
+    return [([long[i] for i in groups[rank // context]], [short[i] for i in alone[rank]]) for rank in range(ranks)]
+
+
+def divide(rows: Sequence[Row], ranks: int, form: Form, loads: Sequence[int] = ()) -> list[list[int]]:
+    """Row numbers of each rank, ascending. The same rows always give the same division, on every machine. ``loads``:
+    costs that the ranks have already."""
     if ranks == 1 or not rows:
         return [list(range(len(rows))), *[[] for _ in range(ranks - 1)]]
     tree = _Tree(rows, form)
-    bound = max(tree.cost(0, len(rows)) / ranks, int(tree.own.max()))
+    bound = max((tree.whole + sum(loads)) / ranks, int(tree.own.max()), *loads)
     owners, slowest = np.zeros(0, np.int64), float("inf")
     for limit in LIMITS:
         pieces = tree.pieces(None if limit is None else limit * bound)
-        found, loads = tree.placed(pieces, ranks)
-        if max(loads) < slowest * (1 - GAIN_MIN):
-            owners, slowest = found, max(loads)
+        found, costs = tree.placed(pieces, ranks, loads)
+        if max(costs) < slowest * (1 - GAIN_MIN):
+            owners, slowest = found, max(costs)
         if slowest <= bound * (1 + GAIN_MIN) or len(pieces) == len(rows):
             break
     return [sorted(tree.order[owners == rank].tolist()) for rank in range(ranks)]
@@ -62,6 +78,11 @@ class _Tree:
         self._shared = self._cost.prefix(self._common)
         self._sums = np.concatenate([[0], np.cumsum(self.own - self._shared)])
 
+    @property
+    def whole(self) -> int:
+        """Cost of all rows in one pass."""
+        return self.cost(0, len(self.own)) if len(self.own) else 0
+
     def cost(self, first: int, end: int) -> int:
         """Cost of a run of rows that one pass computes."""
         return int(self._sums[end] - self._sums[first] + self._shared[first])
@@ -83,11 +104,11 @@ class _Tree:
                 found.append((first, end))
         return found
 
-    def placed(self, pieces: Sequence[Piece], ranks: int) -> tuple[IntArray, list[int]]:
-        """Rank of each row, and the loads: costly pieces first, each to the rank whose load is least with it (Graham
-        1969). A rank that has a part of its prefix already computes only the rest."""
+    def placed(self, pieces: Sequence[Piece], ranks: int, before: Sequence[int]) -> tuple[IntArray, list[int]]:
+        """Rank of each row, and the loads on top of those ``before``: costly pieces first, each to the rank whose load
+        is least with it (Graham 1969). A rank that has a part of its prefix already computes only the rest."""
         owners = np.full(len(self.own), -1, np.int64)
-        loads = np.zeros(ranks, np.int64)
+        loads = np.asarray(before or [0] * ranks, np.int64)
         for first, end in sorted(pieces, key=lambda piece: (-self.cost(*piece), piece)):
             shared = np.zeros(ranks + 1, np.int64)  # the last: of rows that no rank has yet
             np.maximum.at(shared, owners, self._common_with(first, end))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -84,6 +84,11 @@ class Form:
     or a trial whose values differed."""
     cost: PassCost = field(default=PassCost(), compare=False)
     """Cost of a pass of the model that takes the rows."""
+
+    @property
+    def of_context(self) -> Form:
+        """Form of the passes whose tokens ranks divide: never padded."""
+        return self if self.packed else Form(packed=True, cost=self.cost)
 
     @property
     def name(self) -> Literal["padded", "packed", "shared"]:
@@ -251,7 +256,11 @@ class MicroBatch:
     n_shared: int = 0
     """Tokens that are not computed again because another row of the pass has them."""
     operations: int = 0
-    """Operations of a forward pass (``Form.cost``), padding left out."""
+    """Operations of a forward pass (``Form.cost``), padding left out; 0 where another rank counts them."""
+    divided: bool = False
+    """The ranks of a context group divide the tokens; each has the whole micro-batch."""
+    counted: bool = True
+    """This rank adds its sums and values to those of the others. Of a divided one the group's first rank does."""
 
     @property
     def n_padded(self) -> int:
@@ -260,6 +269,12 @@ class MicroBatch:
     @property
     def n_sampled(self) -> int:
         return len(self.targets_S)
+
+    def of_context(self, rank: int) -> MicroBatch:
+        """The same for a rank of the context group that divides its tokens."""
+        first = rank == 0
+        operations, shared = (self.operations, self.n_shared) if first else (0, 0)
+        return replace(self, divided=True, counted=first, operations=operations, n_shared=shared)
 
 
 def plan_microbatches(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:

@@ -31,9 +31,10 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from learner.data.division import divide
+from learner.data.division import divide_with_context
 from learner.data.microbatch import Form
 from learner.data.rows import Row, TokenScores
+from learner.distributed.context import ContextGroup
 from learner.distributed.messages import CommandRows, pack, pack_command, unpack, unpack_command
 from learner.distributed.ranks import Interrupt, Ranks, T, local_part, resolve_device
 from learner.observability.statistics import TokenValues, Weights
@@ -89,7 +90,14 @@ class RankGroup(Ranks):
     ``torch.distributed`` must be initialised (:func:`join`), and ``replicas`` divide the number of ranks.
     """
 
-    def __init__(self, device: torch.device, interrupt: Interrupt, timeout_seconds: float, replicas: int = 1) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        interrupt: Interrupt,
+        timeout_seconds: float,
+        replicas: int = 1,
+        context_ranks: int = 1,
+    ) -> None:
         self.interrupt = interrupt
         self._lock = threading.Lock()
         self._worker: int | None = None
@@ -111,25 +119,33 @@ class RankGroup(Ranks):
         self._arrays = dist.new_group(backend="gloo", timeout=timeout)
         self.saving = dist.new_group(backend="gloo", timeout=timeout)
         """Group of the threads that write checkpoints during training."""
+        if context_ranks > 1:
+            group, _ = dist.new_subgroups(context_ranks, timeout=timeout)  # type: ignore[no-untyped-call]
+            self.context = ContextGroup(dist.get_rank(group), context_ranks, group)
 
-    def mine(self, rows: Sequence[Row], form: Form) -> list[int]:
+    def mine(self, rows: Sequence[Row], form: Form, tokens_max: int) -> tuple[list[int], list[int]]:
         """Rank 0 divides the rows of a command, and sends each rank its own. Other rows every rank has, and divides."""
+        context = 1 if self.context is None else self.context.size
         if self.size == 1 or not rows or rows[0] not in self._rows:
-            return divide(rows, self.size, form)[self.rank]
+            return divide_with_context(rows, self.size, context, tokens_max, form)[self.rank]
         if self.rank:
             facts, arrays = unpack(self._receive())
             if size := facts["sizes"][self.rank]:
                 message = torch.empty(size, dtype=torch.uint8)
                 dist.recv(message, 0, group=self._arrays)
                 self._rows.take(message.numpy())
-            own: list[int] = np.flatnonzero(arrays["owners"] == self.rank).tolist()
-            return own
-        parts, owners = divide(rows, self.size, form), np.zeros(len(rows), np.int32)
+            owners, together = arrays["owners"], arrays["together"]
+            shared = together & (owners // context == self.rank // context)
+            return np.flatnonzero(shared).tolist(), np.flatnonzero(~together & (owners == self.rank)).tolist()
+        parts = divide_with_context(rows, self.size, context, tokens_max, form)
+        owners, together = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.bool_)
         messages = [np.zeros(0, np.uint8)]
         for rank in range(1, self.size):
-            owners[parts[rank]] = rank
-            messages.append(self._rows.message([rows[i] for i in parts[rank]], rank))
-        self._send(pack({"sizes": [len(message) for message in messages]}, {"owners": owners}))
+            divided, alone = parts[rank]
+            owners[divided + alone] = rank
+            messages.append(self._rows.message([rows[i] for i in divided + alone], rank))
+        together[[i for divided, _ in parts for i in divided]] = True
+        self._send(pack({"sizes": [len(message) for message in messages]}, {"owners": owners, "together": together}))
         sent = [(rank, torch.from_numpy(message)) for rank, message in enumerate(messages) if len(message)]
         for work in [dist.isend(message, rank, group=self._arrays) for rank, message in sent]:
             assert work is not None, "this rank belongs to the group"
@@ -306,7 +322,7 @@ class ProcessRank:
 
 def process_rank(config: LearnerConfig, environment: dict[str, str] | None = None) -> ProcessRank:
     """The rank by RANK, WORLD_SIZE and LOCAL_RANK; without them one process. Raises :class:`ConfigurationError` where
-    they contradict ``learner.ranks``, or ``learner.replicas`` does not divide their number."""
+    they contradict ``learner.ranks``, or ``learner.replicas`` times ``context_ranks`` does not divide their number."""
     values = dict(os.environ) if environment is None else environment
     try:
         rank, size = int(values.get("RANK", "0")), int(values.get("WORLD_SIZE", "1"))
@@ -320,10 +336,10 @@ def process_rank(config: LearnerConfig, environment: dict[str, str] | None = Non
             f"learner.ranks is {config.ranks}, but WORLD_SIZE is {size}: omit learner.ranks under torchrun"
         )
     ranks = size if size > 1 else config.ranks
-    if ranks % config.replicas:
+    if ranks % (config.replicas * config.context_ranks):
         raise ConfigurationError(
-            f"expected learner.replicas to divide the number of ranks, got {config.replicas} replicas of {ranks} "
-            "ranks: change one of them"
+            f"expected a number of ranks that is a multiple of learner.replicas ({config.replicas}) times "
+            f"learner.context_ranks ({config.context_ranks}), got {ranks} ranks: change one of them"
         )
     return ProcessRank(rank, size, local)
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from learner.data.microbatch import Form
 from learner.data.rows import Row, TokenScores
+from learner.distributed.context import ContextGroup
 from learner.observability.statistics import TokenValues, Weights
 from pipeline.errors import ConfigurationError
 
@@ -36,9 +37,13 @@ class Ranks:
     shard = 0
     """Number of this rank in its replica."""
 
-    def mine(self, rows: Sequence[Row], form: Form) -> list[int]:
-        """Numbers of the rows that this rank computes, which has them whole then."""
-        return list(range(len(rows)))
+    context: ContextGroup | None = None
+    """Group of this rank whose ranks divide the tokens of long rows."""
+
+    def mine(self, rows: Sequence[Row], form: Form, tokens_max: int) -> tuple[list[int], list[int]]:
+        """Numbers of the rows that this rank computes, which has them whole then: with its context group, because they
+        are longer than ``tokens_max``, and alone."""
+        return [], list(range(len(rows)))
 
     def whole_row(self, row: Row) -> Row:
         """One of :meth:`mine` with all of its arrays. Not a collective."""

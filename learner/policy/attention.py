@@ -29,6 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from learner.data.microbatch import Layout
+from learner.distributed.context import ContextGroup, Exchange
 from learner.policy.activations import recomputed
 
 NAME = "afterplay_packed"
@@ -48,11 +49,13 @@ class Runs:
     keys_K: Tensor | None
     varlen: bool
     """One call does all runs."""
+    exchange: Exchange | None = None
+    """Ranks divide the tokens: queries, keys and values that attention gets are of this rank's. None: of all."""
     masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
     """``[queries, keys]``, 0 or minus infinity, by queries, keys and window. Made once for all layers and blocks."""
 
     @classmethod
-    def of(cls, layout: Layout, device: torch.device, *, varlen: bool) -> Runs:
+    def of(cls, layout: Layout, device: torch.device, *, varlen: bool, context: ContextGroup | None) -> Runs:
         return cls(
             layout.query_lengths_R.tolist(),
             layout.key_lengths_R.tolist(),
@@ -60,6 +63,7 @@ class Runs:
             _starts(layout.key_lengths_R, device),
             None if layout.keys_K is None else torch.from_numpy(layout.keys_K).to(device),
             varlen,
+            None if context is None else context.exchange(len(layout.token_ids_N)),
         )
 
     def mask(self, query: Tensor, keys: int, window: int | None) -> Tensor | None:
@@ -108,13 +112,33 @@ def packed_attention(
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if runs is None:
         return _written_out(query, key, value, attention_mask, scaling, softcap, s_aux).transpose(1, 2), None
+    if runs.exchange is None:
+        return _attended(query, key, value, runs, scaling, sliding_window, softcap, s_aux), None
+    query, key, value = runs.exchange.to_heads(query, key, value)
+    sinks = None if s_aux is None else runs.exchange.of_heads(s_aux)
+    out = _attended(query, key, value, runs, scaling, sliding_window, softcap, sinks)
+    return runs.exchange.to_tokens(out), None
+
+
+def _attended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    runs: Runs,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """``[1, N, H, D]`` of all tokens of the pass."""
+    written_out = softcap is not None or sinks is not None
     grouped = key.shape[1] != query.shape[1]
     if runs.keys_K is not None:
         key, value = (_Gather.apply(x, runs.keys_K) for x in (key, value))  # type: ignore[no-untyped-call]
     if runs.varlen:
         if written_out:
             raise NotImplementedError("variable-length attention takes neither sinks nor capped scores")
-        return _varlen(query, key, value, runs, scaling, sliding_window, grouped), None
+        return _varlen(query, key, value, runs, scaling, sliding_window, grouped)
     outputs = []
     for q, k, v in zip(
         torch.split(query, runs.query_lengths, dim=2),
@@ -129,7 +153,7 @@ def packed_attention(
             keys, values = k[:, :, begin:end], v[:, :, begin:end]
             mask = runs.mask(block.detach(), end - begin, sliding_window)
             if written_out:
-                outputs.append(_written_out(block, keys, values, mask, scaling, softcap, s_aux))
+                outputs.append(_written_out(block, keys, values, mask, scaling, softcap, sinks))
             else:
                 outputs.append(
                     torch.nn.functional.scaled_dot_product_attention(
@@ -137,7 +161,7 @@ def packed_attention(
                     )
                 )
     outputs = [out.transpose(1, 2) for out in outputs]
-    return outputs[0] if len(outputs) == 1 else recomputed(_end_to_end, *outputs), None
+    return outputs[0] if len(outputs) == 1 else recomputed(_end_to_end, *outputs)
 
 
 def _end_to_end(*outputs: Tensor) -> Tensor:
@@ -174,14 +198,18 @@ def _written_out(
     return outputs.reshape(B, H, queries, value.shape[-1])
 
 
-def packed_inputs(layout: Layout, device: torch.device, *, varlen: bool) -> dict[str, Any]:
-    """Arguments of a model's forward pass over a layout. The mask is none: being of four dimensions it keeps
-    transformers from making one of ``[N, N]``, and packed attention does not read it."""
+def packed_inputs(
+    layout: Layout, device: torch.device, *, varlen: bool, context: ContextGroup | None = None
+) -> dict[str, Any]:
+    """Arguments of a model's forward pass over a layout, or over this rank's part of its tokens. The mask is none:
+    being of four dimensions it keeps transformers from making one of ``[N, N]``, and packed attention does not read
+    it."""
+    part = slice(None) if context is None else context.part(len(layout.token_ids_N))
     return {
-        "input_ids": torch.from_numpy(layout.token_ids_N).to(device)[None],
-        "position_ids": torch.from_numpy(layout.positions_N).to(device)[None],
+        "input_ids": torch.from_numpy(layout.token_ids_N[part]).to(device)[None],
+        "position_ids": torch.from_numpy(layout.positions_N[part]).to(device)[None],
         "attention_mask": torch.zeros(1, 1, 1, 1, device=device),
-        "runs": Runs.of(layout, device, varlen=varlen),
+        "runs": Runs.of(layout, device, varlen=varlen, context=context),
         "use_cache": False,
     }
 

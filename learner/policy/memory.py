@@ -293,15 +293,17 @@ def learner_memory(
     update."""
     learner = config.learner
     ranks, lora, checkpointing = ranks or learner.ranks, learner.lora.rank, learner.gradient_checkpointing
-    shards = shards_of(ranks, config)
-    tokens = max(learner.tokens_per_microbatch, config.model.max_length)
+    shards, context = shards_of(ranks, config), learner.context_ranks
+    tokens = max(learner.tokens_per_microbatch, math.ceil(config.model.max_length / context))
     moments = MOMENT_BYTES[learner.optimizer, learner.optimizer_dtype]
     trained = sum(layer.trained for layer in model.layers) + (0 if lora else model.outer_weights)
     frozen = model.weights * (2 if learner.lora.frozen_dtype == "bfloat16" else 4) if lora else 0
     largest = max(layer.weights for layer in model.layers)
     work = max(layer.work_bytes for layer in model.layers)
-    deepest = max(layer.token_bytes + layer.work_bytes for layer in model.layers)
-    kept = sum(layer.token_bytes for layer in model.layers)
+    repeated = math.lcm(model.key_heads, context) // model.key_heads - 1  # key heads, so that every rank has some
+    token_bytes = [layer.token_bytes + repeated * layer.cache_bytes for layer in model.layers]
+    deepest = max(kept + layer.work_bytes for kept, layer in zip(token_bytes, model.layers, strict=True))
+    kept = sum(token_bytes)
     one_copy = max(layer.copies for layer in model.layers)
     vocabulary = model.embedding_weights // model.hidden
     logits = 10 * min(tile, tokens * vocabulary) + 10 * tokens * model.hidden
@@ -344,6 +346,11 @@ def shards_of(ranks: int, config: RunConfig) -> int:
     return max(1, ranks // config.learner.replicas)
 
 
+def whole_groups(config: RunConfig) -> int:
+    """Every number of ranks is a multiple of this one."""
+    return config.learner.replicas * config.learner.context_ranks
+
+
 def engine_bytes(model: Footprint, tensor_parallel: int = 1) -> float:
     """Bytes on each GPU of a 16-bit engine before its cache."""
     return 2 * model.weights / tensor_parallel + ENGINE_WORK_BYTES
@@ -368,8 +375,8 @@ def fitting_sizes(config: RunConfig, gpu_bytes: int, ranks_max: int) -> tuple[tu
         model = _model(config)
     except (ConfigurationError, OSError, ValueError):
         return None
-    room = _learner_room(config, gpu_bytes)
-    counts = range(config.learner.replicas, ranks_max + 1, config.learner.replicas)
+    room, whole = _learner_room(config, gpu_bytes), whole_groups(config)
+    counts = range(whole, ranks_max + 1, whole)
     ranks = tuple(n for n in counts if learner_memory(model, config, n).total <= room)
     sizes = _sizes(model) if config.engine.kind == "vllm" else (1,)
     fitting = (n for n in sizes if config.engine.kind != "vllm" or _engine_room(model, config, n, gpu_bytes) >= 1)
@@ -486,6 +493,9 @@ def _remedies(model: Footprint, config: RunConfig, room: float) -> Iterator[tupl
             "tokens_per_microbatch": min(learner.tokens_per_microbatch, config.model.max_length)
         },
     }
+    parts = [n for n in range(2, learner.ranks + 1) if learner.ranks % n == 0 and model.heads % n == 0]
+    if parts and parts[-1] > learner.context_ranks:
+        changes[f"learner.context_ranks: {parts[-1]}"] = {"context_ranks": parts[-1]}
     adapters = lora.model_copy(update={"rank": lora.rank or 16, "frozen_dtype": "bfloat16"})
     small = f"learner.lora: {{rank: {adapters.rank}, frozen_dtype: bfloat16}}"
     changes[small] = {"lora": adapters}
@@ -496,7 +506,8 @@ def _remedies(model: Footprint, config: RunConfig, room: float) -> Iterator[tupl
         if total < before:
             yield words, total
     alone = config.engine.colocate != "none" or learner.optimizer == "adamw_8bit"
-    counts = [n for n in (2, 4, 8, 16, 32, 64) if n > learner.ranks and n % learner.replicas == 0 and not alone]
+    whole = whole_groups(config)
+    counts = [n for n in (2, 4, 8, 16, 32, 64) if n > learner.ranks and n % whole == 0 and not alone]
     totals = {n: learner_memory(model, config, n).total for n in counts}
     if learner.replicas > 1:
         fewer = config.updated(learner={"replicas": 1})

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from learner.data.microbatch import MicroBatch, PassCost, collate, plan_rows, token_offsets
+from learner.data.microbatch import Form, MicroBatch, PassCost, collate, plan_rows, token_offsets
 from learner.data.rows import Row, TokenArray
 from learner.distributed.ranks import ALONE, IDLE, Interrupt, Ranks
 from learner.models.model_folder import is_empty
@@ -190,7 +190,7 @@ class Backbone:
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Last hidden state at each position whose output predicts a sampled token, the one before it, ``[S, H]``, in
-        the compute type. With gradient where gradients are enabled."""
+        the compute type; of a divided ``batch`` at this rank's positions. With gradient where gradients are enabled."""
         hidden_SH: Tensor = self._run(lambda: self._hidden(batch))
         return hidden_SH
 
@@ -206,7 +206,7 @@ class Backbone:
             for part in parts:
                 self.ranks.agree()
                 values = score(part or self.idle_part())
-                if part is not None:
+                if part is not None and part.counted:
                     found.append(torch.stack([value.float() for value in values]))
                     places.append(part.token_index_S)
             if found:
@@ -230,16 +230,37 @@ class Backbone:
                 weights = [0.0] * len(rows)
             if offsets is None:
                 offsets = token_offsets(rows).tolist()
-            mine, tokens_max = self.ranks.mine(rows, self.form), self._config.tokens_per_microbatch
-            whole = {i: self.ranks.whole_row(rows[i]) for i in mine}
-            plans = [[mine[i] for i in p] for p in plan_rows([whole[i] for i in mine], tokens_max, self.form)]
-            parts = [
-                collate([whole[i] for i in p], [weights[i] for i in p], [offsets[i] for i in p], form=self.form)
-                for p in plans
-            ]
-            if self.ranks.size > 1:
-                parts.sort(key=lambda part: -part.operations)
+            tokens_max, context = self._config.tokens_per_microbatch, self.ranks.context
+            together, alone = self.ranks.mine(rows, self.form, tokens_max)
+            whole = {i: self.ranks.whole_row(rows[i]) for i in (*together, *alone)}
+
+            def planned(mine: list[int], form: Form, tokens_max: int) -> list[MicroBatch]:
+                plans = [[mine[i] for i in p] for p in plan_rows([whole[i] for i in mine], tokens_max, form)]
+                parts = [
+                    collate([whole[i] for i in p], [weights[i] for i in p], [offsets[i] for i in p], form=form)
+                    for p in plans
+                ]
+                if self.ranks.size > 1:
+                    parts.sort(key=lambda part: -part.operations)
+                return parts
+
+            parts = planned(alone, self.form, tokens_max)
+            if context is not None:
+                divided = planned(together, self.form.of_context, tokens_max * context.size)
+                parts = [part.of_context(context.rank) for part in divided] + parts
             return self.ranks.padded(parts)
+
+    def whole(self, batch: MicroBatch, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Outputs ``[S]`` of all sampled tokens, from those of the tokens that this rank predicts."""
+        if not batch.divided:
+            return outputs
+        own_s = on_device(self._own(batch), self.device)
+        assert self.ranks.context is not None
+        return self.ranks.context.gathered(outputs, own_s, batch.n_sampled)
+
+    def _own(self, batch: MicroBatch) -> npt.NDArray[np.int64]:
+        assert self.ranks.context is not None
+        return self.ranks.context.own(batch.predictors_S, batch.n_padded)
 
     def idle_part(self) -> MicroBatch:
         """See :data:`learner.distributed.ranks.IDLE`."""
@@ -269,16 +290,21 @@ class Backbone:
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         self.model.train(bool(self._config.gradient_checkpointing) and torch.is_grad_enabled())
+        predictors_S, context = batch.predictors_S, self.ranks.context if batch.divided else None
+        if context is not None:
+            part = context.part(batch.n_padded)
+            predictors_S = predictors_S[self._own(batch)] - part.start
+            batch = replace(batch, experts_NLK=None if batch.experts_NLK is None else batch.experts_NLK[part])
         if batch.layout is not None:
-            inputs = packed_inputs(batch.layout, self.device, varlen=self._varlen)
+            inputs = packed_inputs(batch.layout, self.device, varlen=self._varlen, context=context)
         else:
             tokens = on_device(batch.token_ids_BT, self.device)
             inputs = {"input_ids": tokens, "use_cache": False}
         place = partial(on_device, device=self.device)
-        routing = nullcontext() if self.routers is None else self.routers.passing(batch, place)
+        routing = nullcontext() if self.routers is None else self.routers.passing(batch, place, context)
         with routing, self._autocast(), self._offloaded():
             hidden_BTH = self.model.base_model(**inputs).last_hidden_state
-            predictors = on_device(batch.predictors_S, self.device)
+            predictors = on_device(predictors_S, self.device)
             hidden_SH: Tensor = hidden_BTH.reshape(-1, hidden_BTH.shape[-1]).index_select(0, predictors)
         return hidden_SH
 
@@ -377,16 +403,21 @@ class Policy(Backbone):
             return self.token_pass(rows, self.score, 2, watch or Stopwatch(self.device))
 
     def _score(self, batch: MicroBatch, hidden_SH: Tensor | None) -> tuple[Tensor, Tensor]:
-        temperatures = batch.temperatures_S
+        targets_S, temperatures_S = batch.targets_S, batch.temperatures_S
+        if batch.divided:
+            own = self._own(batch)
+            targets_S, temperatures_S = targets_S[own], temperatures_S[own]
 
-        def work(hidden_SH: Tensor) -> tuple[Tensor, Tensor]:
-            return sampled_logprobs(
+        def work(hidden_SH: Tensor) -> tuple[Tensor, ...]:
+            scores = sampled_logprobs(
                 hidden_SH,
                 self._head(),
-                on_device(batch.targets_S, self.device),
-                None if bool((temperatures == 1).all()) else on_device(temperatures, self.device),
+                on_device(targets_S, self.device),
+                None if bool((temperatures_S == 1).all()) else on_device(temperatures_S, self.device),
                 compute_dtype=self.compute_dtype,
             )
+            # within the output layer's forward, so that FSDP gathers weights in one order, divided or not
+            return self.whole(batch, scores)
 
         scores: tuple[Tensor, Tensor] = self._run_head(work, self.hidden(batch) if hidden_SH is None else hidden_SH)
         return scores

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from learner.data.microbatch import MicroBatch
+from learner.distributed.context import ContextGroup
 from learner.models.model_folder import ModelFolder
 from pipeline.config import RunConfig
 from pipeline.config.learner import LearnerConfig
@@ -130,6 +131,7 @@ class Routers:
         self._real_N: Tensor | None = None
         self._found: list[tuple[Tensor, Tensor, Tensor]] = []
         self._passing = False
+        self._context: ContextGroup | None = None
 
     @property
     def n_sums(self) -> int:
@@ -137,9 +139,11 @@ class Routers:
         return 1 + sum(router.width for router in self._routers.values())
 
     @contextmanager
-    def passing(self, batch: MicroBatch, place: Callable[[npt.NDArray[Any]], Tensor]) -> Iterator[None]:
-        """Around a forward pass; ``place`` puts arrays on its device. Raises :class:`TrainingError` for experts that
-        the model does not have."""
+    def passing(
+        self, batch: MicroBatch, place: Callable[[npt.NDArray[Any]], Tensor], context: ContextGroup | None = None
+    ) -> Iterator[None]:
+        """Around a forward pass; ``place`` puts arrays on its device. With a ``context`` the experts of ``batch`` are
+        those of this rank's tokens. Raises :class:`TrainingError` for experts that the model does not have."""
         experts = batch.experts_NLK if self._replay else None
         self._experts_NLK = self._known_N = None
         if experts is not None:
@@ -148,6 +152,7 @@ class Routers:
             kind = np.uint8 if experts.dtype == np.uint8 else np.int32  # torch has few operations for uint16
             self._experts_NLK, self._known_N = place(experts.astype(kind, copy=False)), place(known_N)
         self._real_N = None if batch.real_N is None else place(batch.real_N)
+        self._context = context
         self._found, self._passing = [], True
         try:
             yield
@@ -191,14 +196,18 @@ class Routers:
         if self._passing or balanced:  # a layer that is computed again must keep the same tensors
             assert choosing.chosen is not None
             with torch.set_grad_enabled(balanced):
-                found = _routing(output[router.logits], choosing.chosen, router, self._real_N)
+                context = self._context if balanced else None
+                found = _routing(output[router.logits], choosing.chosen, router, self._real_N, context)
             if self._passing:
                 self._found.append(found)
         return output
 
 
-def _routing(logits: Tensor, chosen: Tensor, router: _Router, real_N: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Load-balancing loss; summed entropy; tokens of each expert, float64 ``[E]``."""
+def _routing(
+    logits: Tensor, chosen: Tensor, router: _Router, real_N: Tensor | None, context: ContextGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Load-balancing loss, with a ``context`` this rank's part of that of the whole pass; summed entropy; tokens of
+    each expert, float64 ``[E]``."""
     logits_NE = logits.reshape(-1, router.width).float()
     if router.sigmoid:
         scores_NE = logits_NE.sigmoid()
@@ -207,14 +216,15 @@ def _routing(logits: Tensor, chosen: Tensor, router: _Router, real_N: Tensor | N
         scores_NE = logits_NE.softmax(dim=-1)
     n_laid = len(scores_NE)
     real_N = scores_NE.new_ones(n_laid) if real_N is None else real_N.float()
-    n_real = real_N.sum()
     experts_M = chosen.reshape(-1)
     with torch.no_grad():
         counts_E = scores_NE.new_zeros(router.width, dtype=torch.float64)
         counts_E.scatter_add_(0, experts_M, real_N.double().repeat_interleave(router.k))
         entropy = torch.where(real_N > 0, torch.special.entr(scores_NE).sum(dim=-1), 0.0).sum()
-        shares_E = (counts_E / (router.k * n_real)).float()
-    means_E = torch.where(real_N[:, None] > 0, scores_NE, 0.0).sum(dim=0) / n_real
+        whole_E = counts_E if context is None else context.summed(counts_E)
+        n_real = whole_E.sum() / router.k
+        shares_E = (whole_E / (router.k * n_real)).float()
+    means_E = torch.where(real_N[:, None] > 0, scores_NE, 0.0).sum(dim=0) / n_real.float()
     return router.width * (shares_E * means_E).sum(), entropy, counts_E
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from learner.data.microbatch import SHARED_TOKENS_MIN, Form, lay_out
 from learner.models.model_folder import is_empty
-from learner.policy.attention import NAME, VARLEN_HEAD_MAX, packed_inputs
+from learner.policy.attention import NAME, VARLEN_HEAD_MAX, heads_of, packed_inputs
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import ConfigurationError
 
@@ -27,6 +27,8 @@ _NARROW = {"sliding_window": 3, "attn_logit_softcapping": 1.0}
 """Attributes of configs and layers in the trial: a window shorter than its rows, and a cap that scores reach."""
 _KINDS = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers that may be packed."""
+_ROPES_BY_LENGTH = frozenset({"dynamic", "longrope"})
+"""Rotary embeddings whose frequencies depend on the largest position of a pass."""
 
 
 def choose_form(
@@ -41,27 +43,36 @@ def choose_form(
     """Form of the rows for ``model``; where packed, its attention is exchanged for packed attention. Where padded with
     capped scores, transformers' eager attention takes the place of scaled dot-product attention, which ignores caps.
 
-    Raises :class:`ConfigurationError` where ``learner.packing`` is ``packed`` and the model does not allow it.
+    With ``learner.context_ranks`` packed attention takes padded rows too, because it can divide the tokens of a pass.
+
+    Raises :class:`ConfigurationError` where ``learner.packing`` is ``packed``, or there are ``learner.context_ranks``,
+    and the model does not allow it.
     """
     if capped(model) and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
+    together = config.context_ranks > 1
+    padded: Literal["", "configured", "device", "model", "trial"] = ""
     if config.packing == "padded":
-        return Form(padded_because="configured")
-    if config.packing == "auto" and device.type == "cuda" and not varlen:
+        padded = "configured"
+    elif config.packing == "auto" and device.type == "cuda" and not varlen:
+        padded = "device"
         log.info(
             "rows are padded, not packed: attention over packed rows in one call needs torch 2.11, a GPU of compute "
             "capability 8.0, learner.compute_dtype bfloat16 and heads of at most %d",
             VARLEN_HEAD_MAX,
         )
-        return Form(padded_because="device")
+    if padded and not together:
+        return Form(padded_because=padded)
     kind: Literal["model", "trial"] = "model"
-    reason = unsupported(model)
+    reason = unsupported(model) or (undividable(model, config.context_ranks) if together else None)
     if reason is None:
         reason = _probe(_trial_model(model, device), device, autocast, compute, varlen)
         if reason is None:
             model.set_attn_implementation(NAME)
-            return Form(packed=True, shared_min=SHARED_TOKENS_MIN)
+            return Form(padded_because=padded) if padded else Form(packed=True, shared_min=SHARED_TOKENS_MIN)
         kind = "trial"
+    if together:
+        raise ConfigurationError(f"learner.context_ranks is {config.context_ranks}, but {reason}: set it to 1")
     if config.packing == "packed":
         raise ConfigurationError(f"learner.packing is packed, but {reason}: set it to padded")
     log.info("rows are padded, not packed: %s", reason)
@@ -81,6 +92,20 @@ def unsupported(model: Any) -> str | None:
         return f"{name} has layers of the kinds {sorted(others)}"
     if not getattr(model, "_supports_attention_backend", False):
         return f"{name} does not take its attention from transformers' interface"
+    return None
+
+
+def undividable(model: Any, ranks: int) -> str | None:
+    """Reason for which so many ranks cannot divide the tokens of a pass; None: they can."""
+    text = model.config.get_text_config()
+    heads = sorted({count for count, _ in heads_of(text)})
+    if any(count % ranks for count in heads):
+        counts = ", ".join(map(str, heads))
+        return f"{type(model).__name__} has {counts} attention heads, which they cannot share evenly"
+    ropes = getattr(text, "rope_parameters", None) or {}
+    kinds = {str(rope.get("rope_type")) for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
+    if longer := sorted(kinds & _ROPES_BY_LENGTH):
+        return f"the rotary embedding ({', '.join(longer)}) of {type(model).__name__} depends on the length of the row"
     return None
 
 

@@ -78,8 +78,10 @@ class RankZero:
             self._start_children(config, store.port)
         try:
             device = join(process, config.learner, store)
-            learner = config.learner
-            self.group = RankGroup(device, Interrupt(), learner.ranks_timeout_seconds, learner.replicas)
+            options = config.learner
+            self.group = RankGroup(
+                device, Interrupt(), options.ranks_timeout_seconds, options.replicas, options.context_ranks
+            )
         except BaseException:
             self._close(wait_seconds=0)
             raise
@@ -264,8 +266,8 @@ def run(config: RunConfig, process: ProcessRank, store: Store | None = None) -> 
         nonlocal code
         try:
             device = join(process, config.learner, store)
-            learner = config.learner
-            group = RankGroup(device, interrupt, learner.ranks_timeout_seconds, learner.replicas)
+            options = config.learner
+            group = RankGroup(device, interrupt, options.ranks_timeout_seconds, options.replicas, options.context_ranks)
             trainer, _ = load_trainer(config, RunDirectory(config.run.path), None, group)
             log.info("rank %d of %d on %s", process.rank, process.world_size, device)
             with shard_writer(trainer) as image:

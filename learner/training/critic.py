@@ -60,11 +60,11 @@ class Critic:
         gradients are enabled."""
         with torch.set_grad_enabled(self.owns and torch.is_grad_enabled()):
             hidden_SH = self.backbone.hidden(part)
-        return self.of_hidden(hidden_SH)
+        return self.of_hidden(part, hidden_SH)
 
-    def of_hidden(self, hidden_SH: Tensor) -> Tensor:
-        """Values ``[S]`` of hidden states of the critic's backbone."""
-        values: Tensor = self._head(hidden_SH.float()).squeeze(-1)
+    def of_hidden(self, part: MicroBatch, hidden_SH: Tensor) -> Tensor:
+        """Values ``[S]`` of hidden states of the critic's backbone, as it gave them for ``part``."""
+        (values,) = self.backbone.whole(part, (self._head(hidden_SH.float()).squeeze(-1),))
         return values
 
     def values(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
@@ -87,7 +87,7 @@ class Critic:
         passes change nothing. ``applied``: gets the step, see :class:`StepTotals`.
         """
         ranks = self.backbone.ranks
-        total = int(ranks.summed([sum(part.n_sampled for part in parts if part is not None)])[0])
+        total = int(ranks.summed([sum(part.n_sampled for part in parts if part is not None and part.counted)])[0])
         sums = torch.zeros(2, dtype=torch.float64, device=self.backbone.device)
         try:
             for part in parts:
@@ -101,7 +101,8 @@ class Critic:
                     found = self.score(part)
                     weights, mask = torch.full_like(goal, 1.0 / total), torch.ones_like(goal, dtype=torch.bool)
                     terms = value_loss(found, old, goal, weights, mask, self._config.critic.clip)
-                    sums += torch.stack([terms.loss.detach(), terms.clipped.sum()])
+                    if part.counted:
+                        sums += torch.stack([terms.loss.detach(), terms.clipped.sum()])
                 with watch.phase("backward"):
                     terms.loss.backward()  # type: ignore[no-untyped-call]
             with watch.phase("optimize"):

@@ -205,7 +205,9 @@ class OptimizerSteps:
             finite = torch.isfinite(tokens.logprobs.detach())
             sums = [loss.detach(), terms.policy, terms.entropy, terms.kl, extra, (~finite).sum()]
             values = None
-            if keep:
+            if not part.counted:
+                sums = [torch.zeros_like(value) for value in sums]
+            elif keep:
                 trained, clipped = terms.trained & finite, (terms.clipped_low, terms.clipped_high)
                 values = [tokens.logprobs, tokens.entropy, terms.token_losses, trained, *clipped, terms.reasons,
                           terms.truncated, terms.reference_kl]  # fmt: skip
@@ -215,7 +217,7 @@ class OptimizerSteps:
         if learn:
             with totals.watch.phase("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
-        totals.microbatches += 1
+        totals.microbatches += part.counted
         totals.tokens_padding += part.n_padded - part.n_real
         totals.tokens_shared += part.n_shared
         totals.last_step.operations += part.operations * (self.policy.form.cost.learning if learn else 1)
@@ -229,7 +231,8 @@ class OptimizerSteps:
     def _balance_share(self, parts: Sequence[MicroBatch | None]) -> float:
         """Weight of a token in the load-balancing loss: over the tokens of all ranks' passes. Collective."""
         weight = self.config.loss.load_balancing
-        return weight / self.policy.ranks.summed([sum(p.n_real for p in parts if p is not None)])[0] if weight else 0.0
+        n_real = sum(part.n_real for part in parts if part is not None and part.counted)
+        return weight / self.policy.ranks.summed([n_real])[0] if weight else 0.0
 
     def _read(
         self,
@@ -360,7 +363,8 @@ def add_supervised_gradients(
             loss = cross_entropy(logprobs, torch.ones_like(logprobs, dtype=torch.bool), 1.0 / n_tokens)
         with watch.phase("backward"):
             (weight * loss).backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
+        if part.counted:
+            total += loss.detach()
         sums.operations += policy.form.cost.learning * part.operations
     return total
 

@@ -220,7 +220,7 @@ class Trainer:
 
         def score(part: MicroBatch) -> tuple[Tensor, ...]:
             hidden_SH = policy.hidden(part)
-            return *policy.score(part, hidden_SH), critic.of_hidden(hidden_SH)
+            return *policy.score(part, hidden_SH), critic.of_hidden(part, hidden_SH)
 
         return policy.token_pass(rows, score, 3, watch)
 

@@ -134,6 +134,11 @@ class LearnerConfig(Section):
     """Copies of the model among the ranks (HSDP): each is divided among ``ranks / replicas`` of them, which gather and
     reduce in every micro-batch; between copies gradients are summed once an optimizer step. Worth it where ranks are on
     several nodes and fewer have room for the model: docs/SCALE.md. Under torchrun name ``ranks`` too."""
+    context_ranks: int = Field(1, ge=1, le=1024)
+    """Ranks that divide the tokens of a row longer than ``tokens_per_microbatch`` (context parallelism, Ulysses,
+    arXiv:2309.14509), so that a rank holds one part of it. Shorter rows stay on one rank. A divisor of ``ranks`` and of
+    the model's attention heads, and with ``replicas`` of the ranks of each; every layer must have full or sliding
+    attention. Under torchrun name ``ranks`` too."""
     ranks_timeout_seconds: float = Field(600.0, gt=0)
     """Seconds that a rank waits for the others before the learner ends with an error. Must exceed the longest
     micro-batch and the longest checkpoint write."""

@@ -88,8 +88,11 @@ def check_placement(placement: PlacementConfig, engine: EngineConfig, learner: L
     key, ranks = "placement.learner_gpus", placement.learner_gpus
     if ranks is None:
         key, ranks = "learner.ranks", learner.ranks
-    if isinstance(ranks, int) and ranks % learner.replicas:
-        raise ValueError(f"{key} ({ranks}) must be a multiple of learner.replicas ({learner.replicas})")
+    if isinstance(ranks, int) and ranks % (learner.replicas * learner.context_ranks):
+        raise ValueError(
+            f"{key} ({ranks}) must be a multiple of learner.replicas ({learner.replicas}) times learner.context_ranks "
+            f"({learner.context_ranks})"
+        )
     if engine.colocate != "none" and not {gpus, placement.learner_gpus} <= {None, "auto", 1}:
         raise ValueError(
             f"engine.colocate is {engine.colocate}, where engine and learner share one GPU: omit placement.engine_gpus "

@@ -163,8 +163,8 @@ def _counted(
     nodes = inventory.nodes
     size, gpus = config.placement.gpus_per_engine, [len(node.gpus) for node in nodes]
     engines, ranks = _engines(config, on_gpu["engine"]), _ranks(config, on_gpu["learner"])
-    replicas = config.learner.replicas
-    wanted_engines, wanted_ranks = choose_counts(gpus, engines, ranks, size, ranks_max, fitting, replicas)
+    replicas, context = config.learner.replicas, config.learner.context_ranks
+    wanted_engines, wanted_ranks = choose_counts(gpus, engines, ranks, size, ranks_max, fitting, replicas, context)
     taken = place_ranks(gpus, wanted_ranks, size, replicas)
     placed = place_engines(gpus, taken or [0] * len(gpus), wanted_engines, size)
     learner = tuple(Share(node, node.gpus[:n]) for node, n in zip(nodes, taken or (), strict=False) if n)
@@ -208,9 +208,10 @@ def choose_counts(
     ranks_max: int,
     fitting: Sequence[int] = (),
     replicas: int = 1,
+    context_ranks: int = 1,
 ) -> tuple[int, int]:
     """Numbers of engines and ranks for nodes with so many ``gpus``; given numbers stay as they are. A chosen number of
-    ranks is a multiple of ``replicas``, as ``fitting`` ones must be.
+    ranks is a multiple of ``replicas`` times ``context_ranks``, as ``fitting`` ones must be.
 
     Without either, a quarter of the GPUs is the learner's, or the next larger number of ranks that is ``fitting``, else
     the next smaller one. The others are for engines of ``size`` GPUs. The learner gets what no engine can use. Where
@@ -225,16 +226,17 @@ def choose_counts(
     if ranks is not None:
         return max(1, room(ranks)) if engines is None else engines, ranks
     quarter = min(most, max(1, sum(gpus) // LEARNER_SHARE))
-    counts = [n for n in range(most, 0, -1) if n % replicas == 0]
+    whole = replicas * context_ranks
+    counts = [n for n in range(most, 0, -1) if n % whole == 0]
     for allowed in ([n for n in counts if n in fitting], counts):
         wanted = engines
         if wanted is None:
             by_share = sorted(allowed, key=lambda n: (n < quarter, abs(n - quarter)))
-            wanted = max(1, room(next((n for n in by_share if room(n) > 0), replicas)))
+            wanted = max(1, room(next((n for n in by_share if room(n) > 0), whole)))
         found = next((n for n in allowed if room(n) >= wanted), None)
         if found is not None:
             return wanted, found
-    return 1 if engines is None else engines, replicas
+    return 1 if engines is None else engines, whole
 
 
 def place_ranks(gpus: Sequence[int], ranks: int, size: int, replicas: int = 1) -> list[int] | None:

@@ -227,8 +227,12 @@ def main(folder: Path, layout: str) -> None:
     config = run_config({"ranks_timeout_seconds": 60})
     process = process_rank(config.learner)
     device = join(process, config.learner)
-    group = RankGroup(device, Interrupt(), 60.0, process.world_size // int(layout.rpartition("x")[2]))
-    run(folder, orjson.loads((folder / f"cases{layout}.json").read_bytes()), group, layout)
+    cases = orjson.loads((folder / f"cases{layout}.json").read_bytes())
+    replicas = process.world_size // int(layout.rpartition("x")[2])
+    sizes = {name: case.get("learner", {}).get("context_ranks", 1) for name, case in cases.items()}
+    for size in sorted(set(sizes.values())):
+        group = RankGroup(device, Interrupt(), 60.0, replicas, size)
+        run(folder, {name: case for name, case in cases.items() if sizes[name] == size}, group, layout)
     leave()
 
 

@@ -55,10 +55,10 @@ def world(tmp_path, monkeypatch, children):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     @contextlib.asynccontextmanager
-    async def make(ranks=2, replicas=1, **sections):
+    async def make(**sections):
         engine = Engine()
         async with serving(engine) as url:
-            learner = {"ranks": ranks, "replicas": replicas, "ranks_timeout_seconds": 120}
+            learner = {"ranks": 2, "ranks_timeout_seconds": 120, **sections.pop("learner", {})}
             w = World(config_of(tmp_path, url, learner=learner, **sections), engine)
             write = MetricsLog.write
             monkeypatch.setattr(MetricsLog, "write", lambda log, line: (write(log, line), w.wrote()))
@@ -99,14 +99,16 @@ async def test_a_stop_saves_the_last_update_of_all_ranks(world, children):
     assert children[0].end.result(0) == 0
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (8, 2)])
-async def test_a_stop_ends_all_ranks_and_a_killed_rank_ends_the_others_with_words(
-    world, children, caplog, ranks, replicas
-):
+@pytest.mark.parametrize(
+    "learner",
+    [{}, {"ranks": 8, "replicas": 2}, {"context_ranks": 2, "tokens_per_microbatch": 4}],
+    ids=["rows", "replicas", "divided_rows"],
+)
+async def test_a_stop_ends_all_ranks_and_a_killed_rank_ends_the_others_with_words(world, children, caplog, learner):
     """One run of three lives: stopped, killed, and resumed to the end, by all ranks from the same older checkpoint
     where a shard of the newest is damaged."""
-    others = ranks - 1
-    async with world(ranks, replicas, total_steps=8, checkpoint={"every": 1}) as w:
+    others = learner.get("ranks", 2) - 1
+    async with world(total_steps=8, checkpoint={"every": 1}, learner=learner) as w:
         ctx, run = w.learner()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run)

@@ -195,6 +195,20 @@ def test_ranks_adapters_and_smaller_moments_need_less() -> None:
     assert total("lora: {rank: 4, frozen_dtype: bfloat16}") < total("lora: {rank: 4}")
 
 
+def test_a_row_divided_over_ranks_needs_the_memory_of_its_part() -> None:
+    made = footprint(written(transformers.LlamaConfig(**MIDDLE)), TOKENS)
+
+    def memory(length: int, context: int) -> dict[str, float]:
+        learner = {"ranks": 8, "context_ranks": context, "tokens_per_microbatch": 256}
+        return learner_memory(made, run_config(learner, model={"max_length": length})).parts
+
+    assert memory(4096, 4) == memory(1024, 1)
+    assert memory(512, 4) == memory(256, 1)
+    kept = 512 * sum(layer.cache_bytes for layer in made.layers)
+    repeated = memory(4096, 8)["activations"] - memory(512, 1)["activations"]
+    assert repeated == pytest.approx(kept), "each of eight ranks has a copy of one of four key heads"
+
+
 @pytest.mark.parametrize(
     "sections",
     [{}, {"learner": {"optimizer_dtype": "bfloat16"}}, {"checkpoint": {"optimizer": False}},

@@ -1,5 +1,6 @@
 """Division of rows among ranks."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.data.division import divide
+from learner.data.division import divide, divide_with_context
 from learner.data.microbatch import Form, PassCost, collate
 from learner.distributed.ranks import ALONE, IDLE
 from tests.unit.packing.conftest import row_of
@@ -122,6 +123,25 @@ def test_fewer_rows_than_ranks_leave_ranks_without(form):
     assert divide([], 2, form) == [[], []]
 
 
+@settings(max_examples=60, deadline=None)
+@given(batches(), st.integers(1, 3), st.sampled_from([1, 2, 4]), st.integers(1, 60), st.sampled_from([SHARED, PADDED]))
+def test_a_context_group_has_the_long_rows_together_and_one_rank_each_short_one(rows, groups, context, most, form):
+    shares = divide_with_context(rows, groups * context, context, most, form)
+    together = [shares[rank][0] for rank in range(0, len(shares), context)]
+    assert [long for long, _ in shares] == [long for long in together for _ in range(context)]
+    alone = [i for _, short in shares for i in short]
+    assert sorted([*itertools.chain(*together), *alone]) == list(range(len(rows)))
+    assert all(len(rows[i]) > most and len(rows[i]) > context for long in together for i in long)
+    assert context == 1 or all(len(rows[i]) <= max(most + 1, context) for i in alone)
+
+
+def test_ranks_that_divide_a_long_row_get_fewer_short_ones():
+    rows = [_row(range(i * 20, i * 20 + n), [0]) for i, n in enumerate([80, *[10] * 8])]
+    shares = divide_with_context(rows, 4, 2, 20, PADDED)
+    assert [len(short) for long, short in shares if long] == [0, 0]
+    assert [len(short) for long, short in shares if not long] == [4, 4]
+
+
 def test_operations_of_a_pass_are_those_of_its_tokens():
     """Against a count token by token."""
     rows = group(np.random.default_rng(5), 9, [4, 6])
@@ -142,7 +162,7 @@ def test_a_window_bounds_the_keys_that_count():
 
 def test_one_rank_has_all_rows_and_changes_nothing(kit):
     rows = kit.make_rows(4)
-    assert ALONE.mine(rows, SHARED) == [0, 1, 2, 3]
+    assert ALONE.mine(rows, SHARED, 1) == ([], [0, 1, 2, 3])
     assert ALONE.padded([1, 2]) == [1, 2]
     assert ALONE.agree(2) == 2
     with ALONE.together("step", rows):

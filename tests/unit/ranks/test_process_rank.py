@@ -32,11 +32,14 @@ def test_a_rank_that_contradicts_is_refused_with_words(kit, environment, ranks, 
         process_rank(kit.learner_config(ranks=ranks), environment)
 
 
-def test_replicas_that_do_not_divide_the_ranks_are_refused_with_words(kit):
-    config, environment = kit.learner_config(replicas=3), {"RANK": "1", "WORLD_SIZE": "8"}
-    with pytest.raises(ConfigurationError, match="got 3 replicas of 8 ranks"):
-        process_rank(config, environment)
-    assert process_rank(kit.learner_config(replicas=4), environment) == ProcessRank(1, 8, 1)
+def test_ranks_that_are_no_whole_replicas_or_context_groups_are_refused_with_words(kit):
+    environment = {"RANK": "1", "WORLD_SIZE": "8"}
+    for learner in ({"replicas": 3}, {"context_ranks": 3}, {"replicas": 4, "context_ranks": 4}):
+        with pytest.raises(ConfigurationError, match="got 8 ranks"):
+            process_rank(kit.learner_config(**learner), environment)
+    assert process_rank(kit.learner_config(replicas=4, context_ranks=2), environment) == ProcessRank(1, 8, 1)
+    with pytest.raises(ConfigurationError, match=r"context_ranks \(2\), got 1 ranks"):
+        process_rank(kit.learner_config(context_ranks=2), {})
 
 
 def test_what_several_ranks_cannot_do_is_refused_before_anything_is_divided(kit, tmp_path):
