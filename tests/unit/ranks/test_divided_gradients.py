@@ -24,8 +24,8 @@ class OneOf(Ranks):
         yield
         self.scores = False
 
-    def mine(self, rows, form):
-        return list(range(len(rows))) if self.scores else divide(rows, self.of, form)[self.share]
+    def mine(self, rows, form, tokens_max):
+        return [], list(range(len(rows))) if self.scores else divide(rows, self.of, form)[self.share]
 
 
 LOSSES = {
