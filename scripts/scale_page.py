@@ -41,8 +41,10 @@ LINK, FLOPS, ENGINE_TOKENS, GPU_GIB = 50e9, 400e12, 2000.0, 80
 samples in a second, memory of a GPU."""
 PROBE_REQUESTS = 2
 """/health and /weight_info."""
-ROW_BYTES = 25
-"""Of a token in :class:`learner.data.rows.Row`."""
+ROW_BYTES, OUTLINE_BYTES = 25, (1 / 8, 8)
+"""Of a token in :class:`learner.data.rows.Row`. Of a token in an outline, which every rank gets of every row, and of a
+sampled token in addition."""
+CONTEXT_RANKS = 8
 STORED_TOKENS = 2000
 """Of a trajectory in the benchmark of the stage."""
 
@@ -59,7 +61,7 @@ class Model:
 DENSE = Model("70B", 70.6e9, 70.6e9)
 MIXTURE = Model("235B-A22B", 235.1e9, 22.2e9, 94 * 8)
 DENSE_SHAPE = shape(80, 8192, 28672, 64, 8, model_type="llama", vocab_size=128_256)
-LENGTHS = (8192, 16_384, 32_768, 65_536, 131_072)
+LENGTHS = (8192, 16_384, 32_768, 65_536, 131_072, 262_144, 524_288)
 
 
 def measured(benchmark: str, number: str) -> float:
@@ -70,13 +72,14 @@ def rollouts_per_second() -> float:
     return ENGINES * ENGINE_TOKENS / SAMPLED
 
 
-def longest_row() -> int:
-    """Tokens of the longest row of LENGTHS with which a rank of the dense model fits."""
+def longest_row(context_ranks: int = 1) -> int:
+    """Tokens of the longest row of LENGTHS that fits on ranks of the dense model, divided over ``context_ranks``."""
     fitting = 0
     for tokens in LENGTHS:
         text = (
             f"environments: {{any: {{name: arithmetic}}}}\nmodel: {{max_length: {tokens}}}\n"
-            f"learner: {{tokens_per_microbatch: {tokens}, gradient_checkpointing: true}}\n"
+            f"learner: {{ranks: {LEARNER}, context_ranks: {context_ranks}, gradient_checkpointing: true, "
+            f"tokens_per_microbatch: {tokens // context_ranks}}}\n"
         )
         config = loads(text, environment={})
         memory = learner_memory(footprint(DENSE_SHAPE, tokens, None), config, LEARNER)
@@ -127,9 +130,12 @@ def learner() -> Iterator[str]:
         yield f"| {name} | {' | '.join(f'{one:.0f} s' for one in seconds)} |"
     states = [f"{16 * m.weights / LEARNER / GIB:.0f} GiB" for m in models]
     yield f"| weights, gradients and moments on each rank | {' | '.join(states)} |"
-    sizes = [f"{tokens * (ROW_BYTES + m.experts_bytes) / 1e9:.1f} GB" for m in models]
-    yield f"| rows, which every rank gets | {' | '.join(sizes)} |"
-    yield f"| longest row that fits, of {', '.join(f'{n // 1024}k' for n in LENGTHS)} | {longest // 1024}k | – |"
+    whole = [tokens * (ROW_BYTES + m.experts_bytes) / 1e9 for m in models]
+    outlines = TRAJECTORIES * (TOKENS * OUTLINE_BYTES[0] + SAMPLED * OUTLINE_BYTES[1]) / 1e9
+    sizes = [f"{size:.1f}, now {outlines + size / LEARNER:.2f} GB" for size in whole]
+    yield f"| rows that each rank gets, before and now | {' | '.join(sizes)} |"
+    yield f"| longest row that fits, a power of two | {longest // 1024}k | – |"
+    yield f"| with `learner.context_ranks: {CONTEXT_RANKS}` | {longest_row(CONTEXT_RANKS) // 1024}k | – |"
 
 
 def main(*arguments: str) -> int:

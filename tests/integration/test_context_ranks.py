@@ -26,7 +26,13 @@ def case(**options):
     model = options.pop("model", "heads")
     facts = {name: options.pop(name) for name in ("rows", "recorded", "poison") if name in options}
     groups = {} if "rows" in facts else {"groups": 2}
-    return {**groups, **facts, "model": model, "learner": {"ranks": 4, "context_ranks": 4, **options}, "sections": sections}
+    return {
+        **groups,
+        **facts,
+        "model": model,
+        "learner": {"ranks": 4, "context_ranks": 4, **options},
+        "sections": sections,
+    }
 
 
 CASES = {
