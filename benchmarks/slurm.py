@@ -108,9 +108,11 @@ class Job:
         self.until(f"step {step}", lambda: (lines := self.steps()) and lines[-1]["step"] >= step)
 
     def tail(self) -> str:
-        """The end of what the job and its processes printed."""
+        """Nodes and phases of the processes, and the end of what the job and they printed."""
+        steps = self.cluster.command("squeue", "-h", "-s", "-j", self.number, "-o", "%i %j %N %M")
         files = [self.directory.path / "slurm.log", *sorted(self.directory.logs.glob("*.log"))]
-        return "\n".join(f"--- {f.name}\n{f.read_text()[-2500:]}" for f in files if f.exists())
+        printed = "\n".join(f"--- {f.name}\n{f.read_text()[-2500:]}" for f in files if f.exists())
+        return f"steps\n{steps}\nphases {self.phases()}\n{printed}"
 
 
 def end_processes_of(node: str) -> int:
