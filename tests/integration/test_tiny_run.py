@@ -76,9 +76,8 @@ def test_tiny_model_doubles_its_success_rate_while_generation_and_training_overl
     assert outlook.staleness == pytest.approx(measured.staleness, abs=1)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_tiny_model_doubles_its_success_rate_with_other_seeds(tmp_path: Path, forked_run: partial, seed: int) -> None:
-    overrides = [f"run.seed={seed}", f"model.tiny.seed={seed}", "run.total_steps=40"]
+def test_tiny_model_doubles_its_success_rate_with_another_seed(tmp_path: Path, forked_run: partial) -> None:
+    overrides = ["run.seed=1", "model.tiny.seed=1", "run.total_steps=40"]
     with forked_run(TINY, tmp_path, "learn", overrides) as run:
         assert run.finish(LEARN_SECONDS_MAX) == 0, run.tail()
         assert_learned(run)
