@@ -37,7 +37,7 @@ tiny: setup  ## Train a random tiny model through all the same processes (a minu
 test: setup-dev  ## Lint, type-check, unit tests, one tiny run and one vLLM server (10 minutes on two cores)
 	@$(VENV)/bin/python scripts/check.py quick
 
-test-all: setup-dev  ## Everything (30 minutes on two cores)
+test-all: setup-dev  ## Everything (30 to 60 minutes on two cores)
 	@$(VENV)/bin/python scripts/check.py
 
 test-added: setup-dev  ## What test-all adds to test

@@ -4,6 +4,7 @@ compared by."""
 from __future__ import annotations
 
 import os
+import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -31,7 +32,9 @@ class MetricsTail:
         """``bytes_max``: of one call; None reads to the end."""
         self._path = path
         self._bytes_max = bytes_max
-        self._inode = 0
+        self._file = -1
+        """Descriptor of the file that was read last. While it is open, no other file can have its inode."""
+        self._close = weakref.finalize(self, lambda: None)
         self._offset = 0
         self._rest = b""
         self._finished: dict[Any, float | None] = {}
@@ -43,9 +46,11 @@ class MetricsTail:
         """New lines; anything but a JSON object (a line truncated by a kill) is skipped."""
         try:
             with self._path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_size < self._offset or status.st_ino != self._inode:
-                    self._offset, self._rest, self._inode = 0, b"", status.st_ino
+                replaced = self._file < 0 or not os.path.sameopenfile(file.fileno(), self._file)
+                if replaced or os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset, self._rest = 0, b""
+                if replaced:
+                    self._hold(os.dup(file.fileno()))
                 file.seek(self._offset)
                 data = file.read(self._bytes_max)
         except OSError:
@@ -62,6 +67,10 @@ class MetricsTail:
                         new.append(line)
                         self._finished[step] = finished
         return new
+
+    def _hold(self, descriptor: int) -> None:
+        self._close()
+        self._file, self._close = descriptor, weakref.finalize(self, os.close, descriptor)
 
 
 def read_lines(path: Path) -> list[Line]:

@@ -24,7 +24,7 @@ from pipeline.runtime.engine_addresses import EngineRegistry
 from pipeline.runtime.folders import set_aside
 from pipeline.runtime.plugins import load_main
 from pipeline.runtime.process import ExitCode
-from pipeline.runtime.run_directory import RunDirectory, write_json_atomically
+from pipeline.runtime.run_directory import RunDirectory, write_bytes_atomically, write_json_atomically
 from pipeline.supervisor.display import Display
 from pipeline.supervisor.processes import HealthAnswer
 from pipeline.supervisor.restarts import Machine, Rule
@@ -287,6 +287,16 @@ def test_the_tail_gives_each_whole_line_once(tmp_path):
     assert tail.read() == []
     path.write_bytes(b'{"step": 0}\n')
     assert tail.read() == [{"step": 0}]
+
+
+def test_a_file_of_equal_length_that_takes_the_place_of_another_is_read(tmp_path):
+    """The second of two files that follow each other often has the inode that the one before them had."""
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path)
+    for n in range(1, 9):
+        write_bytes_atomically(path, b"")
+        write_bytes_atomically(path, b'{"step": 1, "reward_mean": %d}\n' % n)
+        assert tail.read() == [{"step": 1, "reward_mean": n}]
 
 
 def test_a_learner_that_resumes_brings_back_only_the_steps_that_it_makes_again(tmp_path):
