@@ -55,7 +55,7 @@ class Runs:
     """``[queries, keys]``, 0 or minus infinity, by queries, keys and window. Made once for all layers and blocks."""
 
     @classmethod
-    def of(cls, layout: Layout, device: torch.device, *, varlen: bool, context: ContextGroup | None) -> Runs:
+    def of(cls, layout: Layout, device: torch.device, *, varlen: bool, context: ContextGroup | None = None) -> Runs:
         return cls(
             layout.query_lengths_R.tolist(),
             layout.key_lengths_R.tolist(),

@@ -193,8 +193,8 @@ class _OneOf(Ranks):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def mine(self, rows, form):
-        return divide(rows, self.size, form)[self.rank]
+    def mine(self, rows, form, tokens_max):
+        return [], divide(rows, self.size, form)[self.rank]
 
     def padded(self, parts):
         return [*parts, None]

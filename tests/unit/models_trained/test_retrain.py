@@ -204,10 +204,10 @@ def of_clip(patch):
 def of_gradient(patch):
     norm = optimizer_step.gradient_norm
 
-    def doubled(parameters):
+    def doubled(parameters, *ranks):
         for p in parameters:
             p.grad = None if p.grad is None else p.grad * 2
-        return norm(parameters)
+        return norm(parameters, *ranks)
 
     patch.setattr(optimizer_step, "gradient_norm", doubled)
 
