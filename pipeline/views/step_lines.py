@@ -6,10 +6,11 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class MetricsTail:
         self._bytes_max = bytes_max
         self._file = -1
         """Descriptor of the file that was read last. While it is open, no other file can have its inode."""
-        self._close = weakref.finalize(self, lambda: None)
+        self._close: Callable[[], object] = lambda: None
         self._offset = 0
         self._rest = b""
         self._finished: dict[Any, float | None] = {}
@@ -70,7 +71,7 @@ class MetricsTail:
 
     def _hold(self, descriptor: int) -> None:
         self._close()
-        self._file, self._close = descriptor, weakref.finalize(self, os.close, descriptor)
+        self._file, self._close = descriptor, weakref.finalize(self, partial(os.close, descriptor))
 
 
 def read_lines(path: Path) -> list[Line]:
