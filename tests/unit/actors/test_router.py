@@ -92,6 +92,7 @@ class RouterMachine(RuleBasedStateMachine):
         fit = {e.name for e in self.router.engines.values() if e.fit(version, self.now)}
         sessions = {name: state.sessions for name, state in self.router.engines.items()}
         closed = {e.name for e in self.router.engines.values() if e.breaker.closed}
+        doubted = {e.name for e in self.router.engines.values() if e.breaker.doubted and not e.leaving}
         spreading = self.router.spreading(version, self.now) and before not in fit
         lease = self.router.acquire(session, version, self.now, avoid, tokens)
         assert (lease is None) == (not fit or spreading)
@@ -104,6 +105,8 @@ class RouterMachine(RuleBasedStateMachine):
         after = engine_of(self.router, session)
         if before is None:
             assert lease.placement is Placement.FIRST and lease.engine not in (avoid if fit - avoid else ())
+        elif before in doubted - fit:
+            assert lease.placement is Placement.ELSEWHERE and after == before != lease.engine, "doubt moves nothing"
         elif before not in fit:
             assert lease.placement is Placement.MOVED and after == lease.engine != before
             assert (lease.move is MoveReason.LEFT) == (before not in self.members)
