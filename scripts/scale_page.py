@@ -89,7 +89,7 @@ def longest_row(context_ranks: int = 1) -> int:
 
 
 def parts() -> Iterator[str]:
-    """What depends on the number of engines and actors."""
+    """Parts of the run that depend on the number of engines and actors."""
     rate, stored = rollouts_per_second(), 1 / measured("replay_stage", "wall, durable ingest")
     turn, send = measured("actor_turns", "CPU, turn, 100 episodes") / 1e6, measured("transport", "CPU, acknowledged")
     load_before, load_now = max(LOAD_SECONDS, ACTORS / READINGS_MAX), max(LOAD_SECONDS, ENGINES / READ_MAX)
@@ -114,7 +114,7 @@ def parts() -> Iterator[str]:
 
 
 def learner() -> Iterator[str]:
-    """What the learner needs, for both models."""
+    """Needs of the learner, for both models."""
     models = (DENSE, MIXTURE)
     tokens, longest = TRAJECTORIES * TOKENS, longest_row()
     passes = math.ceil(tokens / LEARNER / longest)

@@ -80,7 +80,7 @@ def models():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, fork_server):
-    """What one and four processes found."""
+    """Results of one and four processes."""
     folder = tmp_path_factory.mktemp("context")
     for name, model in models().items():
         model.save_pretrained(folder / name)

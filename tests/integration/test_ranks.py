@@ -95,7 +95,7 @@ RESUMED = [("1", "2"), ("2", "1"), ("2", "2"), ("2", "4"), ("2", "2x4"), ("2x4",
 
 
 def by_ranks(layout: str) -> dict:
-    """What the processes of a layout run: the cases, a run that saves, and runs that go on from others' checkpoints."""
+    """Cases that the processes of a layout run, with one that saves and some that go on from others' checkpoints."""
     cases = {name: CASES[name] for name in OF_LAYOUT[layout]} | ROUNDED
     for name, parts in (
         ("saved", PARTS),
@@ -153,7 +153,7 @@ def experts_model() -> Qwen3MoeForCausalLM:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, fork_server):
-    """What one, two, four and eight processes found: ``ranksLAYOUT/CASE.json`` and ``.safetensors``."""
+    """Results of one, two, four and eight processes: ``ranksLAYOUT/CASE.json`` and ``.safetensors``."""
     folder = tmp_path_factory.mktemp("ranks")
     tiny_model().save_pretrained(folder / "model")
     experts_model().save_pretrained(folder / "experts")

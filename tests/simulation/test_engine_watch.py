@@ -134,7 +134,7 @@ class Cluster:
                 await anyio.sleep(0.01)
 
     async def asked(self, seconds: float) -> Counter[tuple[str, str]]:
-        """What one engine is asked in so many seconds."""
+        """Requests that one engine gets in so many seconds."""
         before = self.servers[0].asked.copy()
         await anyio.sleep(seconds)
         return self.servers[0].asked - before

@@ -45,7 +45,7 @@ async def run_order(services: Services, order: Order) -> Trajectory:
 
 
 class Caller:
-    """What a program does, with a plain HTTP client."""
+    """An agent program with a plain HTTP client."""
 
     def __init__(self, session: aiohttp.ClientSession, base_url: str) -> None:
         self._session = session
