@@ -89,14 +89,15 @@ OF_LAYOUT = {
     ),
     "4x2": ("several_steps", "adapters", "not_finite"),
 }
-"""Cases of each number of ranks, and of each mesh of two dimensions: more processes share the same cores."""
+"""Cases of each number of ranks, and of each mesh of two dimensions: more processes share the same cores. One process
+runs all."""
 RESUMED = [("1", "2"), ("2", "1"), ("2", "2"), ("2", "4"), ("2", "2x4"), ("2x4", "4x2"), ("2x4", "1")]
 """Layouts before and after a checkpoint."""
 
 
 def by_ranks(layout: str) -> dict:
     """Cases that the processes of a layout run, with one that saves and some that go on from others' checkpoints."""
-    cases = {name: CASES[name] for name in OF_LAYOUT[layout]} | ROUNDED
+    cases = {name: CASES[name] for name in OF_LAYOUT.get(layout, CASES)} | ROUNDED
     for name, parts in (
         ("saved", PARTS),
         ("adapters_saved", {"learner": {"lora": LORA}}),

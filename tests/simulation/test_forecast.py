@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.schema import Order
+from pipeline.stage import engine_watch
 from pipeline.stage.staleness import StalenessRule
 from pipeline.store.queries import GroupTimes, Span, order_times
 from pipeline.store.records import parse_group_id
@@ -60,7 +61,10 @@ class Timed(Simulation):
 
 
 @pytest.mark.parametrize(("bound", "groups_per_step"), [(0, 2), (1, 2), (1, 4), (2, 1), (3, 3)])
-def test_forecast_is_what_the_real_stage_does(bound: int, groups_per_step: int, tmp_path: Path) -> None:
+def test_forecast_is_what_the_real_stage_does(
+    bound: int, groups_per_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_watch, "SILENT_SECONDS", 1e9)  # simulated actors watch no engines
     config = RunConfig.model_validate(
         {
             "run": {"total_steps": STEPS},
