@@ -1,6 +1,7 @@
 """An engine's control routes over HTTP, which fail as told, and a publisher that runs."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import anyio
 from aiohttp import web
@@ -103,20 +104,10 @@ class FakeEngine:
         return web.json_response({"status": "ok"})
 
 
-class running:
+@asynccontextmanager
+async def running(publisher):
     """The publisher with its keepers running."""
-
-    def __init__(self, publisher):
-        self.publisher = publisher
-
-    async def __aenter__(self):
-        await self.publisher.__aenter__()
-        self.group = anyio.create_task_group()
-        await self.group.__aenter__()
-        self.group.start_soon(self.publisher.run)
-        return self.publisher
-
-    async def __aexit__(self, *args):
-        self.group.cancel_scope.cancel()
-        await self.group.__aexit__(*args)
-        await self.publisher.__aexit__(*args)
+    async with publisher, anyio.create_task_group() as group:
+        group.start_soon(publisher.run)
+        yield publisher
+        group.cancel_scope.cancel()
