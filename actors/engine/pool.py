@@ -56,6 +56,7 @@ from pipeline.errors import (
     EngineGone,
     EngineRefused,
     EngineUnavailable,
+    WireError,
 )
 from pipeline.runtime.progress import TICK_SECONDS, EngineSilence
 
@@ -251,26 +252,31 @@ class EnginePool:
                 await anyio.sleep(LOOK_AGAIN_SECONDS)
 
     def told(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
-        """Another actor watches the engines, and saw this (:meth:`seen`). Raises KeyError, TypeError or ValueError for
-        what is not understood."""
+        """Another actor watches the engines, and saw this (:meth:`seen`). Raises :class:`WireError` for what is not
+        understood."""
         self.watches = False
-        for url, seen in engines.items():
-            state = self.router.engines.get(url)
-            if state is not None and not state.leaving:
-                self._told(state, self._members[url], seen)
-        self._count_fit()
+        try:
+            for url, seen in engines.items():
+                state = self.router.engines.get(url)
+                if state is not None and not state.leaving:
+                    self._told(state, self._members[url], seen)
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise WireError(f"expected states of engines, got {str(engines)[:200]}: {error!r}") from error
+        finally:
+            self._count_fit()
 
     def _told(self, state: EngineState, member: _Member, seen: Mapping[str, Any]) -> None:
         now, alive, version = _now(), bool(seen["alive"]), int(seen["version"])
-        member.told_at, member.told_alive = now, alive
+        silent, answered_after = float(seen["silent"]), float(seen["answered_after"])
         if seen["report"] is not None:
             age, *numbers = map(float, seen["report"])
             self._loaded(state, EngineReport(*numbers), state.in_flight, now - age)
+        member.told_at, member.told_alive = now, alive
         if member.failed_probes or member.probing or state.breaker.doubted:
             if not alive and not state.alive:
                 member.failed_probes = 0  # both say so
             return
-        member.silence.told(float(seen["silent"]), float(seen["answered_after"]))
+        member.silence.told(silent, answered_after)
         if alive:
             late = version < state.version and now - member.replied_at < LATE_SECONDS
             changed = self.router.probed(state.name, now, healthy=True, version=None if late else version)

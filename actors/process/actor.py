@@ -228,7 +228,7 @@ class Actor:
             event = await self._link.receive()
             try:
                 self._handle(event)
-            except (WireError, SchemaError, KeyError, TypeError) as error:
+            except (WireError, SchemaError, KeyError, TypeError, ValueError) as error:
                 log.error("ignored an invalid message from the replay stage: %r", error)
             self._work()
 

@@ -244,8 +244,8 @@ class StageLoop:
                 if changes:
                     n_bytes = changes.n_bytes
                     await when_room(partial(self._store.commit, changes), self._store.path, "the replay store", n_bytes)
+                    self._committed.observe(time.perf_counter() - started)
                 self._cache.forget(changes.forgotten_payloads)
-                self._committed.observe(time.perf_counter() - started)
                 if ended := [effect.result for effect in effects if isinstance(effect, Evaluated)]:
                     # before the learner hears of it, because it may read the file
                     write = partial(write_results, self._ctx.directory.evaluations_file, ended)

@@ -14,11 +14,13 @@ import pytest
 from actors.engine.base import EngineReport
 from actors.engine.pool import LOOK_AGAIN_SECONDS, OWN_SECONDS, PROBE_SECONDS, TOLD_SECONDS, EnginePool
 from actors.metrics import ActorMetrics
-from pipeline.errors import EngineGone
+from pipeline.errors import EngineGone, WireError
 from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.runtime.progress import ANSWER_SECONDS, SILENCE_SECONDS, TICK_SECONDS
+from pipeline.schema.record_file import json_object
 from pipeline.stage.engine_watch import RELAY_SECONDS, SILENT_SECONDS
 from pipeline.transport.messages import Kind, WireMessage
+from tests.support.hostile_traffic import as_json, mutated, values
 from tests.support.stub_engine import StubEngine
 from tests.support.virtual_time import run_virtually
 from tests.unit.stage.test_replay_core import Stage
@@ -286,3 +288,21 @@ def test_an_engine_that_the_watcher_does_not_know_is_probed_by_whoever_knows_it(
         await cluster.until(lambda: cluster.fit(other) == ENGINES + 1, TOLD_SECONDS + 2 * PROBE_SECONDS)
 
     cluster.play(during)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_states_that_no_actor_would_send_are_refused_and_end_nothing(seed: int) -> None:
+    rng, refused = random.Random(seed), list[WireError]()
+
+    async def main() -> None:
+        pool = Cluster(1).pools["actor-0"]
+        state = {"alive": True, "version": 0, "asleep": False, "problem": "", "silent": 0.0, "answered_after": 0.1}
+        seen = {f"stub://{number}": {**state, "report": [0.1, *[1.0] * 8]} for number in range(ENGINES)}
+        for _ in range(50):
+            try:
+                pool.told(json_object(as_json(mutated(rng, seen, values(rng))), "engines"))
+            except WireError as error:
+                refused.append(error)
+
+    run_virtually(main)
+    assert refused

@@ -53,7 +53,7 @@ def _never_repeated(log: ControlLog) -> None:
 def _forgotten_without_a_word(hello: Callable[..., Any]) -> Callable[..., Any]:
     def forgets(self: Peers, peer: Any, connection: bytes, message: Any) -> Any:
         if peer is not None:
-            self._forget(peer)
+            del self._by_connection[peer.connection], self._by_name[peer.name]
         return hello(self, None, connection, message)
 
     return forgets

@@ -108,6 +108,8 @@ HEADERS: Mapping[Kind, Mapping[str, Any]] = {
     },
     Kind.VERSION: {"number": 1, "policy_version": 1, "updates": 1},
     Kind.CHECKPOINTED: {"number": 1, "updates": 1},
+    Kind.ENGINES: {"engines": {"http://127.0.0.1:9": {"fit": True, "reason": "", "running": 1, "waiting": 0}}},
+    Kind.WATCH: {},
     Kind.BYE: {"reason": "x"},
     Kind.HEARTBEAT: {},
     Kind.WELCOME: {"greeting": 1, "credit_bytes": 1, "policy_version": 0},
