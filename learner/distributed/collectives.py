@@ -302,12 +302,25 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
+def divided_modules(root: torch.nn.Module) -> list[FSDPModule]:
+    """The modules below ``root``, and itself, whose weights are divided one by one (:meth:`RankGroup.divide`)."""
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
 def sum_gradients(root: torch.nn.Module) -> None:
     """Let FSDP reduce by sums instead of means, in all modules below."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    for module in divided_modules(root):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def follow_moved(root: torch.nn.Module) -> None:
+    """Let FSDP use the memory to which its shards were moved: it keeps a flat view of each, which only a private
+    function makes anew (PyTorch 2.13)."""
+    for module in divided_modules(root):
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.reset_sharded_param()
 
 
 @dataclass(frozen=True, slots=True)

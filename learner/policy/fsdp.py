@@ -78,7 +78,7 @@ def shard(backbone: Backbone, group: RankGroup) -> None:
         run_head = head
     fully_shard(root, mesh=group.mesh, mp_policy=whole, reshard_after_forward=True)
     sum_gradients(root)
-    backbone.divided(group, root.run, run_head)
+    backbone.divided(group, root, root.run, run_head)
 
 
 def _apply(work: Callable[[Tensor], Any], hidden_SH: Tensor) -> Any:

@@ -154,6 +154,8 @@ class Backbone:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model = model.to(dtype=dtype) if is_empty(model) else model.to(device=device, dtype=dtype)
+        self.root: torch.nn.Module = self.model
+        """The model, or the module around it where its weights are divided."""
         _without_dropout(self.model)
         use_compute_type(self.model)
         self.device = device
@@ -275,12 +277,14 @@ class Backbone:
     def divided(
         self,
         ranks: Ranks,
+        root: torch.nn.Module,
         run: Callable[[Callable[[], Any]], Any],
         run_head: Callable[[Callable[[Tensor], Any], Tensor], Any] | None,
     ) -> None:
-        """The weights are shards from now on. ``run`` makes those outside of the layers whole while work reads them;
-        ``run_head`` those of the output layer alone, for work on hidden states (None: ``run`` makes them whole)."""
-        self.ranks, self._run = ranks, run
+        """The weights are shards from now on. ``root`` is the module around the model whose ``run`` makes those outside
+        of the layers whole while work reads them; ``run_head`` those of the output layer alone, for work on hidden
+        states (None: ``run`` makes them whole)."""
+        self.ranks, self.root, self._run = ranks, root, run
         if run_head is not None:
             self._run_head = run_head
 

@@ -39,6 +39,7 @@ from learner.data.rows import Batch
 from learner.distributed.collectives import ProcessRank, RankGroup, join, leave, process_rank
 from learner.distributed.ranks import HEARTBEAT_SECONDS, Interrupt
 from learner.process.build import load_trainer
+from learner.process.device_turn import Offload
 from learner.training.trainer import Trainer
 from learner.weights.vllm_transfer import follow
 from pipeline.config import RunConfig
@@ -187,7 +188,7 @@ def execute_commands(trainer: Trainer, group: RankGroup, image: Callable[[int], 
 
     Raises :class:`TrainingError` when rank 0 is gone.
     """
-    policy = trainer.policy
+    policy, offload = trainer.policy, Offload(trainer)
     while True:
         try:
             facts, rows, scores = group.receive()
@@ -216,6 +217,8 @@ def execute_commands(trainer: Trainer, group: RankGroup, image: Callable[[int], 
                     policy.adapter_snapshot(torch.float32)
                 case "transfer":
                     follow(group, policy.device, facts["tensors"])
+                case "offload":
+                    offload.here(to_host=facts["to_host"], moves=facts["moves"])
                 case "image":
                     image(int(facts["updates"]))
                 case other:

@@ -53,7 +53,7 @@ class Critic:
     @property
     def modules(self) -> list[torch.nn.Module]:
         """Modules that the policy does not have."""
-        return [*([self.backbone.model] if self.owns else []), self._head]
+        return [*([self.backbone.root] if self.owns else []), self._head]
 
     def score(self, part: MicroBatch) -> Tensor:
         """Value of the state before each sampled token, float32 ``[S]``, in units of reward. With gradient where

@@ -18,8 +18,9 @@ from learner.checkpoints import model_files
 from learner.checkpoints.checkpoint import CheckpointState, restore_training, save_checkpoint
 from learner.data.rows import Batch
 from learner.distributed.collectives import RankGroup, join, leave, process_rank
-from learner.distributed.ranks import Interrupt
+from learner.distributed.ranks import Interrupt, local_part
 from learner.process.build import make_trainer
+from learner.process.device_turn import Offload
 from learner.process.rank_processes import execute_commands, shard_writer
 from learner.training.optimizer import bit_sums
 from learner.training.trainer import Trainer
@@ -55,8 +56,10 @@ def rows_of(case, update):
 
 def train(trainer: Trainer, case, updates) -> dict:
     """Reports of the updates, as JSON."""
-    found = []
+    found, offload = [], Offload(trainer)
     for update in updates:
+        if case.get("turns"):
+            take_turns(offload)
         rows = rows_of(case, update)
         scores = trainer.token_scores(rows)
         if scores.values is not None:
@@ -73,6 +76,16 @@ def train(trainer: Trainer, case, updates) -> dict:
             "critic_norm": None if report.critic is None else report.critic.grad_norm,
         })  # fmt: skip
     return {"updates": found}
+
+
+@torch.no_grad()
+def take_turns(offload: Offload) -> None:
+    """Everything leaves the device and comes back. What was left behind holds no number, so that using it is seen."""
+    for move in (offload.to_host, offload.to_device):
+        left = [local_part(tensor).data for tensor in offload._tensors()]
+        assert move() > 0
+        for tensor in left:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
 
 
 def run(folder: Path, cases: dict, group: RankGroup | None, layout: str = "1") -> None:

@@ -38,6 +38,8 @@ CASES = {
     "sequence_ratios": {"sections": {"loss": {"policy": "gspo"}}},
     "masks": {"sections": {"loss": {"off_policy": "second_moment"}, "replay": {"ess_guard": {"enabled": True}}}},
     "adapters": {"sections": {"loss": {"kl": "loss"}}, "learner": {"lora": LORA}},
+    "turns": {"turns": True, "sections": {**GAE, "loss": {"kl": "loss"}}},
+    "turns_of_adapters": {"turns": True, "learner": {"lora": LORA}},
     "experts": {"model": "experts", "sections": GAE},
     "recorded_experts": {
         "model": "experts",
@@ -82,12 +84,13 @@ OF_LAYOUT = {
         "recorded_experts",
         "groups",
         "a_divided_group",
+        "turns",
     ),
     "2x4": (
         *("many_microbatches", "several_steps", "fewer_rows_than_ranks", "critic", "masks", "adapters", "experts"),
         "not_finite",
     ),
-    "4x2": ("several_steps", "adapters", "not_finite"),
+    "4x2": ("several_steps", "adapters", "not_finite", "turns"),
 }
 """Cases of each number of ranks, and of each mesh of two dimensions: more processes share the same cores. One process
 runs all."""
