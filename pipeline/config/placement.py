@@ -34,10 +34,12 @@ class PlacementConfig(Section):
 
     engine_gpus: Gpus = None
     """GPUs of all engines together. A number sets ``engine.replicas``. ``auto``: three quarters of the GPUs, or what
-    ``learner_gpus`` leaves; with one GPU engine and learner take turns on it. None: as ``engine.replicas`` says."""
+    ``learner_gpus`` leaves; with one GPU engine and learner take turns on it; with ``engine.colocate: sleep`` all GPUs,
+    or as many as ``learner_gpus``. None: as ``engine.replicas`` says."""
     learner_gpus: Gpus = None
     """GPUs of the learner. A number sets ``learner.ranks``. ``auto``: what the engines leave; with ``engine_gpus:
-    auto`` a quarter of the GPUs, or more where the estimate of memory needs more. None: as ``learner.ranks`` says."""
+    auto`` a quarter of the GPUs, or more where the estimate of memory needs more; with ``engine.colocate: sleep`` as
+    many as the engines. None: as ``learner.ranks`` says."""
     tensor_parallel: Size = "auto"
     """GPUs among which vLLM divides each copy of the model (``--tensor-parallel-size``). ``auto``: the fewest on which
     the model fits by the estimate of memory; 1 where that is unknown, and for engines that you start yourself."""
@@ -74,10 +76,10 @@ def check_placement(placement: PlacementConfig, engine: EngineConfig, learner: L
         raise ValueError(
             f"placement.tensor_parallel and data_parallel are for engine.kind: vllm, got {engine.kind}: omit them"
         )
-    if size > 1 and engine.colocate != "none":
+    if size > 1 and engine.colocate == "split":
         raise ValueError(
             f"an engine of {size} GPUs (placement.tensor_parallel, data_parallel) cannot share one with the learner: "
-            "set engine.colocate: none"
+            "set engine.colocate: sleep or none"
         )
     if isinstance(gpus, int) and gpus % size:
         raise ValueError(f"placement.engine_gpus ({gpus}) must be a multiple of the {size} GPUs of one engine")
@@ -93,10 +95,26 @@ def check_placement(placement: PlacementConfig, engine: EngineConfig, learner: L
             f"{key} ({ranks}) must be a multiple of learner.replicas ({learner.replicas}) times learner.context_ranks "
             f"({learner.context_ranks})"
         )
-    if engine.colocate != "none" and not {gpus, placement.learner_gpus} <= {None, "auto", 1}:
+    if engine.colocate == "split" and not {gpus, placement.learner_gpus} <= {None, "auto", 1}:
         raise ValueError(
-            f"engine.colocate is {engine.colocate}, where engine and learner share one GPU: omit placement.engine_gpus "
-            "and learner_gpus, or set colocate: none"
+            "engine.colocate is split, where engine and learner share one GPU: omit placement.engine_gpus and "
+            "learner_gpus, or set colocate: none"
+        )
+    if engine.colocate == "sleep":
+        _check_turns(size, gpus, key, ranks, engine)
+
+
+def _check_turns(
+    size: int, gpus: int | Literal["auto"] | None, key: str, ranks: int | Literal["auto"], engine: EngineConfig
+) -> None:
+    """Refuse numbers of ranks and of the engines' GPUs that differ. Whoever starts a server knows how many it has."""
+    if engine.kind == "external" or "auto" in (gpus, ranks):
+        return
+    of_engines = gpus if gpus is not None else engine.replicas * size
+    if of_engines != ranks:
+        raise ValueError(
+            f"engine.colocate is sleep, where each rank of the learner shares a GPU with an engine: expected as many "
+            f"ranks as the engines have GPUs ({of_engines}), got {key} {ranks}: set one of them to the other"
         )
 
 

@@ -97,9 +97,10 @@ class EngineConfig(Section):
     from the learner's GPU, for which the next update waits; a folder only for engines that cannot take part. ``ipc``:
     between processes on one GPU."""
     colocate: Literal["none", "split", "sleep"] = "none"
-    """Sharing of one device between engine and learner. ``none``: each has its own. ``split``: both stay on it with a
-    fixed share of the memory and work at the same time. ``sleep``: they take turns; while the learner trains, the
-    engine sleeps (vLLM's sleep mode) and keeps its requests, which continue with the new weights."""
+    """Sharing of devices between engines and learner. ``none``: each has its own. ``split``: one engine and one rank
+    stay on one device with a fixed share of the memory and work at the same time. ``sleep``: they take turns, on one
+    device or on many with a rank for each device of the engines; while the learner trains, the engines sleep (vLLM's
+    sleep mode) and keep their requests, which continue with the new weights."""
     gpu_memory_share: float | None = Field(None, gt=0, lt=1)
     """Share of the GPU's memory for vLLM (``--gpu-memory-utilization``). None: 0.5 with ``colocate: split`` (the
     learner gets the rest minus 0.05), 0.8 with ``sleep``, otherwise vLLM's default."""
@@ -129,7 +130,7 @@ class EngineConfig(Section):
             raise ValueError(f"engine.discovery is {self.discovery} and engine.urls lists {len(self.urls)}: omit one")
         if self.discovery is not None and self.colocate != "none":
             raise ValueError(
-                f"engine.colocate is {self.colocate}, where one engine stays with the learner: omit engine.discovery"
+                f"engine.colocate is {self.colocate}, where the engines stay with the learner: omit engine.discovery"
             )
 
     @property
@@ -302,8 +303,10 @@ def check_colocation(engine: EngineConfig, learner: LearnerConfig, publish: Publ
     given = [argument for argument in engine.args if argument.split("=")[0] == _UTILIZATION]
     if given and engine.memory_share is not None:
         raise ValueError(f"engine.args has {given[0]}: set engine.gpu_memory_share instead")
-    if engine.colocate != "none":
+    if engine.colocate == "split":
         _check_one_device(engine, learner)
+    if engine.colocate != "none":
+        _check_shared_devices(engine, learner)
     if engine.colocate == "split" and (learner_share(engine) or 0.0) <= 0:
         raise ValueError(
             f"engine.gpu_memory_share ({engine.memory_share}) leaves no memory for the learner: with engine.colocate: "
@@ -319,12 +322,16 @@ def check_colocation(engine: EngineConfig, learner: LearnerConfig, publish: Publ
 
 
 def _check_one_device(engine: EngineConfig, learner: LearnerConfig) -> None:
-    what = f"engine.colocate is {engine.colocate}, which needs one device with one engine and one learner"
+    what = "engine.colocate is split, which needs one device with one engine and one learner"
     if learner.ranks > 1:
-        raise ValueError(f"{what}, but learner.ranks is {learner.ranks}: set learner.ranks: 1, or colocate: none")
+        raise ValueError(f"{what}, but learner.ranks is {learner.ranks}: set learner.ranks: 1, or colocate: sleep")
     engines = len(engine.urls) if engine.kind == "external" else engine.replicas
     if engines > 1:
-        raise ValueError(f"{what}, but there are {engines} engines: configure one, or set colocate: none")
+        raise ValueError(f"{what}, but there are {engines} engines: configure one, or set colocate: sleep")
+
+
+def _check_shared_devices(engine: EngineConfig, learner: LearnerConfig) -> None:
+    what = f"engine.colocate is {engine.colocate}, with which engines and learner share their devices"
     if engine.weight_transfer == "nccl":
         raise ValueError(
             f"{what}, but engine.weight_transfer is nccl, which cannot join two processes on one device: set ipc or "

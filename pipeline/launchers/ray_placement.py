@@ -60,11 +60,15 @@ def placement_groups(places: Iterable[Place], nodes: Sequence[Node]) -> tuple[Pl
     first of ``nodes``, where its disk is. Processes that share a GPU share a bundle on the node of the plan, in the
     group of the first of them. In the order in which they should be reserved: what is hard to place comes first."""
     addresses = {node.name: node.address for node in nodes}
-    together: dict[object, list[Place]] = defaultdict(list)
+    together: dict[str, list[Place]] = defaultdict(list)
+    owners: dict[tuple[str, str], str] = {}
+    places = list(places)
+    for place in sorted(places, key=lambda place: len(place.gpus)):  # a learner has those of several engines
+        owners |= {(place.node, gpu): place.name for gpu in place.gpus}
     for place in places:
         at_disk = place.needs_disk or place.rule.once
-        shared = next(((place.node, gpu) for gpu in place.gpus), None)
-        together["replay" if at_disk else shared or place.name].append(place)
+        owner = next((owners[place.node, gpu] for gpu in place.gpus), place.name)
+        together["replay" if at_disk else owner].append(place)
     groups: dict[str, list[list[Place]]] = defaultdict(list)
     for members in together.values():
         groups["replay" if any(place.needs_disk for place in members) else members[0].role].append(members)
@@ -102,8 +106,17 @@ def _bundle(members: Sequence[Place], address: str) -> Bundle:
 
 
 def lacking(groups: Iterable[PlacementGroup], nodes: Sequence[Node]) -> str:
-    """A sentence if the nodes together have fewer cores or GPUs than the bundles, or none has those of one bundle."""
+    """A sentence if the nodes together have fewer cores or GPUs than the bundles, or none has those of one bundle; or if
+    processes share several GPUs."""
     bundles = [bundle for group in groups for bundle in group.bundles]
+    for bundle in bundles:
+        names = [seat.place.name for seat in bundle.seats if seat.gpus]
+        if bundle.resources.get("GPU", 0) > 1 and len(names) > 1:
+            return (
+                f"expected GPUs that one process has for itself, but {' and '.join(names)} would share several "
+                "(engine.colocate: sleep), of which Ray cannot give each a part: start the run on one machine or with "
+                "--on slurm, or set engine.colocate: none"
+            )
     for what, has in (("CPU", [node.cpus or 0 for node in nodes]), ("GPU", [len(node.gpus) for node in nodes])):
         wanted = [bundle.resources.get(what, 0) for bundle in bundles]
         most = max(bundles, key=lambda bundle: bundle.resources.get(what, 0))

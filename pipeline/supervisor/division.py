@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -92,12 +93,38 @@ def _no_gpu(config: RunConfig, inventory: Inventory, on_gpu: Mapping[str, bool])
 
 
 def _shared(config: RunConfig, inventory: Inventory, on_gpu: Mapping[str, bool]) -> Division:
-    """Engine and learner on the first GPU (``engine.colocate``)."""
-    node = next(node for node in inventory.nodes if node.gpus)
-    share = (Share(node, node.gpus[:1]),)
-    learner, engines = (share if on_gpu[role] else None for role in ROLES)
-    reason = f"engine.colocate is {config.engine.colocate}: engine and learner share GPU {node.gpus[0]}"
-    return Division(_decided(config, 1, 1), learner, engines, (reason, *_idle(inventory, share)))
+    """Engines and learner on the same GPUs (``engine.colocate``): the first of each node that has room for an engine,
+    until there are enough."""
+    size, engines = config.placement.gpus_per_engine, _engines(config, True)
+    room = [len(node.gpus) // size * size for node in inventory.nodes]
+    wanted = _ranks(config, True) if engines is None or config.engine.kind == "external" else engines * size
+    if wanted is None:
+        most = 1 if config.engine.colocate == "split" or _takes_one(config, inventory) else sum(room)
+        whole = math.lcm(size, config.learner.replicas * config.learner.context_ranks)
+        wanted = max(whole, most // whole * whole)
+    shares, left = list[Share](), wanted
+    for node, n in zip(inventory.nodes, room, strict=True):
+        if taken := min(n, left):
+            shares.append(Share(node, node.gpus[:taken]))
+            left -= taken
+    if left or wanted % size:
+        each = f" in engines of {size}" if size > 1 else ""
+        return _without_places(
+            config,
+            on_gpu,
+            f"expected {wanted} GPUs{each}, which engines and learner share (engine.colocate: "
+            f"{config.engine.colocate}), found {sum(room)} on {inventory.where}: lower engine.replicas, learner.ranks "
+            "or placement.tensor_parallel, or omit them and set placement.engine_gpus and learner_gpus to auto",
+        )
+    of_engines = tuple(
+        Share(share.node, share.gpus[start : start + size])
+        for share in shares
+        for start in range(0, len(share.gpus), size)
+    )
+    learner, engine_shares = tuple(shares) if on_gpu["learner"] else None, of_engines if on_gpu["engine"] else None
+    gpus = f"GPU {shares[0].gpus[0]}" if wanted == 1 else f"{wanted} GPUs"
+    reason = f"engine.colocate is {config.engine.colocate}: engines and learner share {gpus}"
+    return Division(_decided(config, wanted, wanted), learner, engine_shares, (reason, *_idle(inventory, shares)))
 
 
 def _may_take_turns(config: RunConfig) -> bool:
@@ -132,12 +159,15 @@ def _taking_turns(config: RunConfig, inventory: Inventory) -> Division:
     return replace(found, reasons=(reason,))
 
 
+def _takes_one(config: RunConfig, inventory: Inventory) -> bool:
+    """True if the learner cannot have several GPUs (what it refuses itself: learner/process/build.py)."""
+    return any(node.has_mig for node in inventory.nodes) or config.learner.optimizer == "adamw_8bit"
+
+
 def _divided(config: RunConfig, inventory: Inventory, on_gpu: Mapping[str, bool]) -> Division:
     """Each process with GPUs of its own, in such numbers that learner and engines fit, where some do."""
     learner, placement = config.learner, config.placement
-    # the second is what a learner of several ranks refuses (learner/process/build.py)
-    one_rank = any(node.has_mig for node in inventory.nodes) or learner.optimizer == "adamw_8bit"
-    most = 1 if one_rank else inventory.gpus
+    most = 1 if _takes_one(config, inventory) else inventory.gpus
     chooses = (on_gpu["engine"] and placement.tensor_parallel, on_gpu["learner"] and placement.learner_gpus)
     fitting = None
     if "auto" in chooses and inventory.gpu_bytes is not None:

@@ -1,4 +1,4 @@
-"""Engine and learner take turns on one device, through real processes: engine, actor, replay stage, learner."""
+"""Engines and learner take turns on their devices, through real processes: engines, actor, replay stage, learner."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import signal
 from functools import partial
 from pathlib import Path
 
+import psutil
+import pytest
+
 from pipeline.runtime.run_directory import read_json
 from tests.support.run_handle import RunHandle
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
-RUN_SECONDS_MAX = 120
+RUN_SECONDS_MAX = 240
 TURN = re.compile(r"(asleep \(level \d\)|awake) after (\d+) forward passes")
 SLEEP = (
     "engine.colocate=sleep",
@@ -23,9 +26,9 @@ SLEEP = (
 )
 
 
-def turns(run: RunHandle) -> list[tuple[bool, int]]:
+def turns(run: RunHandle, engine: int = 0) -> list[tuple[bool, int]]:
     """(asleep, forward passes of the engine until then) of each change, from the engine's log."""
-    text = (run.directory.logs / "engine-0.log").read_text()
+    text = (run.directory.logs / f"engine-{engine}.log").read_text()
     return [(word.startswith("asleep"), int(count)) for word, count in TURN.findall(text)]
 
 
@@ -34,8 +37,8 @@ def restarts(run: RunHandle) -> dict[str, int]:
     return {name: state["restarts"] for name, state in states.items()}
 
 
-def assert_nothing_was_sampled_asleep(run: RunHandle, updates: int) -> None:
-    changes = turns(run)
+def assert_nothing_was_sampled_asleep(run: RunHandle, updates: int, engine: int = 0) -> None:
+    changes = turns(run, engine)
     assert [asleep for asleep, _ in changes[:2]] == [True, False]
     pairs = list(zip(changes[::2], changes[1::2], strict=True))
     assert all(fell[0] and not woke[0] and fell[1] == woke[1] for fell, woke in pairs), changes
@@ -75,3 +78,19 @@ def test_learner_killed_in_its_turn_leaves_no_engine_asleep(tmp_path: Path, fork
         assert [step["step"] for step in run.steps()] == list(range(1, 21))
         assert_nothing_was_sampled_asleep(run, 20)
         assert_accounts_add_up(run, 20)
+
+
+@pytest.mark.slow
+def test_two_engines_and_two_ranks_take_turns_also_after_a_rank_was_killed(tmp_path: Path, forked_run: partial) -> None:
+    several = ("engine.replicas=2", "learner.ranks=2", "run.total_steps=6")
+    with forked_run(TINY, tmp_path, "ranks", [*SLEEP, *several]) as run:
+        run.until_step(2, RUN_SECONDS_MAX)
+        learner = psutil.Process(run.pid("learner"))
+        (rank,) = [each for each in learner.children() if "learner.process.rank_processes" in each.cmdline()]
+        rank.kill()
+        assert run.finish(RUN_SECONDS_MAX) == 0, run.tail()
+        assert {name: count for name, count in restarts(run).items() if count} == {"learner": 1}
+        assert [step["step"] for step in run.steps()] == list(range(1, 7))
+        for engine in range(2):
+            assert_nothing_was_sampled_asleep(run, 6, engine)
+        assert_accounts_add_up(run, 6)

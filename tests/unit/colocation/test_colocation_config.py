@@ -16,8 +16,15 @@ from pipeline.runtime.run_directory import RunDirectory
 
 EMBEDDED = {"kind": "embedded", "colocate": "sleep"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "two engines": ({"engine": {**EMBEDDED, "replicas": 2}}, "2 engines"),
-    "two ranks": ({"engine": EMBEDDED, "learner": {"ranks": 2}}, "learner.ranks is 2"),
+    "two engines": ({"engine": {**EMBEDDED, "colocate": "split", "replicas": 2}}, "2 engines"),
+    "two ranks": ({"engine": {**EMBEDDED, "colocate": "split"}, "learner": {"ranks": 2}}, "learner.ranks is 2"),
+    "fewer ranks": ({"engine": {**EMBEDDED, "replicas": 2}}, r"have GPUs \(2\), got learner.ranks 1"),
+    "fewer engines": ({"engine": EMBEDDED, "learner": {"ranks": 2}}, r"have GPUs \(1\), got learner.ranks 2"),
+    "other numbers": (
+        {"engine": {"colocate": "sleep", "gpu_memory_share": 0.5}, "placement": {
+            "tensor_parallel": 2, "engine_gpus": 4, "learner_gpus": 2}},
+        r"have GPUs \(4\), got placement.learner_gpus 2",
+    ),
     "nccl": ({"engine": {"colocate": "split", "weight_transfer": "nccl"}}, "set ipc or files"),
     "two devices": ({"engine": {**EMBEDDED, "device": "cpu"}, "learner": {"device": "cuda"}}, "set both to one"),
     "external unsaid": (

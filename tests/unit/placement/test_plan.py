@@ -57,29 +57,38 @@ DEVICES = st.sampled_from(["auto", "auto", "cuda", "cuda", "cpu"])
 def run_files(draw: st.DrawFn) -> RunConfig:
     """Run files whose values do not contradict each other."""
     shared = draw(st.booleans()) and draw(st.booleans())
+    colocate = draw(st.sampled_from(["split", "sleep"])) if shared else "none"
     kind = draw(st.sampled_from(["vllm", "vllm", "embedded", "external"]))
     size = (draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 1, 2])))
-    tensor_parallel, data_parallel = size if kind == "vllm" and not shared else (1, 1)
+    tensor_parallel, data_parallel = size if kind == "vllm" and colocate != "split" else (1, 1)
     engine_gpus, learner_gpus = (draw(st.sampled_from([None, "auto", 1])) if shared else draw(COUNTS) for _ in range(2))
+    turns = colocate == "sleep" and kind != "external"
     if isinstance(engine_gpus, int):
-        engine_gpus *= tensor_parallel * data_parallel
+        engine_gpus *= tensor_parallel * data_parallel * (draw(st.integers(1, 4)) if turns else 1)
     urls = ["http://a:1", "http://b:2"][: 1 if shared else 2] if kind == "external" else []
     if urls and isinstance(engine_gpus, int):
         engine_gpus = len(urls)
     device = draw(DEVICES)
+    replicas = draw(st.integers(1, 4)) if engine_gpus is None and colocate != "split" else 1
+    ranks = draw(st.integers(1, 4)) if learner_gpus is None and not shared else 1
+    if turns and "auto" not in (engine_gpus, learner_gpus):
+        of_engines = engine_gpus or replicas * tensor_parallel * data_parallel
+        learner_gpus, ranks = (None, of_engines) if learner_gpus is None else (of_engines, 1)
+    elif turns and learner_gpus == 1:
+        learner_gpus = None if engine_gpus is None else "auto"
     engine = {
         "kind": kind,
         "urls": urls,
         "device": device,
-        "replicas": draw(st.integers(1, 4)) if engine_gpus is None and not shared else 1,
-        "colocate": draw(st.sampled_from(["split", "sleep"])) if shared else "none",
+        "replicas": replicas,
+        "colocate": colocate,
         "weight_transfer": "files" if shared else draw(st.sampled_from(["files", "nccl"])),
         "gpu_memory_share": 0.5,
         "sleep_external": True,
     }
     learner = {
         "device": device if shared else draw(DEVICES),
-        "ranks": draw(st.integers(1, 4)) if learner_gpus is None and not shared else 1,
+        "ranks": ranks,
         "optimizer": draw(st.sampled_from(["adamw", "adamw", "adamw", "adamw_8bit"])),
     }
     placement = PlacementConfig(
@@ -113,7 +122,11 @@ def test_no_gpu_has_two_owners_and_every_process_has_a_place_or_a_sentence(
     if found.config.engine.colocate == "none":
         assert twice == set()
     else:
-        assert len(owned) == len({role for _, _, role in owned}) <= 2
+        by_role: dict[str, list[tuple[str, str]]] = {}
+        for node, gpu, role in owned:
+            by_role.setdefault(role, []).append((node, gpu))
+        assert all(len(gpus) == len(set(gpus)) for gpus in by_role.values())
+        assert len({tuple(sorted(gpus)) for gpus in by_role.values()}) <= 1, "each role has all that are shared"
     for place in found.places:
         assert set(place.gpus) <= set(by_name[place.node].gpus)
         expected = {VISIBLE: ",".join(place.gpus)} if by_name[place.node].gpus else {}
