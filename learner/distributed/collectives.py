@@ -315,12 +315,12 @@ def sum_gradients(root: torch.nn.Module) -> None:
 
 
 def follow_moved(root: torch.nn.Module) -> None:
-    """Let FSDP use the memory to which its shards were moved: it keeps a flat view of each, which only a private
-    function makes anew (PyTorch 2.13)."""
+    """Let FSDP use the memory to which its shards were moved: it keeps a flat view of each, and only a private
+    function takes another (PyTorch 2.13)."""
     for module in divided_modules(root):
         for group in module._get_fsdp_state()._fsdp_param_groups:
             for parameter in group.fsdp_params:
-                parameter.reset_sharded_param()
+                parameter.reset_sharded_param()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)

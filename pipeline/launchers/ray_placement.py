@@ -106,14 +106,14 @@ def _bundle(members: Sequence[Place], address: str) -> Bundle:
 
 
 def lacking(groups: Iterable[PlacementGroup], nodes: Sequence[Node]) -> str:
-    """A sentence if the nodes together have fewer cores or GPUs than the bundles, or none has those of one bundle; or if
-    processes share several GPUs."""
+    """A sentence if the nodes together have fewer cores or GPUs than the bundles, or none has those of one bundle; or
+    where processes share several GPUs."""
     bundles = [bundle for group in groups for bundle in group.bundles]
     for bundle in bundles:
-        names = [seat.place.name for seat in bundle.seats if seat.gpus]
-        if bundle.resources.get("GPU", 0) > 1 and len(names) > 1:
+        sharing = [seat.place.name for seat in bundle.seats if seat.gpus]
+        if bundle.resources.get("GPU", 0) > 1 and len(sharing) > 1:
             return (
-                f"expected GPUs that one process has for itself, but {' and '.join(names)} would share several "
+                f"expected GPUs that one process has for itself, but {' and '.join(sharing)} would share several "
                 "(engine.colocate: sleep), of which Ray cannot give each a part: start the run on one machine or with "
                 "--on slurm, or set engine.colocate: none"
             )

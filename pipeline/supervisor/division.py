@@ -166,7 +166,7 @@ def _takes_one(config: RunConfig, inventory: Inventory) -> bool:
 
 def _divided(config: RunConfig, inventory: Inventory, on_gpu: Mapping[str, bool]) -> Division:
     """Each process with GPUs of its own, in such numbers that learner and engines fit, where some do."""
-    learner, placement = config.learner, config.placement
+    placement = config.placement
     most = 1 if _takes_one(config, inventory) else inventory.gpus
     chooses = (on_gpu["engine"] and placement.tensor_parallel, on_gpu["learner"] and placement.learner_gpus)
     fitting = None

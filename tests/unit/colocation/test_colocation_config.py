@@ -21,8 +21,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fewer ranks": ({"engine": {**EMBEDDED, "replicas": 2}}, r"have GPUs \(2\), got learner.ranks 1"),
     "fewer engines": ({"engine": EMBEDDED, "learner": {"ranks": 2}}, r"have GPUs \(1\), got learner.ranks 2"),
     "other numbers": (
-        {"engine": {"colocate": "sleep", "gpu_memory_share": 0.5}, "placement": {
-            "tensor_parallel": 2, "engine_gpus": 4, "learner_gpus": 2}},
+        {
+            "engine": {"colocate": "sleep", "gpu_memory_share": 0.5},
+            "placement": {"tensor_parallel": 2, "engine_gpus": 4, "learner_gpus": 2},
+        },
         r"have GPUs \(4\), got placement.learner_gpus 2",
     ),
     "nccl": ({"engine": {"colocate": "split", "weight_transfer": "nccl"}}, "set ipc or files"),

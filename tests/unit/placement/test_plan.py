@@ -110,6 +110,28 @@ def run_files(draw: st.DrawFn) -> RunConfig:
 INVENTORIES = st.lists(st.integers(0, 8), min_size=1, max_size=3).map(lambda gpus: nodes(*gpus))
 
 
+@pytest.mark.parametrize(
+    ("gpus", "size", "expected"),
+    [
+        ((1,), 1, [["0"]]),
+        ((8,), 2, [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]),
+        ((3, 2), 2, [["0", "1"], ["0", "1"]]),
+    ],
+)
+def test_engines_and_ranks_that_take_turns_share_all_gpus(gpus, size, expected) -> None:
+    config = changed(
+        engine={"colocate": "sleep", "weight_transfer": "files"},
+        learner={"offload": True},
+        placement={"engine_gpus": "auto", "learner_gpus": "auto", "tensor_parallel": size},
+    )
+    found = plan(config, nodes(*gpus)).fitting()
+    engines = [place for place in found.places if place.role == "engine"]
+    ranks = [(place.node, gpu) for place in found.places if place.role == "learner" for gpu in place.gpus]
+    assert [list(place.gpus) for place in engines] == expected
+    assert ranks == [(place.node, gpu) for place in engines for gpu in place.gpus]
+    assert (found.config.learner.ranks, found.config.engine.replicas) == (len(ranks), len(engines))
+
+
 @settings(max_examples=200, deadline=None)
 @given(run_files(), INVENTORIES)
 def test_no_gpu_has_two_owners_and_every_process_has_a_place_or_a_sentence(

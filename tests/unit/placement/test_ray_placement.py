@@ -80,6 +80,14 @@ def test_processes_that_share_a_gpu_share_a_bundle() -> None:
     assert (bundle.resources["GPU"], bundle.resources["node:10.0.0.0"]) == (1, 0.001), "their address is fixed"
 
 
+def test_several_gpus_that_processes_share_are_one_bundle_and_refused() -> None:
+    shared = {"engine": {"colocate": "sleep", "weight_transfer": "files"}, "learner": {"offload": True}}
+    groups = groups_of(changed(**shared, placement={"engine_gpus": "auto", "learner_gpus": "auto"}), nodes(2))
+    (bundle,) = groups["learner"].bundles
+    assert bundle.resources["GPU"] == 2 and len(bundle.seats) == 3
+    assert "learner and engine-0 and engine-1 would share several" in lacking(groups.values(), nodes(2).nodes)
+
+
 def test_a_cluster_that_is_too_small_gets_one_sentence_and_a_large_one_none() -> None:
     places = plan(EMBEDDED, on_cpus(4)).places
     groups = placement_groups(places, on_cpus(4).nodes)
