@@ -268,7 +268,7 @@ def draw(found: dict[str, dict[int, Steps]], picture: Path) -> None:
         axis.grid(alpha=0.25)
         axis.set_ylim(0, 1)
     figure.axes[0].set_ylabel("reward")
-    figure.axes[0].legend(fontsize=8, loc="lower right")
+    figure.axes[0].legend(fontsize=8, loc="upper left")
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, format="png")
 
