@@ -4,8 +4,8 @@
 the next update, and for the publication of the version before the last; *unblocked by* deliveries, engines that
 answer, or the end of the run.
 
-With ``engine.colocate: sleep`` engines and learner take turns on one device: the learner acquires it before each
-update, once the version before is published, and releases it before it publishes the next.
+With ``engine.colocate: sleep`` engines and learner take turns on their devices: the learner acquires them before each
+update, once the version before is published, and releases them before it publishes the next.
 
 Training runs in a worker thread, so messages continue; each layer of a pass is progress
 (:mod:`pipeline.runtime.progress`). Publication of a version overlaps with the training of the next update, but for

@@ -175,8 +175,8 @@ class EngineAddresses:
 
 
 def engine_addresses(engine: EngineConfig, directory: RunDirectory, key: str | None) -> EngineAddresses:
-    """Engines of a run, as ``engine.discovery`` says, and those that join. Where engine and learner share one device
-    there is one engine, which stays. ``key``: what the caller shows them; None: nothing."""
+    """Engines of a run, as ``engine.discovery`` says, and those that join. Where engines and learner share their
+    devices, the engines stay. ``key``: what the caller shows them; None: nothing."""
     if engine.colocate != "none":
         return EngineAddresses(engine.addresses())
     digests = () if key is None else (digest_of(key),)
