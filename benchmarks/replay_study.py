@@ -48,6 +48,7 @@ RATES_BOUND = (1 / 16, 16.0)
 """Smallest and largest multiple of a run file's learning rate to which a grid is extended."""
 TRIES = 2
 """Of a run that fails, before the study continues without it; the next call tries it again."""
+BASE = "base"
 _STRICT = ConfigDict(extra="forbid")
 Name = TypeVar("Name", str, float)
 
@@ -59,8 +60,12 @@ class Arm:
     """Multiple of the run file's ``groups.groups_per_step``."""
     rollouts: float = 1.0
     """Multiple of the run file's ``groups.n_rollout``."""
+    pilot: float | None = None
+    """Part of ``groups.n_rollout`` that is the pilot (``groups.pilot``); None: the run file's."""
     rival: bool = False
     """Without replay: the best of these is the base, which the other arms are compared with."""
+    on: str | None = None
+    """It has the settings and the rate of this arm, or of the :data:`BASE`, and is not tuned itself."""
 
 
 @dataclass(config=_STRICT, frozen=True)
@@ -146,9 +151,15 @@ class Runs:
         arms: Sequence[str] | None = None,
         server: ForkServer | None = None,
     ) -> None:
-        """``arms``: only these; None: all. ``server`` starts the processes of runs whose engine is embedded."""
+        """``arms``: only these and those that they stand on; None: all. ``server`` starts the processes of runs whose
+        engine is embedded."""
         self.family = plan.families[name]
-        self.arms = {arm: plan.arms[arm] for arm in self.family.arms if arms is None or arm in arms}
+        on = {plan.arms[arm].on for arm in arms or ()}
+        self.arms = {
+            arm: plan.arms[arm]
+            for arm in self.family.arms
+            if arms is None or arm in on.union(arms) or (BASE in on and plan.arms[arm].rival)
+        }
         server = None if self.family.evaluated else server
         self.bench = Bench(directory / name, plan.seconds_max, False, stop, server)
         self.file = load(self.family.file, (*self.family.set, "replay.enabled=false"))
@@ -156,13 +167,17 @@ class Runs:
 
     def jobs(self, arm: str, rate: float, *, tuning: bool) -> list[Job]:
         if (arm, rate, tuning) not in self._jobs:
-            family, groups = self.family, self.file.groups
+            family, groups, changed = self.family, self.file.groups, self.arms[arm]
+            whole = self.arms[self.tuned(arm) or arm]  # there is a rate, so the base is known
+            n_rollout = groups.n_rollout * whole.rollouts
             own = [
-                *self.arms[arm].set,
-                f"groups.groups_per_step={groups.groups_per_step * self.arms[arm].groups:g}",
-                f"groups.n_rollout={groups.n_rollout * self.arms[arm].rollouts:g}",
+                *dict.fromkeys((*whole.set, *changed.set)),
+                f"groups.groups_per_step={groups.groups_per_step * whole.groups:g}",
+                f"groups.n_rollout={n_rollout:g}",
                 f"learner.learning_rate={self.file.learner.learning_rate * rate:g}",
             ]
+            if changed.pilot is not None:
+                own.append(f"groups.pilot={n_rollout * changed.pilot:g}")
             less = generated(self.file) / generated(load(family.file, (*family.set, *own)))
             steps, every = round(family.steps * less), round(family.every * less)
             if family.evaluated:
@@ -176,6 +191,11 @@ class Runs:
 
     def finished(self, jobs: Sequence[Job]) -> list[Result]:
         return [r for job in jobs if (r := self.bench.kept(job)) is not None]
+
+    def tuned(self, arm: str) -> str | None:
+        """The arm whose rate ``arm`` has: itself, or the one that it stands on; None: the base is not known yet."""
+        on = self.arms[arm].on
+        return arm if on is None else self.base() if on == BASE else on
 
     def tuning(self, arm: str) -> dict[float, list[Result]]:
         """Finished tuning runs by rate, smallest first. The grid grows by factors of 2, within :data:`RATES_BOUND`,
@@ -195,7 +215,10 @@ class Runs:
 
     def chosen(self, arm: str) -> float | None:
         """The arm's rate; None: its tuning is not finished."""
-        found = self.tuning(arm)
+        tuned = self.tuned(arm)
+        if tuned is None:
+            return None
+        found = self.tuning(tuned)
         return best(found) if all(len(runs) == len(self.family.tuning_seeds) for runs in found.values()) else None
 
     def base(self) -> str | None:
@@ -215,8 +238,9 @@ class Runs:
         no rivals, then with ``losers`` that of the other rivals."""
         first = [arm for arm, own in self.arms.items() if not own.rival or arm == self.base()]
         last = [arm for arm in self.arms if arm not in first] if losers and self.family.losers else []
+        tuned = [arm for arm, own in self.arms.items() if own.on is None]
         stages = (
-            [job for arm in self.arms for rate in self.tuning(arm) for job in self.jobs(arm, rate, tuning=True)],
+            [job for arm in tuned for rate in self.tuning(arm) for job in self.jobs(arm, rate, tuning=True)],
             *([job for arm in arms for job in self.compared(arm)] for arms in (first, last)),
         )
         for jobs in stages:
@@ -229,23 +253,32 @@ class Runs:
         base, arms = self.base(), dict[str, Any]()
         runs = {arm: {r.seed: r for r in self.finished(self.compared(arm))} for arm in self.arms}
         for arm, own in runs.items():
-            tuned, rate = self.tuning(arm), self.chosen(arm)
+            on, rate = self.tuned(arm), self.chosen(arm)
+            tried = {} if on is None else self.tuning(on)
             arms[arm] = {
                 "rate": rate,
-                "at_edge": rate in (min(tuned), max(tuned)),
-                "tuning": {f"{rate:g}": [[r.seed, r.tokens, r.hit] for r in found] for rate, found in tuned.items()},
+                "at_edge": rate in (min(tried, default=None), max(tried, default=None)),
+                "tuning": {f"{rate:g}": [[r.seed, r.tokens, r.hit] for r in found] for rate, found in tried.items()}
+                if on == arm
+                else {},
                 "runs": [asdict(r) for r in own.values()],
             }
-            shared = sorted(own.keys() & runs[base].keys()) if base not in (None, arm) else []
-            if len(shared) < 2:
-                continue
-            pair = own, runs[base or arm]
-            left, right = ({seed: cost(of[seed]) for seed in shared} for of in pair)
-            arms[arm]["ratios"] = {q: asdict(ratio_of(left, right, q)) for q in QUANTITIES}
-            if self.family.held_out:
-                left, right = ({seed: held_out_cost(of[seed], self.family.goal) for seed in shared} for of in pair)
-                arms[arm]["held_out"] = asdict(ratio_of(left, right, "tokens"))
+            if base not in (None, arm):
+                arms[arm] |= self._ratios(own, runs[base])
+            if on not in (None, arm, base):
+                arms[arm]["on"] = {"arm": on} | self._ratios(own, runs[on])
         return {"goal": self.family.goal, "base": base, "arms": arms}
+
+    def _ratios(self, own: Mapping[int, Result], others: Mapping[int, Result]) -> dict[str, Any]:
+        """Ratios over the seeds that both have; none with fewer than two."""
+        if len(shared := sorted(own.keys() & others.keys())) < 2:
+            return {}
+        left, right = ({seed: cost(of[seed]) for seed in shared} for of in (own, others))
+        found: dict[str, Any] = {"ratios": {q: asdict(ratio_of(left, right, q)) for q in QUANTITIES}}
+        if self.family.held_out:
+            left, right = ({seed: held_out_cost(of[seed], self.family.goal) for seed in shared} for of in (own, others))
+            found["held_out"] = asdict(ratio_of(left, right, "tokens"))
+        return found
 
 
 def lines(name: str, report: Mapping[str, Any]) -> Iterator[str]:
@@ -253,6 +286,8 @@ def lines(name: str, report: Mapping[str, Any]) -> Iterator[str]:
     for arm, known in report["arms"].items():
         runs, text = known["runs"], f"{name:17} {arm:14} "
         if known["rate"] is None:
+            if not known["tuning"]:
+                continue
             tuned = (
                 f"x{rate} " + ", ".join(f"{tokens:,}{'' if hit else ' (not reached)'}" for _, tokens, hit in found)
                 for rate, found in known["tuning"].items()
@@ -267,12 +302,16 @@ def lines(name: str, report: Mapping[str, Any]) -> Iterator[str]:
             text += f"  {statistics.median(r['tokens'] for r in runs):8,.0f} tokens"
         if arm == report["base"]:
             text += "  the base"
-        ratios = {**known.get("ratios", {}), **({"held-out": known["held_out"]} if "held_out" in known else {})}
-        for quantity, r in ratios.items():
-            text += f"  {quantity} {r['ratio']:.2f} ({r['low']:.2f}–{r['high']:.2f})"
-        if ratios:
-            text += f"  can show {ratios['tokens']['can_show']:.2f}"
-        yield text
+        yield text + _told(known)
+        if "on" in known:
+            yield f"{name:17} {'':14} of {known['on']['arm']}:" + _told(known["on"])
+
+
+def _told(known: Mapping[str, Any]) -> str:
+    """Ratios in one line; empty without any."""
+    ratios = {**known.get("ratios", {}), **({"held-out": known["held_out"]} if "held_out" in known else {})}
+    text = "".join(f"  {name} {r['ratio']:.2f} ({r['low']:.2f}–{r['high']:.2f})" for name, r in ratios.items())
+    return text + (f"  can show {ratios['tokens']['can_show']:.2f}" if ratios else "")
 
 
 def run_family(runs: Runs, at_once: int, until: float, *, losers: bool) -> list[str]:
