@@ -65,8 +65,9 @@ class Rule:
     optional: bool = False
     """The run continues without it, where another process would end the run by failing."""
     gang: str = ""
-    """Processes of the same gang fail together: when one of them fails, the others are killed, and all start again. One
-    that ends with 0 before ``ends_run`` has done its part, and starts again only with the others."""
+    """Name of the first of the processes that fail together: when one fails, the others are killed, and all start again
+    once all have ended. Where one of them ``ends_run``, another that ends with 0 has done its part, and starts again
+    only with the others; elsewhere each end is a failure."""
     start_seconds_max: float = 300.0
     stuck_seconds_max: float = 300.0
     """Longest time without a healthy answer, once it was healthy."""
@@ -202,10 +203,11 @@ class Machine:
             process.phase = Phase.DONE
             self._ready.setdefault(name, now)
             return self._drain(ExitCode.FINISHED, "finished", now) if rule.ends_run else self._start_ready(now)
-        if code == 0 and rule.gang and not rule.ends_run:
+        finishes = code == 0 and any(p.rule.ends_run for p in (process, *self._others(process)))
+        if finishes and not rule.ends_run:
             process.phase = Phase.DONE
             return []
-        others = [] if code == 0 or process.killed else self._gang(process)
+        others = [] if finishes or process.killed else self._gang(process)
         actions = self._restart(process, code, now)
         return actions or self._kill(others, name)
 
@@ -228,7 +230,7 @@ class Machine:
         for process in late:
             actions += self._kill(self._gang(process), process.rule.name)
         for process in self.processes.values():
-            if process.phase is Phase.BACKOFF and now >= process.wake_at:
+            if now >= self._restart_at(process):
                 actions += self._start(process, now)
         return actions
 
@@ -238,7 +240,7 @@ class Machine:
             if all(p.killed for p in self.processes.values() if p.alive):
                 return math.inf
             return min(self._next_stage_at, self.draining_since + self.limits.drain_seconds_max)
-        times = [p.wake_at for p in self.processes.values() if p.phase is Phase.BACKOFF]
+        times = [self._restart_at(p) for p in self.processes.values()]
         times += [self._deadline(p) for p in self.processes.values() if p.alive and not p.killed]
         return min(times, default=math.inf)
 
@@ -250,6 +252,11 @@ class Machine:
     def _gang(self, process: Process) -> list[Process]:
         """The others of its gang that live and are not killed yet."""
         return [p for p in self._others(process) if p.alive and not p.killed]
+
+    def _restart_at(self, process: Process) -> float:
+        """Time at which it starts again; infinity where it does not, or a killed one of its gang has not ended."""
+        waits = process.phase is Phase.BACKOFF and not any(p.alive and p.killed for p in self._others(process))
+        return process.wake_at if waits else math.inf
 
     def _deadline(self, process: Process) -> float:
         """Time at which a live process that is not healthy is killed."""

@@ -139,6 +139,61 @@ def test_a_rank_that_has_finished_starts_again_with_its_gang():
     assert machine.tick(30) == [Start("learner"), Start("learner-1")]
 
 
+PARTS = (
+    Rule("engine-0", 1, stateless=True, gang="engine-0"),
+    Rule("engine-0-node-1", 1, stateless=True, gang="engine-0"),
+    Rule("engine-1", 1, stateless=True),
+    Rule("learner", 0, ends_run=True),
+)
+
+
+def parts_running() -> Machine:
+    machine = Machine(PARTS, LIMITS)
+    machine.begin(0)
+    for rule_ in PARTS:
+        machine.healthy(rule_.name, 0)
+    return machine
+
+
+@pytest.mark.parametrize("code", [0, 1, -9])
+@pytest.mark.parametrize(("lost", "other"), [("engine-0", "engine-0-node-1"), ("engine-0-node-1", "engine-0")])
+def test_no_part_of_an_engine_ends_alone_whatever_its_exit_code(lost: str, other: str, code: int):
+    machine = parts_running()
+    assert machine.exited(lost, code, 10) == [SendSignal(other, kill=True)]
+    assert machine.exited(other, -9, 10.2) == []
+    assert machine.tick(12) == [Start("engine-0"), Start("engine-0-node-1")]
+    assert all(machine.processes[name].phase is Phase.RUNNING for name in ("engine-1", "learner"))
+
+
+def test_a_gang_starts_again_only_when_all_that_were_killed_have_ended():
+    machine = parts_running()
+    machine.exited("engine-0", -9, 10)
+    assert machine.tick(11) == [], "the other would meet the one that is still there"
+    assert machine.next_wake() == math.inf, "its end is an event"
+    assert machine.exited("engine-0-node-1", -9, 50) == []
+    assert machine.next_wake() == 11 and machine.tick(50) == [Start("engine-0")]
+    assert machine.tick(51) == [Start("engine-0-node-1")]
+
+
+def test_an_engine_that_never_serves_takes_its_other_parts_with_it():
+    machine = Machine(PARTS, LIMITS)
+    machine.begin(0)
+    for name in ("engine-0-node-1", "engine-1", "learner"):
+        machine.healthy(name, 0)
+    assert machine.tick(300) == [SendSignal("engine-0", kill=True), SendSignal("engine-0-node-1", kill=True)]
+    assert machine.processes["engine-0-node-1"].killed_with == "engine-0"
+
+
+def test_the_drain_ends_all_parts_of_an_engine():
+    machine = parts_running()
+    assert machine.stop(0, "Ctrl-C") == [SendSignal("learner")]
+    parts = [SendSignal("engine-0"), SendSignal("engine-0-node-1"), SendSignal("engine-1")]
+    assert machine.exited("learner", 0, 1) == parts
+    assert machine.exited("engine-0", 0, 2) == [] and machine.exited("engine-1", 0, 2) == []
+    machine.exited("engine-0-node-1", 0, 3)
+    assert (machine.over, machine.code) == (True, ExitCode.FINISHED)
+
+
 def test_the_wait_for_a_node_is_no_time_of_the_start():
     machine = Machine((Rule("replay", 0, start_seconds_max=300),), LIMITS)
     machine.begin(0)
@@ -319,12 +374,15 @@ def test_exits_in_words():
 class AnyHistory(RuleBasedStateMachine):
     """Whatever happens, the machine starts nothing twice, signals only what lives, and ends."""
 
+    members = RULES
+
     def __init__(self):
         super().__init__()
         self.now = 0.0
-        self.machine = Machine(RULES, LIMITS)
+        self.machine = Machine(self.members, LIMITS)
         self.alive = set()
-        self.starts = {r.name: [] for r in RULES}
+        self.ended = {}
+        self.starts = {r.name: [] for r in self.members}
         self.told = []
         self.perform(self.machine.begin(0.0))
 
@@ -350,6 +408,7 @@ class AnyHistory(RuleBasedStateMachine):
     def die(self, data, code, finished):
         name = data.draw(st.sampled_from(sorted(self.alive)))
         self.alive.discard(name)
+        self.ended[name] = self.now
         self.perform(self.machine.exited(name, code, self.now, finished))
 
     @precondition(lambda self: self.alive)
@@ -399,8 +458,24 @@ class AnyHistory(RuleBasedStateMachine):
         assert self.machine.over
 
 
+class AnyHistoryOfAGang(AnyHistory):
+    """Also, a part of an engine on several nodes outlives no other."""
+
+    members = PARTS
+
+    @invariant()
+    def a_part_that_lives_was_started_after_the_end_of_each_other(self):
+        parts = [self.machine.processes[name] for name in ("engine-0", "engine-0-node-1")]
+        ended = [self.ended[p.rule.name] for p in parts if p.phase is Phase.BACKOFF]
+        if self.machine.draining_since is None:
+            assert Phase.DONE not in [p.phase for p in parts], "an engine has never done its work"
+            assert all(p.started_at >= max(ended, default=0) for p in parts if p.alive and not p.killed)
+
+
 TestAnyHistory = AnyHistory.TestCase
+TestAnyHistoryOfAGang = AnyHistoryOfAGang.TestCase
 TestAnyHistory.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAnyHistoryOfAGang.settings = TestAnyHistory.settings
 
 
 @pytest.mark.parametrize(("code", "ends"), [(0, False), (1, False), (-9, False), (2, True)])
