@@ -23,6 +23,8 @@ from pipeline.errors import ConfigurationError
 from pipeline.runtime.run_directory import await_model
 
 SERVER = "vllm.entrypoints.launchers.api_server.entry"
+WORKERS = "vllm.entrypoints.cli.serve"
+"""In place of the server on a node other than the first of an engine."""
 ENGINE = (
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.executor.uniproc_executor",
@@ -41,11 +43,23 @@ def main(arguments: Sequence[str]) -> None:
         for name in ENGINE:
             importlib.import_module(name)
         fork_engine_core()
-    server = importlib.import_module(SERVER)
+    headless = "--headless" in arguments
+    server = importlib.import_module(WORKERS if headless else SERVER)
     await_model(folder)
     if current_platform.is_cpu():
         register_model_classes(folder)
-    server.main()
+    if headless:
+        run_workers(server, arguments)
+    else:
+        server.main()
+
+
+def run_workers(serve: Any, arguments: Sequence[str]) -> None:
+    """Run the workers of an engine on this node until one ends. ``serve``: the module of ``vllm serve``."""
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+
+    cli_env_setup()
+    serve.ServeSubcommand.cmd(serve.make_arg_parser(serve.FlexibleArgumentParser()).parse_args(arguments))
 
 
 def register_model_classes(folder: Path) -> None:

@@ -38,6 +38,7 @@ from pipeline.runtime.engine_keys import LEARNER_DIGEST_FILE, find_digests, is_l
 from pipeline.runtime.logs import configure_logging
 from pipeline.runtime.process import role_name
 from pipeline.runtime.run_directory import AWAIT_MODEL, PREPARE_SECONDS_MAX, RunDirectory, take_index
+from pipeline.supervisor.plan import Gang
 
 log = logging.getLogger(__name__)
 
@@ -185,16 +186,25 @@ EMBEDDED_BLOCK_SIZE = 16
 
 
 def main(
-    config: RunConfig, index: int | None, *, await_model: bool = False, joins: bool = False, ends_with_run: bool = False
+    config: RunConfig,
+    index: int | None,
+    *,
+    await_model: bool = False,
+    joins: bool = False,
+    ends_with_run: bool = False,
+    gang: Gang | None = None,
 ) -> int:
     """Replace this process by engine ``index``, 0 if None. One that ``joins`` a run that is alive, and each of
     ``engine.discovery: registry``, is a child process instead, announced in the run directory while it serves.
-    ``ends_with_run``: nobody else ends it when the run has finished. Returns 2 on an error, after one line on stderr
+    ``ends_with_run``: nobody else ends it when the run has finished. ``gang``: it is one of the parts of an engine on
+    several nodes, of which the first alone is announced. Returns 2 on an error, after one line on stderr
     with the remedy."""
     try:
-        if joins or config.engine.discovery == "registry":
-            return _announced(config, index, await_model, joins)
-        argv, environment = command(config, index or 0, await_model=await_model)
+        if joins and gang is not None:
+            raise ConfigurationError("--join is for engines on one node: give --index")
+        if joins or (config.engine.discovery == "registry" and (gang is None or not gang.node)):
+            return _announced(config, index, await_model, joins, gang)
+        argv, environment = command(config, index or 0, await_model=await_model, gang=gang)
     except AfterplayError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -207,13 +217,13 @@ def main(
     os.execve(argv[0], argv, environment)
 
 
-def _announced(config: RunConfig, index: int | None, await_model: bool, joins: bool) -> int:
+def _announced(config: RunConfig, index: int | None, await_model: bool, joins: bool, gang: Gang | None) -> int:
     engine, directory = config.engine, RunDirectory(config.run.path)
     if engine.colocate != "none":
         raise ConfigurationError(f"engine.colocate is {engine.colocate}, where no engine can join: set it to none")
     found, _lock = take_index(directory, "engine", index if joins else index or 0, engine.replicas if joins else 0)
     host, port = _free_address(engine, found) if joins else address(config, found)
-    argv, environment = command(config, found, await_model=await_model, at=(host, port))
+    argv, environment = command(config, found, await_model=await_model, at=(host, port), gang=gang)
     name, digest = role_name("engine", found), directory.path / LEARNER_DIGEST_FILE
     configure_logging(name, config.run.name)
     before = _content(digest)
@@ -241,10 +251,15 @@ def _free_address(engine: EngineConfig, index: int) -> tuple[str, int]:
 
 
 def command(
-    config: RunConfig, index: int, *, await_model: bool = False, at: tuple[str, int] | None = None
+    config: RunConfig,
+    index: int,
+    *,
+    await_model: bool = False,
+    at: tuple[str, int] | None = None,
+    gang: Gang | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of engine ``index``, for a process that the caller starts and watches; or of one at
-    another address, ``at``.
+    another address, ``at``; or of its part on a node of ``gang``.
 
     ``await_model``: the model folder may still be missing; the engine imports its libraries and then waits for it.
 
@@ -265,7 +280,7 @@ def command(
             f"no model in {model}: 'afterplay run FILE' prepares it, or 'python -m learner.models.prepare FILE' "
             "alone does"
         )
-    if not is_free(host, port):
+    if (gang is None or not gang.node) and not is_free(host, port):
         raise ConfigurationError(
             f"port {port} on {host} is in use or may not be bound: stop what listens there, or choose another with "
             "--set engine.port=N (0 under 'afterplay run' takes free ports)"
@@ -273,9 +288,11 @@ def command(
     waits = {AWAIT_MODEL: str(PREPARE_SECONDS_MAX)} if await_model else {}
     kind, reason = engine_kind(config)
     if kind == "vllm":
-        arguments, environment = vllm_command(config, model, host, port)
+        arguments, environment = vllm_command(config, model, host, port, gang)
         environment = locked_environment(engine, {**environment, **waits}, config.run.path)
         return [*arguments, *(["--middleware", MIDDLEWARE] if DIGESTS in environment else [])], environment
+    if gang is not None:
+        raise ConfigurationError(f"an engine on {gang.nodes} nodes is one of vLLM, but here {reason}")
     if engine.kind == "vllm":
         print(f"note: {reason}; the embedded engine serves instead (the same routes, slower)", file=sys.stderr)
     own = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **limits_environment(config.supervisor)}

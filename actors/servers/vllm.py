@@ -18,7 +18,9 @@ from pipeline.config.rollouts import EngineConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import module_command
 from pipeline.runtime.engine_keys import find_key, is_loopback
+from pipeline.runtime.process import ADDRESS
 from pipeline.runtime.processor import fast_dtype, is_x86, processor_flags
+from pipeline.supervisor.plan import Gang
 
 log = logging.getLogger(__name__)
 SERVED_NAME = "policy"
@@ -71,8 +73,11 @@ def engine_dtype(engine: EngineConfig, on_cpu: bool) -> str:
     return dtype
 
 
-def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment of one server over the prepared folder ``model``.
+def vllm_command(
+    config: RunConfig, model: Path, host: str, port: int, gang: Gang | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of one server over the prepared folder ``model``; or, on a node of ``gang`` other than
+    its first, of the workers there, which serve nothing over HTTP.
 
     The weight routes need vLLM's developer mode, which has no authentication: :mod:`actors.servers.authorization`
     stands before them. GPU weight transfer (nccl, ipc) only enables vLLM's own transfer engines; the learner drives
@@ -82,7 +87,7 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
     cannot do.
     """
     engine = config.engine
-    on_cpu = _build()[2]
+    placement, on_cpu = config.placement, _build()[2]
     if engine.gpu_transfer and on_cpu:
         raise ConfigurationError(
             f"engine.weight_transfer is {engine.weight_transfer}, which needs a GPU; on a CPU set it to files or delta"
@@ -93,7 +98,7 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
             "engine.host on loopback, engine.actor_key and engine.learner_key (afterplay run makes both keys). Set "
             "them, or engine.weight_transfer: files"
         )
-    if on_cpu and config.placement.gpus_per_engine > 1:
+    if on_cpu and config.placement.gpus_per_engine > 1 and gang is None:
         raise ConfigurationError(
             f"an engine of {config.placement.gpus_per_engine} GPUs needs vLLM for GPUs, which is not installed here: "
             "set placement.tensor_parallel and data_parallel to 1"
@@ -123,21 +128,23 @@ def vllm_command(config: RunConfig, model: Path, host: str, port: int) -> tuple[
         arguments += ["--worker-extension-cls", extension]
     if on_cpu:
         arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(engine.kv_cache_gib * 2**30))]
-        arguments += ["--distributed-executor-backend", "uni"]
     else:  # a CPU build has no share of a GPU's memory and no sleep mode: there ``/sleep`` only stops sampling
-        placement = config.placement
         if engine.memory_share is not None:
             arguments += ["--gpu-memory-utilization", f"{engine.memory_share:g}"]
         if engine.colocate == "sleep":
             arguments.append("--enable-sleep-mode")
-        if placement.gpus_per_copy > 1:
-            arguments += ["--tensor-parallel-size", str(placement.gpus_per_copy)]
-        if placement.data_parallel > 1:
-            arguments += ["--data-parallel-size", str(placement.data_parallel)]
+    if placement.gpus_per_copy > 1:
+        arguments += ["--tensor-parallel-size", str(placement.gpus_per_copy)]
+    if placement.data_parallel > 1:
+        arguments += ["--data-parallel-size", str(placement.data_parallel)]
+    if gang is not None:
+        arguments += ["--distributed-executor-backend", "mp", *gang.options, *(["--headless"] if gang.node else [])]
+    elif on_cpu:
+        arguments += ["--distributed-executor-backend", "uni"]
     if engine.gpu_transfer:
         arguments += ["--weight-transfer-config", f'{{"backend": "{engine.weight_transfer}"}}']
     arguments += engine.args
-    return arguments, {**_environment(config, on_cpu), **engine.env}
+    return arguments, {**_environment(config, on_cpu, gang), **engine.env}
 
 
 def check_routing_replay(config: RunConfig) -> None:
@@ -161,7 +168,7 @@ def _adapter_arguments(lora: LoraConfig) -> list[str]:
     return ["--enable-lora", "--max-loras", "1", "--max-cpu-loras", "1", "--max-lora-rank", str(largest), *targets]
 
 
-def _environment(config: RunConfig, on_cpu: bool) -> dict[str, str]:
+def _environment(config: RunConfig, on_cpu: bool, gang: Gang | None) -> dict[str, str]:
     environment = {**os.environ, **limits_environment(config.supervisor)}
     environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -171,12 +178,15 @@ def _environment(config: RunConfig, on_cpu: bool) -> dict[str, str]:
         environment.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the other one returns no experts
     if config.engine.weight_transfer == "ipc":
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its workers take the handles of GPU memory as a pickle
+    if gang is not None and ADDRESS in environment:
+        environment.setdefault("VLLM_HOST_IP", environment[ADDRESS])  # or vLLM takes that towards the internet
     if on_cpu:
         cores = len(os.sched_getaffinity(0))
         threads = config.engine.threads or max(1, cores // config.engine.replicas)
         environment["OMP_NUM_THREADS"] = str(threads)
         environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or vLLM starts a worker process beside the engine core
+        if gang is None:  # or vLLM starts a worker process beside the engine core
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         environment["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
     return environment
 

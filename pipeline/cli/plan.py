@@ -117,7 +117,7 @@ def _print(plan: Plan, inventory: Inventory) -> None:
     console, many = plain_console(), len(inventory.nodes) > 1
     rows = [
         (
-            _name(place), *([place.node] if many else []), ",".join(place.gpus) or "-", place.cpus,
+            _name(place, plan), *([place.node] if many else []), ",".join(place.gpus) or "-", place.cpus,
             " ".join(f"{use} {port or 'any'}" for use, port in place.ports.items()),
             " ".join((*place.rule.depends, *place.rule.awaits)),
             "never" if place.rule.once else "yes, ends the run" if place.rule.ends_run else "yes",
@@ -133,10 +133,12 @@ def _print(plan: Plan, inventory: Inventory) -> None:
         console.print(f"does not fit: {sentence}", style="red")
 
 
-def _name(place: Place) -> str:
-    """The name, with the ranks of a learner of several."""
+def _name(place: Place, plan: Plan) -> str:
+    """The name, with the ranks of a gang, or of a learner of several."""
     if place.gang is not None:
-        return f"{place.name} (ranks {place.gang.first}-{place.gang.first + place.gang.count - 1})"
+        gang = [other for other in plan.places if other.rule.gang == place.rule.gang]
+        first = sum(len(other.gpus) for other in gang[: place.gang.node])
+        return f"{place.name} (ranks {first}-{first + len(place.gpus) - 1})"
     return f"{place.name} ({len(place.gpus)} ranks)" if place.role == "learner" and len(place.gpus) > 1 else place.name
 
 

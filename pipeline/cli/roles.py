@@ -59,6 +59,10 @@ def engine(
     await_model: Annotated[
         bool, typer.Option("--await-model", help="Start before the model folder is prepared, and wait for it.")
     ] = False,
+    nnodes: Annotated[int, typer.Option(min=1, help="Nodes of this engine, if it is on several.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="Number of this node among them. 0 serves; others work.")] = 0,
+    master_addr: Annotated[str, typer.Option(help="Address of node 0.")] = "127.0.0.1",
+    master_port: Annotated[int, typer.Option(help="Port there at which the nodes meet.")] = 29501,
     stay: Stay = False,
 ) -> None:
     """Run one inference server, on engine.port + index.
@@ -67,12 +71,16 @@ def engine(
     its share of the conversations. On SIGTERM it gets no new turns, ends when its requests have, and nothing is lost.
 
       afterplay engine @two_engines --index 1 --set engine.port=8100
+      afterplay engine cluster.yaml --nnodes 2 --node-rank 1 --master-addr 10.0.0.1
       afterplay engine @tiny --join
     """
+    from pipeline.supervisor.plan import Gang
+
     main = load_main("actors.servers.launch:main")
     config = _load_of_run(file, sets) if join else load(file, sets)
     ends = not stay and _alone(file, config)
-    raise typer.Exit(main(config, index, await_model=await_model, joins=join, ends_with_run=ends))
+    gang = Gang(node_rank, nnodes, master_addr, master_port) if nnodes > 1 else None
+    raise typer.Exit(main(config, index, await_model=await_model, joins=join, ends_with_run=ends, gang=gang))
 
 
 def actor(

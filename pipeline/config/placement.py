@@ -45,7 +45,8 @@ class PlacementConfig(Section):
     the model fits by the estimate of memory; 1 where that is unknown, and for engines that you start yourself."""
     data_parallel: int = Field(1, ge=1, le=64)
     """Copies of the model behind the port of one engine (``--data-parallel-size``). An engine has ``tensor_parallel``
-    times ``data_parallel`` GPUs, all on one machine."""
+    times ``data_parallel`` GPUs: on one machine, or if none has so many, all GPUs of several. Then ``tensor_parallel``
+    is a divisor of the GPUs of a machine; or a multiple, with one copy."""
 
     @property
     def gpus_per_engine(self) -> int:

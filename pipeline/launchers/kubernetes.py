@@ -191,19 +191,24 @@ def _roles(config: RunConfig, chosen: Plan) -> dict[str, dict[str, Any]]:
     for place in chosen.places:
         if place.role in places:
             places[place.role].append(place)
-    ranks = places["learner"][0].gang
-    counts = [place.gang.count for place in places["learner"] if place.gang is not None]
+    counts = [len(place.gpus) for place in places["learner"] if place.gang is not None]
     if len(set(counts)) > 1:
         raise ConfigurationError(
             f"expected as many ranks of the learner on each node, as the pods of a job are equal, got {counts}: set "
             "placement.learner_gpus to a multiple of the GPUs of a node"
+        )
+    if any(place.gang is not None for place in places["engine"]):
+        raise ConfigurationError(
+            f"an engine of {config.placement.gpus_per_engine} GPUs takes several nodes, and its parts start again "
+            "together, but pods of a stateful set do so one by one: lower placement.tensor_parallel or data_parallel, "
+            "or run on a Ray cluster of the same nodes (--on ray)"
         )
     more: dict[str, dict[str, Any]] = {
         "replay": {"port": HUB_PORT, "metricsPort": metrics_port("replay", 0, METRICS_PORT)},
         "learner": {
             "startSeconds": math.ceil(START_SECONDS + PREPARE_SECONDS_MAX),
             "pods": len(places["learner"]),
-            "ranksPerPod": ranks.count if ranks else config.learner.ranks,
+            "ranksPerPod": counts[0] if counts else config.learner.ranks,
             "restarts": config.supervisor.restarts_max,
             "metricsPort": metrics_port("learner", 0, METRICS_PORT),
         },

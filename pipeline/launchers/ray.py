@@ -296,14 +296,13 @@ class RayHost:
 
     async def _begin(self, spec: ProcessSpec, keeper: Any, node: Node, waiting: Waiting) -> RayChild | None:
         """Start the process under ``keeper``; None where its disk is missing."""
-        group, _, seat = self._seats[spec.name]
-        place = seat.place
+        place = self._seats[spec.name][2].place
         if place.needs_disk and (missing := await keeper.claim.remote(str(store_path(self._config, self._directory)))):
             waiting(f"{missing}; {node.name} does not have it")
             return None
         url = None
-        command = self._gang(place, group).command(str(self._directory.config_file))
-        if place.role == "engine":
+        command = self._gang(place).command(str(self._directory.config_file))
+        if place.role == "engine" and place.serves_health:
             port = self._engine_port + place.index if self._engine_port else await keeper.free_port.remote(node.address)
             if self._config.engine.colocate != "none":
                 port = self._config.engine.port + place.index
@@ -319,13 +318,14 @@ class RayHost:
             self._write_urls()
         return child
 
-    def _gang(self, place: Place, group: PlacementGroup) -> Place:
-        """``place`` with the address at which the ranks of its gang meet: that of the first bundle's node."""
+    def _gang(self, place: Place) -> Place:
+        """``place`` with the address at which the parts of its gang meet: that of the node of the first."""
         if place.gang is None:
             return place
-        first = self._nodes().get(self._table(group.name)["bundles_to_node_id"][0])
+        group, index, _ = self._seats[place.rule.gang]
+        first = self._nodes().get(self._table(group.name)["bundles_to_node_id"][index])
         if first is None:
-            raise ProcessLost(f"the node of the first ranks of {place.name} is lost")
+            raise ProcessLost(f"the node of {place.rule.gang} is lost, at which {place.name} meets it")
         return replace(place, gang=replace(place.gang, address=first.address))
 
     def _make_keeper(self, name: str) -> Any:

@@ -70,7 +70,7 @@ class Cluster:
         urls = tuple(
             f"http://{bracketed(self.inventory.addresses[place.node])}:{engine.port + place.index}"
             for place in places
-            if place.role == "engine"
+            if place.role == "engine" and place.serves_health
         )
         return config.updated(engine={"urls": urls, "discovery": None})
 

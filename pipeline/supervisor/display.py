@@ -69,7 +69,7 @@ class Phases:
             if prepare.phase is Phase.DONE and prepare.exit_code == 0:
                 yield "prepared", f"the model is ready after {now - prepare.started_at:.0f} s"
         for name, process in processes.items():
-            if name.startswith("engine-"):
+            if name.startswith("engine-") and process.rule.gang in ("", name):
                 label = self._engine if "engine-1" not in processes else f"{self._engine} ({name})"
                 key = f"{name} {process.restarts}"
                 if process.phase is Phase.STARTING:

@@ -6,6 +6,8 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -34,8 +36,8 @@ class Division:
     """With the numbers of engines and ranks that were chosen, and how they share a GPU."""
     learner: tuple[Share, ...] | None = None
     """One for each node with ranks; None: on CPUs."""
-    engines: tuple[Share, ...] | None = None
-    """One for each engine that has its GPUs, in order; None: on CPUs."""
+    engines: tuple[tuple[Share, ...], ...] | None = None
+    """Shares of each engine that has its GPUs, in order: one for each of its nodes. None: on CPUs."""
     reasons: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -52,7 +54,9 @@ def divide(config: RunConfig, inventory: Inventory, trains: bool = True) -> Divi
         "learner": trains and _on_gpu(config.learner.device, inventory, isinstance(placement.learner_gpus, int)),
     }
     if not any(on_gpu.values()):
-        return Division(_decided(config, None, None))
+        decided = _decided(config, None, None)
+        _, problem = _validated(decided.model_dump()) if engine.colocate == "sleep" else (decided, "")
+        return Division(decided, problems=(problem,) if problem else ())
     if not inventory.gpus:
         return _without_places(config, on_gpu, _no_gpu(config, inventory, on_gpu))
     if on_gpu["engine"] and VISIBLE in engine.env:
@@ -95,6 +99,8 @@ def _no_gpu(config: RunConfig, inventory: Inventory, on_gpu: Mapping[str, bool])
 def _shared(config: RunConfig, inventory: Inventory, on_gpu: Mapping[str, bool]) -> Division:
     """Engines and learner on the same GPUs (``engine.colocate``): the first of each node that has room for an engine,
     until there are enough."""
+    if problem := _over_nodes(config, inventory):
+        return _without_places(config, on_gpu, problem)
     size, engines = config.placement.gpus_per_engine, _engines(config, True)
     room = [len(node.gpus) // size * size for node in inventory.nodes]
     wanted = _ranks(config, True) if engines is None or config.engine.kind == "external" else engines * size
@@ -117,7 +123,7 @@ def _shared(config: RunConfig, inventory: Inventory, on_gpu: Mapping[str, bool])
             "or placement.tensor_parallel, or omit them and set placement.engine_gpus and learner_gpus to auto",
         )
     of_engines = tuple(
-        Share(share.node, share.gpus[start : start + size])
+        (Share(share.node, share.gpus[start : start + size]),)
         for share in shares
         for start in range(0, len(share.gpus), size)
     )
@@ -145,10 +151,8 @@ def _taking_turns(config: RunConfig, inventory: Inventory) -> Division:
     raw["engine"] |= {"colocate": "sleep", "weight_transfer": transfer}
     raw["learner"] |= {"offload": True}
     both = {"engine": True, "learner": True}
-    try:
-        turns = RunConfig.model_validate(raw)
-    except ValidationError as error:
-        problem = "; ".join(str(e["msg"]).removeprefix("Value error, ") for e in error.errors())
+    turns, problem = _validated(raw)
+    if turns is None:
         return _without_places(config, both, f"one GPU, on which engine and learner would take turns: {problem}")
     found = _shared(turns, inventory, both)
     files = "engine.weight_transfer: files, " if config.engine.gpu_transfer else ""
@@ -157,6 +161,14 @@ def _taking_turns(config: RunConfig, inventory: Inventory) -> Division:
         "fit into its memory, engine.colocate: split lets them work at the same time"
     )
     return replace(found, reasons=(reason,))
+
+
+def _validated(raw: Mapping[str, Any]) -> tuple[RunConfig | None, str]:
+    """The configuration; or None and the reason for which it contradicts itself."""
+    try:
+        return RunConfig.model_validate(raw), ""
+    except ValidationError as error:
+        return None, "; ".join(str(e["msg"]).removeprefix("Value error, ") for e in error.errors())
 
 
 def _takes_one(config: RunConfig, inventory: Inventory) -> bool:
@@ -198,7 +210,8 @@ def _counted(
     taken = place_ranks(gpus, wanted_ranks, size, replicas)
     placed = place_engines(gpus, taken or [0] * len(gpus), wanted_engines, size)
     learner = tuple(Share(node, node.gpus[:n]) for node, n in zip(nodes, taken or (), strict=False) if n)
-    shares = tuple(Share(nodes[i], nodes[i].gpus[start : start + size]) for i, start in placed)
+    share = share_of(gpus, size)
+    shares = tuple(tuple(Share(nodes[i], nodes[i].gpus[at : at + share]) for i, at in parts) for parts in placed)
     places = (learner if on_gpu["learner"] else None, shares if on_gpu["engine"] else None)
     problems = _problems(config, inventory, wanted_engines, wanted_ranks, taken is not None, len(shares))
     if problems:
@@ -207,7 +220,7 @@ def _counted(
     decided = _decided(config, engine_gpus, wanted_ranks if on_gpu["learner"] else None)
     reasons = (
         *_reasons(config, inventory, wanted_engines, wanted_ranks, fitting),
-        *_idle(inventory, (*learner, *shares)),
+        *_idle(inventory, (*learner, *chain.from_iterable(shares))),
     )
     return Division(decided, *places, reasons)
 
@@ -251,7 +264,7 @@ def choose_counts(
 
     def room(ranks: int) -> int:
         taken = place_ranks(gpus, ranks, size, replicas)
-        return -1 if taken is None else sum((n - t) // size for n, t in zip(gpus, taken, strict=True))
+        return -1 if taken is None else len(place_engines(gpus, taken, sum(gpus), size))
 
     if ranks is not None:
         return max(1, room(ranks)) if engines is None else engines, ranks
@@ -275,12 +288,12 @@ def place_ranks(gpus: Sequence[int], ranks: int, size: int, replicas: int = 1) -
     All ranks on one node if they fit: on the one where they cost the fewest engines of ``size`` GPUs. Otherwise whole
     nodes, the largest first, but of each whole ``replicas`` where it has room for one: their ranks communicate most.
     """
-    taken, shards = [0] * len(gpus), max(1, ranks // replicas)
+    taken, shards, share = [0] * len(gpus), max(1, ranks // replicas), share_of(gpus, size)
     while ranks > 0:
         free = [n - t for n, t in zip(gpus, taken, strict=True)]
         fitting = [i for i, n in enumerate(free) if n >= ranks]
         if fitting:
-            best = min(fitting, key=lambda i: (free[i] // size - (free[i] - ranks) // size, i))
+            best = min(fitting, key=lambda i: (free[i] // share - (free[i] - ranks) // share, i))
         else:
             best = max(range(len(free)), key=lambda i: (free[i], -i))
         if not free[best]:
@@ -293,18 +306,51 @@ def place_ranks(gpus: Sequence[int], ranks: int, size: int, replicas: int = 1) -
     return taken
 
 
-def place_engines(gpus: Sequence[int], taken: Sequence[int], engines: int, size: int) -> list[tuple[int, int]]:
-    """Node and first GPU of each engine that fits, each within one node, behind the ``taken`` GPUs.
+def share_of(gpus: Sequence[int], size: int) -> int:
+    """GPUs that an engine of ``size`` takes on each of its nodes: all on one, or whole nodes, the largest."""
+    return max(1, min(size, max(gpus)))
+
+
+def place_engines(gpus: Sequence[int], taken: Sequence[int], engines: int, size: int) -> list[list[tuple[int, int]]]:
+    """Nodes of each engine that fits, each with the first GPU there, behind the ``taken`` GPUs. None fits where whole
+    nodes do not have its number of GPUs.
 
     Engines of several GPUs begin at a multiple of their size where that costs none of them: such GPUs are often the
     ones with the fastest links.
     """
-    places: list[tuple[int, int]] = []
+    share = share_of(gpus, size)
+    parts: list[tuple[int, int]] = []
     for i, (n, t) in enumerate(zip(gpus, taken, strict=True)):
-        aligned = -(-t // size) * size
-        begin = aligned if (n - aligned) // size == (n - t) // size else t
-        places += [(i, start) for start in range(begin, n - size + 1, size)]
-    return places[:engines]
+        aligned = -(-t // share) * share
+        begin = aligned if (n - aligned) // share == (n - t) // share else t
+        parts += [(i, start) for start in range(begin, n - share + 1, share)]
+    if size % share:
+        return []
+    many = size // share
+    return [parts[i : i + many] for i in range(0, len(parts) - many + 1, many)][:engines]
+
+
+def _over_nodes(config: RunConfig, inventory: Inventory) -> str:
+    """A sentence if an engine needs GPUs of several nodes and cannot be divided over them."""
+    placement, engine, most = config.placement, config.engine, max(len(node.gpus) for node in inventory.nodes)
+    size, copy = placement.gpus_per_engine, placement.gpus_per_copy
+    if not most < size <= inventory.gpus:
+        return ""
+    what = f"an engine of {size} GPUs takes several nodes, none of which has more than {most}"
+    remedy = f"lower placement.tensor_parallel or data_parallel, for at most {most} together"
+    if engine.colocate != "none" or engine.weight_transfer == "ipc":
+        key = "weight_transfer is ipc" if engine.colocate == "none" else f"colocate is {engine.colocate}"
+        return f"{what}, but engine.{key}, which is for engine and learner on one machine: {remedy}"
+    if size % most:
+        return f"{what}, and takes them whole: set placement.tensor_parallel to a multiple of {most}, or {remedy}"
+    if copy > most and placement.data_parallel > 1:
+        return (
+            f"{what}, but {placement.data_parallel} copies of the model, each on several nodes, cannot be one engine "
+            f"of vLLM: set placement.data_parallel to 1, for engines of {copy} GPUs"
+        )
+    if copy < most and most % copy:
+        return f"{what}, each with whole copies of the model: set placement.tensor_parallel to a divisor of {most}"
+    return ""
 
 
 def _decided(config: RunConfig, engine_gpus: int | None, ranks: int | None) -> RunConfig:
@@ -333,6 +379,8 @@ def _problems(
             f"expected whole GPUs for engines of {size} GPUs and {ranks} ranks, found MIG devices, of which CUDA shows "
             "a process only one: set placement.tensor_parallel, data_parallel and learner.ranks to 1",
         )
+    if engines and (problem := _over_nodes(config, inventory)):
+        return (problem,)
     if has_learner and placed >= engines:
         return ()
     parts = []
@@ -347,7 +395,9 @@ def _problems(
     if need > total:
         found = f"found {total} on {inventory.where}"
     else:
-        found = f"found no node with {size} free for engine-{placed} on {inventory.where}"
+        share = share_of([len(node.gpus) for node in inventory.nodes], size)
+        room = f"no node with {size} free" if share == size else f"fewer than {size // share} nodes with {share} free"
+        found = f"found {room} for engine-{placed} on {inventory.where}"
     remedy = "lower these numbers, or omit them and set placement.engine_gpus and learner_gpus to auto"
     if size > 1:
         remedy = f"lower placement.tensor_parallel or data_parallel, or {remedy}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
@@ -36,34 +36,24 @@ PREPARE, PREFLIGHT, REPORTER = "prepare", "preflight", "reporter"
 
 @dataclass(frozen=True, slots=True)
 class Gang:
-    """The ranks of a learner on one of several nodes. They start, fail and resume together with those of the others."""
+    """One of the nodes of a learner or an engine that is on several. Its parts start, fail and resume together."""
 
     node: int
     """Number of this node among those of the gang."""
     nodes: int
-    first: int
-    """First rank on this node."""
-    count: int
-    """Ranks on this node."""
-    size: int
-    """Ranks of all nodes."""
     address: str
     """Address of the first node."""
     port: int
-    """Port there at which the ranks meet."""
+    """Port there at which the ranks of a learner, or the workers of an engine, meet."""
 
     @property
-    def launcher(self) -> list[str]:
-        """Arguments of Python that start the ranks of this node, before their command. Without ``--no-python`` torchrun
-        would search the working folder for our packages first."""
+    def options(self) -> list[str]:
+        """Options of torchrun and of ``afterplay engine`` by which the parts meet."""
         return [
-            *("-P", "-m", "torch.distributed.run"),
             f"--nnodes={self.nodes}",
             f"--node-rank={self.node}",
-            f"--nproc-per-node={self.count}",
             f"--master-addr={self.address}",
             f"--master-port={self.port}",
-            "--no-python",
         ]
 
 
@@ -100,18 +90,22 @@ class Place:
 
     @property
     def serves_health(self) -> bool:
-        """False for the ranks of a gang without rank 0, which answer to rank 0 alone."""
+        """False for the parts of a gang without rank 0, which answer to rank 0 alone."""
         return self.gang is None or self.gang.node == 0
 
     def command(self, file: str, python: str = sys.executable) -> list[str]:
-        """Its command for the run file ``file``. ``-P``: see :func:`pipeline.runtime.children.module_command`."""
-        launcher = [] if self.gang is None else [python, *self.gang.launcher]
-        command = [*launcher, python, "-P", "-m", "pipeline.cli.app", self.role, file]
+        """Its command for the run file ``file``. ``-P``: see :func:`pipeline.runtime.children.module_command`. Without
+        ``--no-python`` torchrun would search the working folder for our packages first."""
+        options = [] if self.gang is None else self.gang.options
+        command = [python, "-P", "-m", "pipeline.cli.app", self.role, file]
         if self.role in ("actor", "engine", REPORTER):
             command += ["--index", str(self.index)]
         if self.role == "engine":
-            command.append("--await-model")
-        return command
+            return [*command, "--await-model", *options]
+        if self.gang is None:
+            return command
+        ranks = f"--nproc-per-node={len(self.gpus)}"
+        return [python, "-P", "-m", "torch.distributed.run", *options, ranks, "--no-python", *command]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,17 +184,13 @@ def _learner(config: RunConfig, division: Division, head: Node, role: str) -> It
         return
     on_cpus, threads = config.learner.ranks if role == "learner" else 1, config.learner.threads or 1
     shares = division.learner or (Share(head, ()),)
-    size = sum(len(share.gpus) for share in shares)
-    first = 0
-    for i, share in enumerate(shares):
+    for i, (share, gang) in enumerate(zip(shares, _gangs(shares, 0), strict=True)):
         count = len(share.gpus) or on_cpus
         ports = {"metrics": metrics_port("learner", 0, config.metrics.port)}
-        gang, grace = None, {}
-        if len(shares) > 1:
-            gang = Gang(i, len(shares), first, count, size, shares[0].node.address, _ranks_port())
+        grace = {}
+        if gang is not None:
             grace = {TORCHRUN_GRACE: str(math.ceil(config.checkpoint.drain_seconds_max))}
             ports["ranks"] = gang.port
-        first += count
         rule = Rule(
             role_name(role, i),
             WORKERS,
@@ -214,13 +204,20 @@ def _learner(config: RunConfig, division: Division, head: Node, role: str) -> It
         yield _place(role, i, share.node, rule, share.gpus, environment=grace, **facts)
 
 
-def _ranks_port() -> int:
-    """Port at which ranks on several nodes meet, on the first of them. Runs that share that node need different
-    ones."""
-    port = os.environ.get("MASTER_PORT", "29500")
-    if not port.isdecimal() or not 1 <= int(port) <= 65535:
-        raise ConfigurationError(f"environment variable MASTER_PORT: expected a port from 1 to 65535, got {port!r}")
-    return int(port)
+def _gangs(shares: Sequence[Share], number: int) -> list[Gang | None]:
+    """The gang's part on each of these nodes; None on one node. ``number``: of the gang among those of the run."""
+    if len(shares) == 1:
+        return [None]
+    address, port = shares[0].node.address, _ranks_port(number)
+    return [Gang(i, len(shares), address, port) for i in range(len(shares))]
+
+
+def _ranks_port(number: int) -> int:
+    """Port at which gang ``number`` meets, on its first node. Runs that share that node need different ones."""
+    port, most = os.environ.get("MASTER_PORT", "29500"), 65535 - number
+    if not port.isdecimal() or not 1 <= int(port) <= most:
+        raise ConfigurationError(f"environment variable MASTER_PORT: expected a port from 1 to {most}, got {port!r}")
+    return int(port) + number
 
 
 def _engines(config: RunConfig, division: Division, inventory: Inventory) -> Iterator[Place]:
@@ -228,22 +225,26 @@ def _engines(config: RunConfig, division: Division, inventory: Inventory) -> Ite
     engine, placement = config.engine, config.placement
     if engine.kind == "external":
         return
-    shares = division.engines
-    if shares is None:
-        shares = tuple(Share(node, ()) for _, node in zip(engine.addresses(), cycle(inventory.nodes), strict=False))
-    for i, share in enumerate(shares):
-        on_gpu = bool(share.gpus)
+    engines = division.engines
+    if engines is None:
+        engines = tuple((Share(node, ()),) for _, node in zip(engine.addresses(), cycle(inventory.nodes), strict=False))
+    parts = [(i, part) for i, shares in enumerate(engines) for part in zip(shares, _gangs(shares, 1 + i), strict=True)]
+    for i, (share, gang) in parts:
+        name, on_gpu, nodes = role_name("engine", i), bool(share.gpus), 1 if gang is None else gang.nodes
         rule = Rule(
-            role_name("engine", i),
+            f"{name}-node-{gang.node}" if gang is not None and gang.node else name,
             ENGINES,
             awaits=(PREPARE,),
             stateless=True,
+            gang="" if gang is None else name,
             start_seconds_max=engine.start_seconds_max,
             stuck_seconds_max=config.supervisor.stuck_seconds_max,
         )
         # vLLM on GPUs: the server, an engine core for each copy, a worker for each GPU.
-        cpus = 1 + placement.data_parallel + len(share.gpus) if on_gpu else engine.threads or 1
+        cpus = 1 + math.ceil(placement.data_parallel / nodes) + len(share.gpus) if on_gpu else engine.threads or 1
         memory = 0 if on_gpu else int(engine.kv_cache_gib * 2**30)
         ports = {"http": engine.port + i if engine.port else 0}
-        facts = {"cpus": cpus, "memory_bytes": memory, "ports": ports, "spread": True}
+        if gang is not None:
+            ports = {} if gang.node else ports | {"ranks": gang.port}
+        facts = {"cpus": cpus, "memory_bytes": memory, "ports": ports, "spread": True, "gang": gang}
         yield _place("engine", i, share.node, rule, share.gpus, **facts)

@@ -92,3 +92,23 @@ def test_everything_is_imported_before_the_model_is_there(
     else:
         expected = [api_server.SERVER, "await_model"]
     assert done == [*expected, "serve"]
+
+
+def test_on_another_node_of_an_engine_only_its_workers_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[object] = []
+    stand_in(monkeypatch, "vllm.platforms", current_platform=SimpleNamespace(is_cpu=lambda: False))
+    stand_in(monkeypatch, "vllm.entrypoints.serve.utils.api_utils", cli_env_setup=lambda: done.append("environment"))
+    parser = SimpleNamespace(parse_args=lambda arguments: ("parsed", *arguments))
+    stand_in(
+        monkeypatch,
+        api_server.WORKERS,
+        FlexibleArgumentParser=lambda: "empty",
+        make_arg_parser=lambda empty: parser,
+        ServeSubcommand=SimpleNamespace(cmd=done.append),
+    )
+    (tmp_path / "config.json").write_text("{}")
+    arguments = ["--model", str(tmp_path), "--nnodes=2", "--node-rank=1", "--headless"]
+    api_server.main(arguments)
+    assert done == ["environment", ("parsed", *arguments)]

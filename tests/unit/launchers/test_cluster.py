@@ -26,6 +26,7 @@ from pipeline.supervisor.processes import ProcessSpec, health_url, specs_of
 from pipeline.supervisor.run import with_keys
 
 TINY = Path(__file__).resolve().parents[3] / "configs" / "tiny.yaml"
+GPU = TINY.with_name("gpu.yaml")
 
 
 def config_of(folder: Path, *sets: str) -> RunConfig:
@@ -67,6 +68,22 @@ def test_every_process_of_a_cluster_is_started_on_its_node_and_found_there(tmp_p
     assert config.engine.addresses() == (f"http://127.0.0.1:{port}", f"http://127.0.0.2:{port + 1}")
     assert specs["engine-1"].health_url == f"http://127.0.0.2:{port + 1}/health"
     assert not any(spec.here for spec in specs.values())
+
+
+def test_an_engine_on_several_nodes_has_one_address_and_one_health_check(tmp_path: Path) -> None:
+    nodes = tuple(Node(f"n{i}", ("0", "1"), address=f"127.0.0.{i + 1}") for i in range(5))
+    cluster = Cluster(Inventory(nodes), lambda place, command: ["on", place.node, *command])
+    sets = [f"run.directory={tmp_path}", "placement.tensor_parallel=4", "placement.engine_gpus=8"]
+    config, specs = specs_on(cluster, load(GPU, [*sets, "engine.weight_transfer=files"], environment={}))
+    parts = {name: spec for name, spec in specs.items() if name.startswith("engine")}
+    assert {name: (spec.command[1], spec.probed, spec.rule.gang) for name, spec in parts.items()} == {
+        "engine-0": ("n1", True, "engine-0"),
+        "engine-0-node-1": ("n2", False, "engine-0"),
+        "engine-1": ("n3", True, "engine-1"),
+        "engine-1-node-1": ("n4", False, "engine-1"),
+    }
+    port = config.engine.port
+    assert config.engine.addresses() == (f"http://127.0.0.2:{port}", f"http://127.0.0.4:{port + 1}")
 
 
 def test_messages_between_machines_are_always_encrypted(tmp_path: Path) -> None:

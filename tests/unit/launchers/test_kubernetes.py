@@ -78,6 +78,12 @@ def test_requests_are_those_of_the_plan() -> None:
     assert (several["learner"]["pods"], several["learner"]["gpus"], several["learner"]["ranksPerPod"]) == (2, 2, 2)
 
 
+def test_an_engine_on_several_nodes_is_refused() -> None:
+    config = load(ROOT / "configs" / "gpu.yaml", ["placement.tensor_parallel=4"], environment={})
+    with pytest.raises(ConfigurationError, match=r"an engine of 4 GPUs takes several nodes.*one by one.*--on ray"):
+        values_of(Launch(config, gpus=2, nodes="3"))
+
+
 def test_the_grace_of_pods_follows_from_the_time_for_the_last_checkpoint() -> None:
     config = load(ROOT / "configs" / "tiny.yaml", ["checkpoint.drain_seconds_max=299.5"], environment={})
     assert values_of(Launch(config))[1]["graceSeconds"] == 310

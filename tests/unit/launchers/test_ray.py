@@ -7,6 +7,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -16,8 +17,8 @@ import pytest
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.load import load
-from pipeline.launchers.ray import RayCluster, engine_urls, inventory_of
-from pipeline.launchers.ray_placement import Keeper, claim_disk, has_disk
+from pipeline.launchers.ray import RayCluster, RayHost, engine_urls, inventory_of
+from pipeline.launchers.ray_placement import Keeper, claim_disk, has_disk, placement_groups
 from pipeline.runtime.run_directory import RunDirectory
 from pipeline.supervisor.inventory import VISIBLE
 from pipeline.supervisor.plan import plan
@@ -114,3 +115,31 @@ def test_the_ranks_of_a_gang_meet_at_the_node_of_the_first(tmp_path: Path) -> No
     assert places[1].gang is not None
     moved = replace(places[1], gang=replace(places[1].gang, address="10.0.0.9"))
     assert "--master-addr=10.0.0.9" in moved.command("FILE")
+
+
+def test_the_parts_of_each_engine_meet_where_ray_has_put_its_first(tmp_path: Path) -> None:
+    sets = ["placement.learner_gpus=1", "placement.tensor_parallel=2", "placement.engine_gpus=4", "engine.kind=vllm"]
+    ids = [f"node-{i}" for i in range(5)]
+    nodes = [
+        {"NodeID": one, "NodeName": one, "NodeManagerAddress": f"10.0.0.{i}", "Resources": {"CPU": 9.0, "GPU": 1.0},
+         "Alive": True}
+        for i, one in enumerate(ids)
+    ]  # fmt: skip
+    inventory = inventory_of(nodes)
+    config = load(TINY, [*sets, f"run.directory={tmp_path}"], environment={})
+    chosen = plan(config, inventory).fitting()
+    RunDirectory(chosen.config.run.path).create()
+    moved = {"bundles_to_node_id": dict(enumerate(reversed(ids)))}
+    util = SimpleNamespace(
+        list_named_actors=list,
+        placement_group=lambda *_, **__: "group",
+        placement_group_table=lambda group=None: moved if group else {},
+    )
+    context = SimpleNamespace(namespace="afterplay")
+    ray = SimpleNamespace(remote=lambda what: what, get_runtime_context=lambda: context, util=util, nodes=lambda: nodes)
+    host = RayHost(ray, chosen.places, chosen.config, 0, inventory)
+    bundles = [seat.place for group in placement_groups(chosen.places, inventory.nodes) if group.name == "engine"
+               for bundle in group.bundles for seat in bundle.seats]  # fmt: skip
+    assert [place.name for place in bundles] == ["engine-0", "engine-0-node-1", "engine-1", "engine-1-node-1"]
+    met = [found.gang.address for place in bundles if (found := host._gang(place)).gang is not None]
+    assert met == ["10.0.0.4", "10.0.0.4", "10.0.0.2", "10.0.0.2"]

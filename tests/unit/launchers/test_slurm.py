@@ -18,7 +18,7 @@ from pipeline.config.explain import resolve, taken_ports
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
 from pipeline.launchers import slurm
-from pipeline.launchers.slurm import JOB, choose_node, goes_back, step_command
+from pipeline.launchers.slurm import JOB, choose_node, goes_back, job_script, step_command
 from pipeline.runtime.children import module_command
 from pipeline.supervisor.cluster import Cluster
 from pipeline.supervisor.inventory import Inventory, Node
@@ -140,6 +140,20 @@ def test_a_process_with_gpus_is_pinned_and_sees_only_them() -> None:
     engine = next(p for p in plan(load(GPU, environment={}), inventory).places if p.role == "engine")
     command = step_command(inventory, engine, ["x"])
     assert command[7] == "pinned" and f"CUDA_VISIBLE_DEVICES={','.join(engine.gpus)}" in command
+
+
+def test_the_parts_of_an_engine_on_several_nodes_are_pinned_to_them(tmp_path: Path) -> None:
+    config = load(GPU, ["placement.tensor_parallel=4"], environment={})
+    inventory = Inventory(tuple(Node(f"n{i}", ("0", "1"), address=f"10.0.0.{i}") for i in range(3)))
+    chosen = plan(config, inventory).fitting()
+    commands = {p.name: step_command(inventory, p, p.command("FILE")) for p in chosen.places if p.role == "engine"}
+    assert {name: (c[5], c[6].split("=")[0], c[7]) for name, c in commands.items()} == {
+        "engine-0": ("engine-0", "n1", "pinned"),
+        "engine-0-node-1": ("engine-0-node-1", "n2", "pinned"),
+    }
+    assert all("--master-addr=10.0.0.1" in command for command in commands.values())
+    script = job_script(chosen, (), tmp_path)
+    assert "--nodes=3" in script and "--gpus-per-node=2" in script
 
 
 def test_an_engine_stays_where_others_look_for_it() -> None:

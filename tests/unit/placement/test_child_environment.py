@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +21,12 @@ from actors.servers import launch, vllm
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.load import load
+from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import OrphanReaper
-from pipeline.runtime.process import ExitCode
+from pipeline.runtime.process import ADDRESS, ExitCode
 from pipeline.runtime.run_directory import RunDirectory
 from pipeline.supervisor.inventory import VISIBLE, Inventory, Node
-from pipeline.supervisor.plan import plan
+from pipeline.supervisor.plan import Gang, plan
 from pipeline.supervisor.processes import specs_of
 from pipeline.supervisor.run import supervise
 
@@ -157,3 +159,38 @@ def test_vllm_gets_the_sizes_and_the_gpus_of_its_place_and_ports_of_its_own(
     with pytest.raises(vllm.ConfigurationError, match="needs vLLM for GPUs"):
         vllm.vllm_command(config.model_copy(update={"engine": config.engine.model_copy(
             update={"weight_transfer": "files"})}), tmp_path, "127.0.0.1", 1)  # fmt: skip
+
+
+def test_vllm_gets_the_nodes_of_its_engine_and_serves_on_the_first_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "vllm_available", lambda device: (True, "vllm 0 on GPU"))
+    monkeypatch.setattr(vllm, "_build", lambda: ("vllm", "0", False))
+    monkeypatch.setattr(launch, "locked_environment", lambda engine, environment, run: environment)
+    nodes = Inventory(tuple(Node(f"n{i}", ("0", "1"), address=f"10.0.0.{i}") for i in range(3)))
+    sets = ["placement.tensor_parallel=4", f"run.directory={tmp_path}"]
+    config = resolve(plan(load(FILE, sets, environment={}), nodes).config)
+    first, second = (place for place in plan(config, nodes).places if place.role == "engine")
+    with socket.create_server((config.engine.host, config.engine.port)):
+        monkeypatch.setenv(ADDRESS, "10.0.0.2")
+        argv, environment = launch.command(config, 0, await_model=True, gang=second.gang)
+        with pytest.raises(ConfigurationError, match="in use"):
+            launch.command(config, 0, await_model=True, gang=first.gang)
+    assert {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--headless"} <= set(argv)
+    assert argv[argv.index("--tensor-parallel-size") + 1] == "4"
+    assert argv[argv.index("--distributed-executor-backend") + 1] == "mp"
+    assert argv[argv.index("--worker-extension-cls") + 1] == vllm.RECOVERY_EXTENSION, "on every node"
+    assert environment["VLLM_HOST_IP"] == "10.0.0.2"
+    argv, _ = launch.command(config, 0, await_model=True, gang=first.gang)
+    assert "--node-rank=0" in argv and "--headless" not in argv
+    monkeypatch.setattr(launch, "vllm_available", lambda device: (False, "vLLM is not installed"))
+    on_any = config.model_copy(update={"engine": config.engine.model_copy(
+        update={"device": "auto", "weight_transfer": "files"})})  # fmt: skip
+    with pytest.raises(ConfigurationError, match="an engine on 2 nodes is one of vLLM, but here vLLM cannot be used"):
+        launch.command(on_any, 0, await_model=True, gang=second.gang)
+
+
+def test_an_engine_on_several_nodes_cannot_join(capsys: pytest.CaptureFixture[str]) -> None:
+    config = load(FILE, [], environment={})
+    assert launch.main(config, None, joins=True, gang=Gang(1, 2, "10.0.0.1", 29501)) == 2
+    assert "--join is for engines on one node" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from pipeline.config import RunConfig
 from pipeline.config.load import load, loads
 from pipeline.config.placement import PlacementConfig
 from pipeline.errors import ConfigurationError
-from pipeline.supervisor.division import choose_counts, place_engines, place_ranks
+from pipeline.supervisor.division import choose_counts, place_engines, place_ranks, share_of
 from pipeline.supervisor.inventory import VISIBLE, Inventory, Node
 from pipeline.supervisor.plan import Plan, plan
 from pipeline.supervisor.restarts import Machine
@@ -59,7 +59,7 @@ def run_files(draw: st.DrawFn) -> RunConfig:
     shared = draw(st.booleans()) and draw(st.booleans())
     colocate = draw(st.sampled_from(["split", "sleep"])) if shared else "none"
     kind = draw(st.sampled_from(["vllm", "vllm", "embedded", "external"]))
-    size = (draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 1, 2])))
+    size = (draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([1, 1, 2])))
     tensor_parallel, data_parallel = size if kind == "vllm" and colocate != "split" else (1, 1)
     engine_gpus, learner_gpus = (draw(st.sampled_from([None, "auto", 1])) if shared else draw(COUNTS) for _ in range(2))
     turns = colocate == "sleep" and kind != "external"
@@ -156,7 +156,8 @@ def test_no_gpu_has_two_owners_and_every_process_has_a_place_or_a_sentence(
 
     indices: dict[str, list[int]] = {}
     for place in found.places:
-        indices.setdefault(place.role, []).append(place.index)
+        if place.role != "engine" or place.serves_health:
+            indices.setdefault(place.role, []).append(place.index)
     assert all(sorted(numbers) == list(range(len(numbers))) for numbers in indices.values())
     assert len({place.name for place in found.places}) == len(found.places)
 
@@ -172,10 +173,21 @@ def test_no_gpu_has_two_owners_and_every_process_has_a_place_or_a_sentence(
     assert counted["prepare"] == counted["replay"] == 1
     learner = [place for place in found.places if place.role == "learner"]
     assert sum(len(place.gpus) for place in learner) in (0, final.learner.ranks)
-    assert {len(place.gpus) for place in found.places if place.role == "engine"} <= {
-        0,
-        final.placement.gpus_per_engine,
-    }
+    for i in range(engines):
+        parts = [place for place in found.places if (place.role, place.index) == ("engine", i)]
+        size, most = final.placement.gpus_per_engine, max(len(node.gpus) for node in inventory.nodes)
+        assert sum(len(place.gpus) for place in parts) in (0, size)
+        assert [place.serves_health for place in parts] == [True] + [False] * (len(parts) - 1)
+        if len(parts) > 1:
+            assert size > most and {len(place.gpus) for place in parts} == {most}, "it takes whole nodes"
+            assert {place.rule.gang for place in parts} == {parts[0].name}
+            gangs = [place.gang for place in parts if place.gang is not None]
+            address = by_name[parts[0].node].address
+            assert [(gang.node, gang.nodes, gang.address) for gang in gangs] == [
+                (node, len(parts), address) for node in range(len(parts))
+            ]
+    ports = [(place.node, place.ports["ranks"]) for place in found.places if "ranks" in place.ports]
+    assert len(set(ports)) == len(ports), "no two gangs meet at one port"
     on_gpu = {"cuda": True, "cpu": False, "auto": inventory.gpus > 0}
     assert bool(learner[0].gpus) is on_gpu[final.learner.device]
     Machine([place.rule for place in found.places])
@@ -190,7 +202,7 @@ def test_no_gpu_has_two_owners_and_every_process_has_a_place_or_a_sentence(
     st.lists(st.integers(0, 6), min_size=1, max_size=3),
     st.one_of(st.none(), st.integers(0, 5)),
     st.one_of(st.none(), st.integers(0, 5)),
-    st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from([1, 2, 3, 4, 6, 8, 12]),
 )
 def test_what_fits_is_placed(gpus: list[int], engines: int | None, ranks: int | None, size: int) -> None:
     """Compared with every way to lay the ranks over the nodes."""
@@ -198,7 +210,9 @@ def test_what_fits_is_placed(gpus: list[int], engines: int | None, ranks: int | 
     assert engines in (None, wanted) and ranks in (None, learner)
     taken = place_ranks(gpus, learner, size)
     placed = place_engines(gpus, taken or [0] * len(gpus), wanted, size)
-    used = [(i, gpu) for i, start in placed for gpu in range(start, start + size)]
+    share = share_of(gpus, size)
+    used = [(i, gpu) for parts in placed for i, start in parts for gpu in range(start, start + share)]
+    assert all(len(parts) == size // share for parts in placed)
     used += [(i, gpu) for i, n in enumerate(taken or []) for gpu in range(n)]
     assert len(set(used)) == len(used) and all(gpu < gpus[i] for i, gpu in used)
     if taken is None:
@@ -212,7 +226,7 @@ def test_what_fits_is_placed(gpus: list[int], engines: int | None, ranks: int | 
 @given(
     st.lists(st.integers(0, 6), min_size=1, max_size=3),
     st.one_of(st.none(), st.integers(0, 5)),
-    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4, 8]),
     st.sets(st.integers(1, 18)),
 )
 def test_a_number_of_ranks_that_fits_is_chosen_where_one_leaves_the_engines(
@@ -273,7 +287,9 @@ def layouts(gpus: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
 
 
 def engines_beside(gpus: Sequence[int], layout: Sequence[int], size: int) -> int:
-    return sum((n - t) // size for n, t in zip(gpus, layout, strict=True))
+    share = share_of(gpus, size)
+    parts = sum((n - t) // share for n, t in zip(gpus, layout, strict=True))
+    return 0 if size % share else parts * share // size
 
 
 @pytest.mark.parametrize(
@@ -378,6 +394,16 @@ def test_without_gpus_nothing_of_a_plan_reaches_a_process() -> None:
     assert "placement.tensor_parallel: 2" in plan(asked, machine(0)).problems[0]
 
 
+def test_turns_on_cpus_whose_numbers_differ_are_refused_before_the_run_file_is_written() -> None:
+    config = changed(
+        engine={"colocate": "sleep", "weight_transfer": "files", "device": "cpu", "replicas": 2},
+        learner={"offload": True, "device": "cpu"},
+        placement={"engine_gpus": None, "learner_gpus": "auto"},
+    )
+    (problem,) = plan(config, machine(0)).problems
+    assert "expected as many ranks as the engines have GPUs (2), got learner.ranks 1" in problem
+
+
 def test_an_external_engine_or_one_on_cpus_leaves_the_gpus_to_the_learner() -> None:
     external = changed(engine={"kind": "external", "urls": ["http://a:1"], "weight_transfer": "files"})
     assert owners(plan(external, machine(4))) == {"learner": "0,1,2,3"}
@@ -403,7 +429,7 @@ def test_ranks_of_several_nodes_are_a_gang(monkeypatch: pytest.MonkeyPatch) -> N
     first, second = (place for place in plan(config, nodes(8, 8)).places if place.role == "learner")
     assert (first.node, second.node, first.rule.ends_run, second.rule.ends_run) == ("n0", "n1", True, False)
     assert first.gang is not None and second.gang is not None
-    assert (first.gang.first, first.gang.count, second.gang.first, second.gang.count) == (0, 8, 8, 4)
+    assert (first.gang.node, len(first.gpus), second.gang.node, len(second.gpus)) == (0, 8, 1, 4)
     command = second.command("run.yaml", "python")
     assert command[:4] == ["python", "-P", "-m", "torch.distributed.run"]
     assert {"--nnodes=2", "--node-rank=1", "--nproc-per-node=4", "--master-addr=10.0.0.0"} <= set(command)
@@ -415,6 +441,69 @@ def test_ranks_of_several_nodes_are_a_gang(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigurationError, match="MASTER_PORT: expected a port"):
         plan(config, nodes(8, 8))
     assert second.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "60", "torchrun would kill the ranks after 30 s"
+
+
+def test_an_engine_that_exceeds_a_node_takes_whole_nodes_as_a_gang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    found = plan(changed(placement={"tensor_parallel": 16}, engine={"port": 8100}), nodes(8, 8, 8, 8, 8)).fitting()
+    parts = [place for place in found.places if place.role == "engine"]
+    assert [(place.name, place.node, place.index, len(place.gpus)) for place in parts] == [
+        ("engine-0", "n3", 0, 8),
+        ("engine-0-node-1", "n4", 0, 8),
+    ]
+    assert [place.rule.gang for place in parts] == ["engine-0"] * 2
+    assert [place.ports for place in parts] == [{"http": 8100, "ranks": 29501}, {}]
+    assert [place.serves_health for place in parts] == [True, False]
+    command = parts[1].command("run.yaml", "python")
+    assert command[:6] == ["python", "-P", "-m", "pipeline.cli.app", "engine", "run.yaml"]
+    assert command[6:] == ["--index", "0", "--await-model", "--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.3",
+                           "--master-port=29501"]  # fmt: skip
+    assert found.config.engine.replicas == 1 and found.config.learner.ranks == 24
+    many = plan(changed(placement={"tensor_parallel": 8, "data_parallel": 2, "learner_gpus": 8}), nodes(8, 8, 8, 8, 8))
+    assert many.config.engine.replicas == 2, "each copy has a node"
+    assert [place.name for place in many.fitting().places if place.role == "engine"] == [
+        "engine-0", "engine-0-node-1", "engine-1", "engine-1-node-1",
+    ]  # fmt: skip
+    assert {place.cpus for place in many.places if place.role == "engine"} == {1 + 1 + 8}
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"placement": {"tensor_parallel": 12}}, "takes them whole: set placement.tensor_parallel to a multiple of 8"),
+        ({"placement": {"tensor_parallel": 16, "data_parallel": 2}}, "2 copies.*data_parallel to 1.*engines of 16"),
+        ({"placement": {"tensor_parallel": 6, "data_parallel": 4}}, "whole copies of the model.*a divisor of 8"),
+        ({"placement": {"tensor_parallel": 16}, "engine": {"weight_transfer": "ipc"}}, "weight_transfer is ipc"),
+        (
+            {
+                "placement": {"tensor_parallel": 16},
+                "engine": {"colocate": "sleep", "weight_transfer": "files"},
+                "learner": {"offload": True},
+            },
+            "colocate is sleep, which is for engine and learner on one machine: lower placement.tensor_parallel",
+        ),
+        ({"placement": {"tensor_parallel": 32}}, "expected 33 GPUs"),
+        ({"placement": {"tensor_parallel": 24, "learner_gpus": 9, "engine_gpus": 24}}, "expected 33 GPUs"),
+        ({"placement": {"tensor_parallel": 24, "learner_gpus": 8, "engine_gpus": 24}}, ""),
+    ],
+)
+def test_an_engine_that_cannot_be_on_several_nodes_is_refused(sections: dict[str, Any], words: str) -> None:
+    found = plan(changed(**sections), nodes(8, 8, 8, 8))
+    if words:
+        with pytest.raises(ConfigurationError, match=words) as refusal:
+            found.fitting()
+        assert "\n" not in str(refusal.value)
+    else:
+        assert not found.problems
+
+
+def test_nodes_with_ranks_or_with_fewer_gpus_are_no_nodes_of_an_engine() -> None:
+    config = changed(placement={"tensor_parallel": 16, "engine_gpus": 16, "learner_gpus": 4})
+    at = {place.name: place.node for place in plan(config, nodes(8, 4, 8)).fitting().places}
+    assert (at["learner"], at["engine-0"], at["engine-0-node-1"]) == ("n1", "n0", "n2")
+    problem = plan(config, nodes(8, 8, 4)).problems
+    assert not problem
+    assert "found fewer than 2 nodes with 8 free for engine-0" in plan(config, nodes(8, 6, 6)).problems[0]
 
 
 def test_metrics_and_engines_have_ports_of_their_own() -> None:

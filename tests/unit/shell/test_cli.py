@@ -26,6 +26,8 @@ from pipeline.runtime.plugins import load_main
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.run_directory import RunDirectory, write_bytes_atomically, write_json_atomically
 from pipeline.supervisor.display import Display
+from pipeline.supervisor.inventory import Inventory, Node
+from pipeline.supervisor.plan import plan
 from pipeline.supervisor.processes import HealthAnswer
 from pipeline.supervisor.restarts import Machine, Rule
 from pipeline.supervisor.run import run_lock
@@ -33,7 +35,7 @@ from pipeline.views.plots import draw
 from pipeline.views.step_lines import MetricsTail, Pace, describe, read_lines, step_of
 
 ROOT = Path(__file__).resolve().parents[3]
-TINY = str(ROOT / "configs" / "tiny.yaml")
+TINY, GPU = str(ROOT / "configs" / "tiny.yaml"), str(ROOT / "configs" / "gpu.yaml")
 
 
 def invoke(*arguments):
@@ -350,6 +352,27 @@ def test_without_a_terminal_a_silence_is_broken_by_what_everything_waits_for(mon
         "0:16  engine-0, learner, actor-0 load programs and model, for 16 s so far; engine-0: starting for 16 s; "
         "learner: waiting for engines: one that serves version 0; actor-0: playing 64 episodes",
     ]
+
+
+def test_an_engine_on_several_nodes_is_one_engine_to_the_reader():
+    parts = (Rule("engine-0", 3, gang="engine-0"), Rule("engine-0-node-1", 3, gang="engine-0"))
+    machine = Machine(parts)
+    machine.begin(0)
+    machine.healthy("engine-0-node-1", 0)
+    console = Console(file=io.StringIO(), width=200)
+    Display("run", 2, machine.processes, {}, console, "vLLM").refresh()
+    assert console.file.getvalue().splitlines() == ["0:00  starting vLLM"]
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_an_engine_is_told_its_node_as_the_plan_says(node, monkeypatch):
+    config = load(GPU, ["placement.tensor_parallel=4"], environment={})
+    nodes = Inventory(tuple(Node(f"n{i}", ("0", "1"), address=f"10.0.0.{i}") for i in range(3)))
+    place = [place for place in plan(config, nodes).fitting().places if place.role == "engine"][node]
+    heard = {}
+    monkeypatch.setattr("pipeline.cli.roles.load_main", lambda path: lambda *_, **how: heard.update(how) or 0)
+    assert CliRunner().invoke(app, place.command(GPU)[4:]).exit_code == 0
+    assert (heard["gang"], heard["await_model"]) == (place.gang, True)
 
 
 def test_steps_carry_an_estimate_of_the_time_left_from_the_third_on(monkeypatch):
