@@ -44,7 +44,7 @@ def test_the_replay_stage_waits_for_the_node_with_its_disk(tmp_path: Path) -> No
 def test_a_rank_that_is_killed_or_cut_off_restarts_the_gang_from_its_checkpoint(tmp_path: Path) -> None:
     found = rank_lost(tmp_path)
     assert (found["exit_code"], found["audit"], found["orders"]["in_flight"]) == (0, [], 0)
-    assert (found["steps"], found["restarts"]) == (26, {"learner": 2, "learner-1": 2})
+    assert (found["steps"], found["restarts"]["learner"], found["restarts"]["learner-1"]) == (26, 2, 2)
     assert any(
         "learner ended (killed by SIGKILL, for it cannot continue without learner-1)" in s for s in found["said"]
     )
