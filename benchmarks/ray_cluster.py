@@ -3,11 +3,12 @@
     python -m benchmarks.ray_cluster --json ray.json
     python -m benchmarks.ray_cluster --scene worker
 
-Scenes: ``end`` runs to its end; in ``worker`` all processes of the node with the learner are killed; in ``disk`` those
-of the node with the replay stage's disk, which comes back later; in ``gang`` the learner has a rank on each node, and
-that of the worker is killed (Ray is told of a GPU on each node, the ranks are on CPUs). Each scene has a cluster of its
-own, in two network namespaces of this machine (tests/support/ray_cluster.py). The exit code is 0 if every run ended
-with 0 and its accounts add up, and 77 where there is no Ray, no root or no namespace.
+Scenes: ``end`` runs to its end; in ``worker`` all processes of the node with the learner are killed; in ``stopped``
+they stand still, and go on once others have their places; in ``disk`` those of the node with the replay stage's disk
+are killed, and it comes back later; in ``gang`` the learner has a rank on each node (Ray is told of a GPU on each, the
+ranks are on CPUs): that of the worker is killed, and later the network between the nodes is cut. Each scene has a
+cluster of its own, in two network namespaces of this machine (tests/support/ray_cluster.py). The exit code is 0 if
+every run ended with 0 and its accounts add up, and 77 where there is no Ray, no root or no namespace.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from urllib.parse import urlsplit
 
 from pipeline.runtime.run_directory import read_json
 from pipeline.store.ledger import read_ledger
-from tests.support.ray_cluster import ROOT, RayCluster, missing, two_nodes
+from tests.support.ray_cluster import ROOT, RayCluster, RayNode, missing, two_nodes
 from tests.support.run_handle import RunHandle
 
 TINY = ROOT / "configs" / "tiny.yaml"
@@ -44,8 +45,8 @@ def nodes_of(run: RunHandle) -> dict[str, list[str]]:
     for role in ("learner", "replay", "actor-0", "actor-1"):
         if record := read_json(run.directory.process_file(role)):
             found.setdefault(role.split("-")[0], []).append(str(record["metrics_host"]))
-    urls = (run.directory.path / "engine_urls").read_text().split()
-    return found | {"engine": [str(urlsplit(url).hostname) for url in urls]}
+    lines = (run.directory.path / "engine_urls").read_text().splitlines()
+    return found | {"engine": [str(urlsplit(line.split()[0]).hostname) for line in lines]}
 
 
 def report(run: RunHandle, store: Path, seconds: float, code: int) -> dict[str, Any]:
@@ -93,6 +94,45 @@ def worker_lost(folder: Path) -> dict[str, Any]:
             return lose_worker(cluster, run, run.directory.store_file, 10, lambda: None)
 
 
+def worker_stopped(folder: Path) -> dict[str, Any]:
+    """As :func:`worker_lost`, but the old processes go on while the new ones work."""
+    with two_nodes(folder, head_cpus=16, worker_cpus=6) as cluster:
+        cluster.reserve(13)
+        with cluster.run(TINY, "stopped", [*ROLES, "run.total_steps=30"]) as run:
+            run.until_step(1, START_SECONDS_MAX)
+            cluster.release()
+            run.until_step(10, START_SECONDS_MAX + RUN_SECONDS_MAX)
+            before, known = nodes_of(run), len(run.steps())
+            old = cluster.worker.processes()
+            cluster.worker.stop()
+            begun, at = time.monotonic(), time.time()
+            run.until("Ray to notice", lambda: b" is lost" in run.output.read_bytes(), RUN_SECONDS_MAX)
+            noticed = time.monotonic() - begun
+            run.until("all processes elsewhere", lambda: all_run_outside(cluster.worker, run), RUN_SECONDS_MAX)
+            moved, after = time.monotonic() - begun, nodes_of(run)
+            run.until("an update after that", lambda: run.steps()[-1]["finished"] > at, RUN_SECONDS_MAX)
+            back, continued = time.monotonic() - begun, time.monotonic()
+            cluster.worker.go_on()
+            cluster.worker.until_ended(old)
+            ended, seen = time.monotonic() - continued, len(run.steps())
+            code = run.finish(RUN_SECONDS_MAX)
+            facts = {"stopped_after_step": known, "nodes_before": before, "nodes_after": after}
+            facts |= {"seconds_until_noticed": round(noticed, 1), "seconds_until_moved": round(moved, 1)}
+            facts |= {"seconds_to_the_next_update": round(back, 1), "seconds_to_the_end_of_the_old": round(ended, 1)}
+            facts |= {"old_ended_after_step": seen, "said": said(run)}
+            return facts | report(run, run.directory.store_file, time.monotonic() - begun, code)
+
+
+def all_run_outside(node: RayNode, run: RunHandle) -> bool:
+    """Whether all processes run, and none on ``node``."""
+    states, places = read_json(run.directory.processes_file) or {}, nodes_of(run)
+    return (
+        all(state["phase"] in ("running", "done") for state in states.values())
+        and [len(places.get(role, ())) for role in ("learner", "actor", "engine")] == [1, 2, 2]
+        and not any(node.address in nodes for nodes in places.values())
+    )
+
+
 def disk_lost(folder: Path) -> dict[str, Any]:
     """The folder ``private/disk`` exists on the worker alone."""
     real, seen = folder / "worker-disk", folder / "private"
@@ -108,20 +148,36 @@ def disk_lost(folder: Path) -> dict[str, Any]:
         return lose_worker(cluster, run, real / "disk" / "replay.sqlite", 6, come_back)
 
 
-def rank_killed(folder: Path) -> dict[str, Any]:
+def rank_lost(folder: Path) -> dict[str, Any]:
     """The GPUs are only numbers to Ray: without CUDA the ranks take the CPU."""
-    overrides = ["run.total_steps=20", "checkpoint.every=2", "placement.learner_gpus=2", "engine.device=cpu"]
+    overrides = ["run.total_steps=26", "checkpoint.every=2", "placement.learner_gpus=2", "engine.device=cpu"]
     with two_nodes(folder, gpus=1) as cluster, cluster.run(TINY, "gang", overrides) as run:
         begun = time.monotonic()
         run.until_step(6, START_SECONDS_MAX + RUN_SECONDS_MAX)
         known = len(run.steps())
         os.kill(cluster.worker.pid_of_rank(1), signal.SIGKILL)
-        lost, at = time.monotonic(), time.time()
-        run.until("an update after the loss", lambda: run.steps()[-1]["finished"] > at, RUN_SECONDS_MAX)
-        back = time.monotonic() - lost
+        facts: dict[str, Any] = {"lost_after_step": known} | {"seconds_to_the_next_update": until_next(run)}
+        run.until_step(14, RUN_SECONDS_MAX)
+        known, old = len(run.steps()), cluster.worker.processes()
+        cluster.cut()
+        cut = time.monotonic()
+        run.until("the wait for a node", lambda: b"learner-1 waits for" in run.output.read_bytes(), RUN_SECONDS_MAX)
+        noticed = time.monotonic() - cut
+        cluster.worker.until_ended(old)
+        ended = time.monotonic() - cut
+        cluster.mend()
+        cluster.start(cluster.worker)
+        facts |= {"cut_after_step": known, "seconds_until_noticed": round(noticed, 1)}
+        facts |= {"seconds_to_the_end_of_the_old": round(ended, 1), "seconds_from_node_to_update": until_next(run)}
         code = run.finish(RUN_SECONDS_MAX)
-        facts = {"lost_after_step": known, "seconds_to_the_next_update": round(back, 1), "said": said(run)}
-        return facts | report(run, run.directory.store_file, time.monotonic() - begun, code)
+        return facts | {"said": said(run)} | report(run, run.directory.store_file, time.monotonic() - begun, code)
+
+
+def until_next(run: RunHandle) -> float:
+    """Seconds from now to the end of an update."""
+    begun, at = time.monotonic(), time.time()
+    run.until("an update after the loss", lambda: run.steps()[-1]["finished"] > at, RUN_SECONDS_MAX)
+    return round(time.monotonic() - begun, 1)
 
 
 def lose_worker(
@@ -146,8 +202,9 @@ def lose_worker(
 SCENES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "end": to_the_end,
     "worker": worker_lost,
+    "stopped": worker_stopped,
     "disk": disk_lost,
-    "gang": rank_killed,
+    "gang": rank_lost,
 }
 
 

@@ -1,12 +1,19 @@
-"""A run on a real SLURM cluster of two nodes on loopback loses a node, and is then preempted by an urgent job.
+"""Runs on real SLURM clusters on loopback: one loses a node and is then preempted, of the other two nodes stand still.
 
     python -m benchmarks.slurm
+    python -m benchmarks.slurm --scene stopped
 
-``configs/tiny.yaml`` with two engines and two actors is submitted by ``afterplay run --on slurm``. After some steps the
-second node is lost with its processes, which come back on the first. Later the node returns, and an urgent job preempts
-the run: it drains, goes back into the queue, and resumes to its last step once the urgent job has ended. That step is
-set while the job waits in the queue, so that a fast machine does not reach it before. Needs the programs of SLURM and
-munge (Debian: ``slurm-wlm munge``). Prints and writes what was found; the exit code is 0 if nothing was lost.
+``configs/tiny.yaml`` is submitted by ``afterplay run --on slurm``. In the scene ``lost`` it has two engines and two
+actors. After some steps the second node is lost with its processes, which come back on the first. Later the node
+returns, and an urgent job preempts the run: it drains, goes back into the queue, and resumes to its last step once the
+urgent job has ended. That step is set while the job waits in the queue: a fast machine does not reach it before.
+
+In ``stopped`` the job has three of four nodes, each with an address of its own. First all processes of the third node
+stand still: another node takes its actor. Then those of the second, which has an engine: the run drains and resumes
+with the fourth node. The old processes go on while the new ones work.
+
+Needs the programs of SLURM and munge (Debian: ``slurm-wlm munge``). Prints and writes what was found; the exit code is
+0 if nothing was lost.
 """
 
 from __future__ import annotations
@@ -15,7 +22,6 @@ import argparse
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,7 +36,7 @@ from tests.support.slurm_cluster import SlurmCluster, missing_programs
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "configs" / "tiny.yaml"
-RESULTS = ROOT / "benchmarks" / "results" / "slurm.json"
+RESULTS = ROOT / "benchmarks" / "results"
 NAME = "slurm"
 STEPS, LOST_AT, PREEMPTED_AT = 30, 5, 12
 """Updates: at least of the run, before the loss of a node, before the preemption."""
@@ -45,12 +51,13 @@ WAIT_SECONDS_MAX = 300.0
 class Job:
     """The submitted run."""
 
-    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
+    def __init__(self, cluster: SlurmCluster, folder: Path, nodes: int = 2, *more: str) -> None:
+        folder.mkdir()
         self.cluster = cluster
         self.directory = RunDirectory(folder / NAME)
-        sets = [f"run.directory={folder}", f"run.name={NAME}", f"run.total_steps={ENDLESS}"]
-        sets += ["actor.replicas=2", "engine.replicas=2", "checkpoint.every=1"]
-        command = [sys.executable, "-m", "pipeline.cli.app", "run", str(FILE), "--on", "slurm", "--nodes", "2"]
+        sets = [f"run.directory={folder}", f"run.name={NAME}", f"run.total_steps={ENDLESS}", "checkpoint.every=1"]
+        sets += ["engine.replicas=2", f"actor.replicas={nodes}", *more]
+        command = [sys.executable, "-m", "pipeline.cli.app", "run", str(FILE), "--on", "slurm", "--nodes", str(nodes)]
         for override in sets:
             command += ["--set", override]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -115,32 +122,17 @@ class Job:
         return f"steps\n{steps}\nphases {self.phases()}\n{printed}"
 
 
-def end_processes_of(node: str) -> int:
-    """Kill the processes of job steps on a node, as its loss does. Returns their number."""
-    killed = 0
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"SLURMD_NODENAME={node}\0".encode() in environment.read_bytes():
-                os.kill(int(environment.parent.name), signal.SIGKILL)
-                killed += 1
-        except OSError:
-            continue
-    return killed
-
-
 def prove(folder: Path, steps: int = STEPS, lost_at: int = LOST_AT, preempted_at: int = PREEMPTED_AT) -> dict[str, Any]:
     """Run it on a cluster of two nodes; times, steps and accounts as JSON values."""
     began = time.monotonic()
     with SlurmCluster(folder / "cluster") as cluster:
-        (folder / "runs").mkdir()
         started = time.monotonic()
         job = Job(cluster, folder / "runs")
         job.until_step(lost_at)
         before = job.places()
         lost = sorted(name for name, node in before.items() if node == "n2")
         at = time.monotonic()
-        cluster.kill_node("n2")
-        killed = end_processes_of("n2")
+        killed = cluster.kill_node("n2")
         after = job.until(
             "all processes on the first node",
             lambda: (
@@ -170,14 +162,9 @@ def prove(folder: Path, steps: int = STEPS, lost_at: int = LOST_AT, preempted_at
         job.until("the resumed job", lambda: job.state == "RUNNING")
         resumed = job.until("processes on both nodes", lambda: (p := job.places()) and set(p) == set(before) and p)
         job.until("the end", lambda: job.state == "COMPLETED")
-        finished = read_json(job.directory.finished_file)
-        lines = job.steps()
-        ledger = read_ledger(job.directory.store_file, rows=True)
-        solved = [line["signals"]["solved"] for line in lines]
+        solved = [line["signals"]["solved"] for line in job.steps()]
         return {
             "steps": steps,
-            "finished": finished,
-            "updates": [line["step"] for line in lines] == list(range(1, steps + 1)),
             "places": before,
             "lost": {"node": "n2", "processes": lost, "killed": killed, "places": after},
             "moved_seconds": round(moved_seconds, 1),
@@ -185,19 +172,67 @@ def prove(folder: Path, steps: int = STEPS, lost_at: int = LOST_AT, preempted_at
             "drained_seconds": round(drained_seconds, 1),
             "drained": sorted(name for name, line in ends.items() if line.endswith(": finished")),
             "resumed": resumed,
-            "staleness_max": max(line["staleness_max"] for line in lines),
             "solved_first": sum(solved[:3]) / 3,
             "solved_last": sum(solved[-5:]) / 5,
-            "audit": ledger.audit(),
-            "orders_in_flight": ledger.orders["in_flight"],
-            "said": [
-                line.replace(str(job.directory.path), "RUN")
-                for line in (job.directory.path / "slurm.log").read_text().splitlines()
-                if re.search(r"ended|again|stop|queue|resum|finished", line)
-            ],
             "cluster_seconds": round(started - began, 1),
-            "seconds": round(time.monotonic() - began, 1),
-        }
+        } | accounts(job, began)
+
+
+def prove_stopped(folder: Path) -> dict[str, Any]:
+    """The scene ``stopped``; times, steps and accounts as JSON values."""
+    began = time.monotonic()
+    with SlurmCluster(folder / "cluster", nodes=4, own_addresses=True) as cluster:
+        job = Job(cluster, folder / "runs", 3, "engine.host=0.0.0.0")
+        job.until_step(LOST_AT)
+        before = job.places()
+
+        def without(node: str) -> dict[str, str]:
+            """The places of all processes, once all run and none is on ``node``; else empty."""
+            places, phases = job.places(), job.phases()
+            runs = places.keys() == before.keys() and all(phases[name] == "running" for name in before)
+            return places if runs and node not in places.values() else {}
+
+        def requeued() -> dict[str, str]:
+            job.until("the job in the queue", lambda: job.state == "PENDING")
+            job.end_at(job.steps()[-1]["step"] + STEPS)
+            cluster.command("scontrol", "update", f"jobid={job.number}", "starttime=now")
+            return job.until("all processes on the new nodes", lambda: without("n2"))
+
+        def stand_still(node: str, look: Callable[[], dict[str, str]]) -> dict[str, Any]:
+            """Stop ``node`` until ``look`` finds its processes elsewhere; then the old ones go on, and should end."""
+            old, at = cluster.tasks(node).keys(), time.monotonic()
+            cluster.stop_node(node)
+            places = job.until(f"the processes of {node} elsewhere", look)
+            moved, step = time.monotonic() - at, job.steps()[-1]["step"]
+            cluster.continue_node(node)
+            job.until(f"the end of the old processes of {node}", lambda: not old & cluster.tasks(node).keys())
+            job.until_step(step + 3)
+            states = read_json(job.directory.processes_file) or {}
+            restarts = {name: state["restarts"] for name, state in states.items() if state["restarts"]}
+            lost = sorted(name for name, place in before.items() if place == node)
+            return {"lost": lost, "places": places, "moved_seconds": round(moved, 1), "restarts": restarts}
+
+        facts = {"actor": stand_still("n3", lambda: without("n3")), "engine": stand_still("n2", requeued)}
+        job.until("the end", lambda: job.state == "COMPLETED")
+        return {"places": before} | facts | accounts(job, began)
+
+
+def accounts(job: Job, began: float) -> dict[str, Any]:
+    """Updates, staleness and accounts of a job that has ended."""
+    lines, ledger = job.steps(), read_ledger(job.directory.store_file, rows=True)
+    return {
+        "finished": read_json(job.directory.finished_file),
+        "updates": [line["step"] for line in lines] == list(range(1, len(lines) + 1)),
+        "staleness_max": max(line["staleness_max"] for line in lines),
+        "audit": ledger.audit(),
+        "orders_in_flight": ledger.orders["in_flight"],
+        "said": [
+            line.replace(str(job.directory.path), "RUN")
+            for line in (job.directory.path / "slurm.log").read_text().splitlines()
+            if re.search(r"ended|again|stop|queue|resum|finished|is lost", line)
+        ],
+        "seconds": round(time.monotonic() - began, 1),
+    }
 
 
 def problems(found: dict[str, Any]) -> list[str]:
@@ -205,27 +240,40 @@ def problems(found: dict[str, Any]) -> list[str]:
     checks = {
         "the run did not finish": found["finished"] is not None and found["finished"]["exit_code"] == 0,
         "an update is missing or was made twice": found["updates"],
-        "no process was on the second node": len(found["lost"]["processes"]) >= 2,
         "a group was staler than staleness.max": found["staleness_max"] <= 1,
         "the accounts do not add up": found["audit"] == [] and found["orders_in_flight"] == 0,
-        "a role did not drain": set(found["drained"]) >= {"actor-0", "actor-1", "learner", "replay"},
-        "nothing was learned": found["solved_last"] > found["solved_first"],
     }
+    if "lost" in found:
+        checks |= {
+            "no process was on the second node": len(found["lost"]["processes"]) >= 2,
+            "a role did not drain": set(found["drained"]) >= {"actor-0", "actor-1", "learner", "replay"},
+            "nothing was learned": found["solved_last"] > found["solved_first"],
+        }
+    else:
+        checks |= {
+            "no actor was on the third node": found["actor"]["lost"] == ["actor-2"],
+            "an old process disturbed the new one": found["actor"]["restarts"] == {"actor-2": 1},
+            "no engine was on the second node": "engine-1" in found["engine"]["lost"],
+        }
     return [sentence for sentence, holds in checks.items() if not holds]
 
 
+SCENES = {"lost": (prove, RESULTS / "slurm.json"), "stopped": (prove_stopped, RESULTS / "slurm-stopped.json")}
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="A run on SLURM that loses a node and is preempted.")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser = argparse.ArgumentParser(description="Runs on SLURM that lose nodes and are preempted.")
+    parser.add_argument("--scene", choices=SCENES, default="lost")
+    parser.add_argument("--out", type=Path, help="file for what was found")
     options = parser.parse_args()
     if missing := missing_programs():
         print(f"not there: {', '.join(missing)}. Install SLURM and munge (Debian: slurm-wlm munge)", file=sys.stderr)
         return 2
+    scene, results = SCENES[options.scene]
     with tempfile.TemporaryDirectory() as folder:
-        found = prove(Path(folder), options.steps)
+        found = scene(Path(folder))
     print(json.dumps(found, indent=2))
-    options.out.write_text(json.dumps(found, indent=2) + "\n")
+    (options.out or results).write_text(json.dumps(found, indent=2) + "\n")
     for sentence in problems(found):
         print(sentence, file=sys.stderr)
     return 1 if problems(found) else 0

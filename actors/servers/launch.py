@@ -36,7 +36,7 @@ from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit, m
 from pipeline.runtime.engine_addresses import LOOK_SECONDS, RENEW_SECONDS, EngineRegistry
 from pipeline.runtime.engine_keys import LEARNER_DIGEST_FILE, find_digests, is_loopback
 from pipeline.runtime.logs import configure_logging
-from pipeline.runtime.process import role_name
+from pipeline.runtime.process import ADDRESS, role_name
 from pipeline.runtime.run_directory import AWAIT_MODEL, PREPARE_SECONDS_MAX, RunDirectory, take_index
 from pipeline.supervisor.plan import Gang
 
@@ -221,7 +221,8 @@ def _announced(config: RunConfig, index: int | None, await_model: bool, joins: b
     engine, directory = config.engine, RunDirectory(config.run.path)
     if engine.colocate != "none":
         raise ConfigurationError(f"engine.colocate is {engine.colocate}, where no engine can join: set it to none")
-    found, _lock = take_index(directory, "engine", index if joins else index or 0, engine.replicas if joins else 0)
+    own, first = (index, engine.replicas) if joins else (index or 0, 0)
+    found, _lock = take_index(directory, "engine", own, first, placed=ADDRESS in os.environ)
     host, port = _free_address(engine, found) if joins else address(config, found)
     argv, environment = command(config, found, await_model=await_model, at=(host, port), gang=gang)
     name, digest = role_name("engine", found), directory.path / LEARNER_DIGEST_FILE

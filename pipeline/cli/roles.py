@@ -113,11 +113,12 @@ def actor(
     afterplay actor cluster.yaml --index 3 --set actor.concurrency=64
     """
     from pipeline.runtime.disk import wait_for_room
+    from pipeline.runtime.process import ADDRESS
 
     config = _load_of_run(file, sets) if join else load(file, sets)
     directory = RunDirectory(config.run.path)
     own, first = None if free_index or join else index, config.actor.replicas if join else 0
-    take = partial(take_index, directory, "actor", own, first, config.stage.curve)
+    take = partial(take_index, directory, "actor", own, first, config.stage.curve, ADDRESS in os.environ)
     found, _lock = wait_for_room(take, directory.path, "the lock of the actor's index")
     port_index = 0 if free_index or own_address else found
     _exit(_run("actor", found, "actors.process.role:main", config, not stay and _alone(file, config), port_index))

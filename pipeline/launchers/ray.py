@@ -44,6 +44,8 @@ LOOK_SECONDS = 0.5
 """Time between two looks at a placement group that has no nodes yet."""
 PATIENCE_SECONDS = 5.0
 """Wait for a node from which on the user reads of it."""
+KILL_SECONDS_MAX = 10.0
+"""Between SIGKILL to a process and its end, which its keeper reports; a keeper that stands still reports nothing."""
 
 
 def launch(request: Launch) -> int:
@@ -185,6 +187,7 @@ class RayChild:
 
     def kill(self) -> None:
         self.keeper.kill.remote()
+        asyncio.get_running_loop().call_later(KILL_SECONDS_MAX, self.host.abandon, self)
 
     async def wait(self) -> int:
         """Its exit code. Raises :class:`ProcessLost` when its node or its keeper is gone."""
@@ -279,6 +282,11 @@ class RayHost:
             answer: HealthAnswer = await child.keeper.check.remote(spec.name, url, child.gang)
             return answer
         return HealthAnswer(False)
+
+    def abandon(self, child: RayChild) -> None:
+        """End the keeper of ``child``, unless it has ended: its node counts as lost."""
+        if child in self._children:
+            self._ray.kill(child.keeper)
 
     def forget(self, child: RayChild) -> None:
         """``child`` has ended."""

@@ -50,7 +50,7 @@ from pipeline.runtime.logs import configure_logging
 from pipeline.runtime.metrics import CollectorRegistry, ProcessMetrics
 from pipeline.runtime.plugin_limits import bounded_prints
 from pipeline.runtime.progress import Alarm, Progress, RoleState, Watchdog
-from pipeline.runtime.run_directory import PathWatch, RunDirectory, write_json_atomically
+from pipeline.runtime.run_directory import PathWatch, RunDirectory, read_json, write_json_atomically
 
 if TYPE_CHECKING:
     from pipeline.runtime.metrics_server import MetricsServer
@@ -443,7 +443,11 @@ def _signals(ctx: RoleContext) -> Iterator[None]:
 @contextmanager
 def _process_file(ctx: RoleContext, port: int, background: TaskGroup) -> Iterator[None]:
     """``processes/NAME.json`` is there inside. Where the file system refuses that, it is tried again in
-    ``background``."""
+    ``background``.
+
+    A process that finds the file of another there ends at once. It stood still on a machine that counted as lost, and
+    its place was given to the other: whatever it still wrote into the run directory would do harm.
+    """
     path, host = ctx.directory.process_file(ctx.name), ctx.config.metrics.host
     if host in EVERYWHERE:
         host = os.environ.get(ADDRESS, host)
@@ -456,18 +460,25 @@ def _process_file(ctx: RoleContext, port: int, background: TaskGroup) -> Iterato
     }
     write = partial(write_json_atomically, path, record, make_folder=False)
 
-    async def write_later() -> None:
-        while await anyio.to_thread.run_sync(disk_wait.left_out, write, path, abandon_on_cancel=True):
+    async def keep(written: bool) -> None:
+        while not written:
             await anyio.sleep(disk_wait.RETRY_SECONDS)
+            written = not await anyio.to_thread.run_sync(disk_wait.left_out, write, path, abandon_on_cancel=True)
+        while (found := await anyio.to_thread.run_sync(read_json, path, abandon_on_cancel=True)) in (None, record):
+            await anyio.sleep(WATCH_SECONDS)
+        other = f"process {found.get('pid')} of {found.get('machine')}" if found else ""
+        os.write(STDERR, f"{ctx.name}: {other} took the place of this one ({path}), ending at once\n".encode())
+        os._exit(ExitCode.FORCED)
 
     if reason := disk_wait.left_out(write, path):
         log.warning("others do not find the metrics of this process: %s", reason)
-        background.start_soon(write_later)
+    background.start_soon(keep, not reason)
     try:
         yield
     finally:
-        with suppress(OSError):
-            path.unlink()
+        if read_json(path) == record:
+            with suppress(OSError):
+                path.unlink()
 
 
 def _explain(name: str, error: BaseException) -> int:

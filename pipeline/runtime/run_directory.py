@@ -195,11 +195,17 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def take_index(
-    directory: RunDirectory, role: str, index: int | None = None, first: int = 0, keys: Path | None = None
+    directory: RunDirectory,
+    role: str,
+    index: int | None = None,
+    first: int = 0,
+    keys: Path | None = None,
+    placed: bool = False,
 ) -> tuple[int, FileLock | None]:
     """``index``, or the least from ``first`` on that no other ``role`` of the run holds. It is ours until the lock is
     released. On a file system without locks ``index`` is taken without one. In a container that may not write to the
-    run directory the lock is on the key of that index in the folder ``keys``.
+    run directory the lock is on the key of that index in the folder ``keys``. ``placed``: a launcher gave ``index`` to
+    this process alone, so it is taken without the lock of one that stands still on a lost machine.
 
     Raises :class:`StoreError` if another process holds ``index``.
     """
@@ -224,10 +230,13 @@ def take_index(
     if index is not None:
         try:
             return index, take(index)
+        except StoreError:
+            if not placed:
+                raise
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            return index, None
+        return index, None
     for free in count(first):
         with suppress(StoreError):
             return free, take(free)

@@ -29,6 +29,9 @@ START_ATTEMPTS = 3
 """Ray's node manager gives up when its agent is slow, as it is on a busy machine."""
 START_SECONDS_MAX = 120.0
 GONE_SECONDS_MAX = 30.0
+END_SECONDS_MAX = 600.0
+OWN = (b"pipeline.cli.app", b"pipeline/runtime/children.py", b"ray::Keeper")
+"""Parts of the command lines of a run's processes."""
 
 
 def missing() -> str:
@@ -79,12 +82,38 @@ class RayNode:
         """SIGKILL to everything in the namespace, as when the machine loses its power."""
         deadline = time.monotonic() + GONE_SECONDS_MAX
         while pids := self.pids():
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            self._signal(pids, signal.SIGKILL)
             if time.monotonic() > deadline:
                 raise AfterplayError(f"{len(pids)} processes in {self.namespace} survive SIGKILL")
             time.sleep(0.05)
+
+    def processes(self) -> list[int]:
+        """Processes of the run here: those of its roles, and their keepers and reapers."""
+        return [pid for pid in self.pids() if any(word in _command_line(pid) for word in OWN)]
+
+    def stop(self) -> None:
+        """SIGSTOP to everything in the namespace, as when the machine hangs: no connection is closed."""
+        stopped: list[int] = []
+        while (pids := self.pids()) != stopped:  # until none has started another meanwhile
+            self._signal(pids, signal.SIGSTOP)
+            stopped = pids
+
+    def go_on(self) -> None:
+        """SIGCONT to everything in the namespace."""
+        self._signal(self.pids(), signal.SIGCONT)
+
+    def until_ended(self, pids: Sequence[int]) -> None:
+        """Wait until none of ``pids`` is here any more. Raises :class:`AfterplayError`."""
+        deadline = time.monotonic() + END_SECONDS_MAX
+        while left := set(pids).intersection(self.pids()):
+            if time.monotonic() > deadline:
+                raise AfterplayError(f"in {self.namespace} there is still {[_command_line(pid) for pid in left]}")
+            time.sleep(0.05)
+
+    def _signal(self, pids: Sequence[int], number: int) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 class RayCluster:
@@ -124,6 +153,19 @@ class RayCluster:
                 return
             node.kill()
         raise AfterplayError(f"ray start failed {START_ATTEMPTS} times: {log.read_text()[-2000:]}")
+
+    def cut(self) -> None:
+        """Drop every packet between the two nodes, as a switch that fails does: each sends to an address of Ethernet
+        that nobody has."""
+        self._reach("replace", "lladdr", "02:00:00:00:00:00", "nud", "permanent")
+
+    def mend(self) -> None:
+        """Pass packets again."""
+        self._reach("delete")
+
+    def _reach(self, verb: str, *how: str) -> None:
+        for node, other in ((self.head, self.worker), (self.worker, self.head)):
+            _ip("-n", node.namespace, "neighbour", verb, other.address, *how, "dev", f"{node.namespace}-l")
 
     def reserve(self, cpus: int) -> None:
         """Take cores of the head, so that what needs more than the others goes to the worker."""
@@ -198,6 +240,13 @@ def two_nodes(
             with suppress(subprocess.CalledProcessError):
                 node.kill()
                 _ip("netns", "delete", node.namespace)
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def _ip(*arguments: str) -> None:

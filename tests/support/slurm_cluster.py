@@ -13,7 +13,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
@@ -62,13 +63,16 @@ def missing_programs() -> list[str]:
 
 
 class SlurmCluster:
-    """Nodes ``n1``, ``n2`` …, all on 127.0.0.1. ``environment`` is for clients."""
+    """Nodes ``n1``, ``n2`` …, all on 127.0.0.1, or with ``own_addresses`` on 127.0.0.1, 127.0.0.2 …. ``environment`` is
+    for clients."""
 
-    def __init__(self, folder: Path, nodes: int = 2, cpus: int = 16) -> None:
+    def __init__(self, folder: Path, nodes: int = 2, cpus: int = 16, own_addresses: bool = False) -> None:
         self.folder = folder
+        self._own_addresses = own_addresses
         self.nodes = [f"n{i + 1}" for i in range(nodes)]
         self._cpus = cpus
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._stopped: dict[str, set[int]] = {}
         self.environment: Mapping[str, str] = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))},
             "SLURM_CONF": str(folder / "slurm.conf"),
@@ -100,9 +104,9 @@ class SlurmCluster:
         ports = _free_ports(1 + len(self.nodes))
         host = socket.gethostname()
         lines = [
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={self._cpus} RealMemory=1000000 "
-            "State=UNKNOWN"
-            for node, port in zip(self.nodes, ports[1:], strict=True)
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.{i if self._own_addresses else 1} Port={port} "
+            f"CPUs={self._cpus} RealMemory=1000000 State=UNKNOWN"
+            for i, (node, port) in enumerate(zip(self.nodes, ports[1:], strict=True), 1)
         ]
         text = CONFIGURATION.format(
             host=host, port=ports[0], user=getpass.getuser(), folder=folder, nodes="\n".join(lines), grace=GRACE_SECONDS
@@ -117,12 +121,36 @@ class SlurmCluster:
         (self.folder / node).mkdir(exist_ok=True)
         self._spawn("slurmd", "-D", "-N", node, name=node)
 
-    def kill_node(self, node: str) -> None:
-        """Lose a node: its daemon is killed, and the controller told that it is down, as a cloud's hook does."""
+    def kill_node(self, node: str) -> int:
+        """Lose a node: its daemon is killed, the controller told that it is down, as a cloud's hook does, and the
+        processes of job steps are killed. Returns their number."""
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait()
         self.command("scontrol", "update", f"nodename={node}", "state=down", "reason=preempted")
+        tasks = self.tasks(node)
+        signal_all(tasks, signal.SIGKILL)
+        return len(tasks)
+
+    def stop_node(self, node: str) -> None:
+        """Let a node stand still, as one that hangs: its daemon, the daemons of its steps, and their processes."""
+        self._stopped[node] = stopped = {self._daemons[node].pid}
+        while (tasks := self.tasks(node)).keys() - stopped:  # until none has started another meanwhile
+            stopped |= {*tasks, *tasks.values()} - {1}
+            signal_all(stopped, signal.SIGSTOP)
+
+    def continue_node(self, node: str) -> None:
+        """Let it go on."""
+        signal_all(self._stopped.pop(node), signal.SIGCONT)
+
+    def tasks(self, node: str) -> dict[int, int]:
+        """Processes of job steps on a node, and the parent of each."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                if f"SLURMD_NODENAME={node}\0".encode() in (folder / "environ").read_bytes():
+                    found[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        return found
 
     def states(self) -> dict[str, str]:
         """State of each node; empty while the controller does not answer."""
@@ -143,6 +171,8 @@ class SlurmCluster:
 
     def stop(self) -> None:
         """End all jobs, then the daemons."""
+        for node in list(self._stopped):
+            self.continue_node(node)
         if "slurmctld" in self._daemons:
             self._run("scancel", "--me")
             deadline = time.monotonic() + END_SECONDS_MAX
@@ -176,6 +206,13 @@ class SlurmCluster:
                 logs = "\n".join(path.read_text()[-2000:] for path in self.folder.glob("*.out"))
                 raise RuntimeError(f"{what} did not start ({', '.join(dead) or 'no answer'}):\n{logs}")
             time.sleep(LOOK_SECONDS)
+
+
+def signal_all(pids: Iterable[int], number: int) -> None:
+    """Send a signal to those that are still there."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -17,10 +17,10 @@ import pytest
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.load import load
-from pipeline.launchers.ray import RayCluster, RayHost, engine_urls, inventory_of
+from pipeline.launchers.ray import RayChild, RayCluster, RayHost, engine_urls, inventory_of
 from pipeline.launchers.ray_placement import Keeper, claim_disk, has_disk, placement_groups
 from pipeline.runtime.run_directory import RunDirectory
-from pipeline.supervisor.inventory import VISIBLE
+from pipeline.supervisor.inventory import VISIBLE, Node
 from pipeline.supervisor.plan import plan
 
 TINY = Path(__file__).resolve().parents[3] / "configs" / "tiny.yaml"
@@ -105,6 +105,23 @@ asyncio.run(main())
     done = await anyio.run_process([sys.executable, "-c", program], check=False)
     assert done.returncode == 1
     assert RunDirectory(tmp_path).log_file("actor-0").read_text() == "drained\n"
+
+
+async def test_a_process_whose_keeper_stands_still_is_given_up_soon_after_its_kill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pipeline.launchers.ray.KILL_SECONDS_MAX", 0.01)
+    given_up, ended = anyio.Event(), []
+    host = object.__new__(RayHost)
+    host._ray = SimpleNamespace(kill=lambda keeper: (ended.append(keeper), given_up.set()))
+    silent, quick = (SimpleNamespace(kill=SimpleNamespace(remote=lambda: None)) for _ in range(2))
+    children = [RayChild(keeper, 1, Node("n"), None, False, host) for keeper in (quick, silent)]
+    host._children = set(children[1:])  # the other has ended
+    for child in children:
+        child.kill()
+    with anyio.fail_after(30):
+        await given_up.wait()
+    assert ended == [silent]
 
 
 def test_the_ranks_of_a_gang_meet_at_the_node_of_the_first(tmp_path: Path) -> None:

@@ -146,6 +146,22 @@ def test_a_signal_drains_and_exits_with_0_and_the_process_file_goes(tmp_path, nu
     assert not file.exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGTERM])
+def test_a_process_that_stood_still_while_another_took_its_place_ends_and_leaves_the_others_file(tmp_path, number):
+    process = start(tmp_path, "drains")
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGSTOP)
+    file = RunDirectory(tmp_path / "r").process_file("actor-1")
+    other = {**read_json(file), "pid": 1, "machine": "another"}
+    write_json_atomically(file, other)
+    process.send_signal(number)
+    process.send_signal(signal.SIGCONT)
+    code, err = ended(process)
+    if number == signal.SIGCONT:
+        assert code == ExitCode.FORCED and "actor-1: process 1 of another took the place of this one" in err
+    assert read_json(file) == other
+
+
 def test_a_drain_over_its_time_is_forced_and_says_what_it_did(tmp_path):
     process = start(tmp_path, "never_drains")
     process.stdout.readline()
@@ -302,6 +318,7 @@ def test_an_index_belongs_to_one_process_whoever_gives_it(tmp_path, monkeypatch)
     assert index == 0
     with pytest.raises(StoreError, match=r"actor-0 of the run .* alive in another process"):
         take_index(directory, "actor", parse_index("SLURM_PROCID", {"SLURM_PROCID": "0"}))
+    assert take_index(directory, "actor", 0, placed=True) == (0, None), "the other stands still on a lost machine"
     free, other = take_index(directory, "actor")
     assert free == 1, "a free index is none that was given"
     lock.release()
