@@ -67,7 +67,9 @@ def _points(axis: Any, results: Sequence[Result], protocol: Protocol) -> None:
         middle = costs[(len(costs) - 1) // 2]
         if middle.hit:
             axis.plot([x - 0.25, x + 0.25], [middle.tokens] * 2, color=colour, lw=2.5, zorder=3)
-    axis.set_xticks(range(len(arms)), list(arms))
+    axis.set_xticks(
+        range(len(arms)), list(arms), rotation=20 if len(arms) > 4 else 0, ha="right" if len(arms) > 4 else "center"
+    )
     highest = max(result.tokens for result in results)
     axis.set(title=f"generated tokens until {protocol.goal:g}", xlim=(-0.5, len(arms) - 0.5), ylim=(0, 1.08 * highest))
 
