@@ -445,8 +445,8 @@ def _process_file(ctx: RoleContext, port: int, background: TaskGroup) -> Iterato
     """``processes/NAME.json`` is there inside. Where the file system refuses that, it is tried again in
     ``background``.
 
-    A process that finds the file of another there ends at once. It stood still on a machine that counted as lost, and
-    its place was given to the other: whatever it still wrote into the run directory would do harm.
+    A process that a launcher placed ends at once where it finds the file of another. It stood still on a machine that
+    counted as lost, and its place was given to the other: whatever it still wrote into the run directory would do harm.
     """
     path, host = ctx.directory.process_file(ctx.name), ctx.config.metrics.host
     if host in EVERYWHERE:
@@ -464,6 +464,8 @@ def _process_file(ctx: RoleContext, port: int, background: TaskGroup) -> Iterato
         while not written:
             await anyio.sleep(disk_wait.RETRY_SECONDS)
             written = not await anyio.to_thread.run_sync(disk_wait.left_out, write, path, abandon_on_cancel=True)
+        if ADDRESS not in os.environ:  # nobody gave its place away: a second one was started by mistake
+            return
         while (found := await anyio.to_thread.run_sync(read_json, path, abandon_on_cancel=True)) in (None, record):
             await anyio.sleep(WATCH_SECONDS)
         other = f"process {found.get('pid')} of {found.get('machine')}" if found else ""

@@ -119,7 +119,7 @@ def test_one_more_engine_takes_the_next_index_and_a_port_of_its_own(tmp_path: Pa
     assert host == "127.0.0.1" and port > 0
     with pytest.raises(ConfigurationError, match="no engine can join"):
         colocated = config.model_copy(update={"engine": config.engine.model_copy(update={"colocate": "split"})})
-        launch._announced(colocated, None, await_model=True, joins=True)
+        launch._announced(colocated, None, await_model=True, joins=True, gang=None)
 
 
 def test_the_announced_address_is_one_that_others_reach() -> None:
