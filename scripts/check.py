@@ -32,8 +32,6 @@ WORKERS = ("-n", str(min(8, (os.cpu_count() or 1) + 1)), "--dist=loadfile")
 fixtures that its tests share."""
 PAIR = ("-n", "2", "--dist=loadfile")
 """Two at a time of the tests that start processes of their own."""
-GROUPED = ("-n", "2", "--dist=loadgroup")
-"""The same, in groups that tests/end_to_end/conftest.py makes."""
 QUICK = {
     "lint": ("ruff", "check", "."),
     "types": ("mypy",),
@@ -46,7 +44,7 @@ QUICK = {
 ADDED = {
     "thorough": (*PYTEST, *WORKERS, "-m", "slow or hypothesis", "tests/unit", "tests/simulation"),
     "integration": (*PYTEST, *PAIR, SLOWEST, "-m", "not smoke", "tests/integration"),
-    "end_to_end": (*PYTEST, *GROUPED, SLOWEST, "-m", "not smoke", "tests/end_to_end"),
+    "end_to_end": (*PYTEST, SLOWEST, "-m", "not smoke", "tests/end_to_end"),
 }
 PARTS = QUICK | ADDED
 GROUPS = {"quick": tuple(QUICK), "added": tuple(ADDED)}

@@ -29,12 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the session's server first among those here, the one that kills it after them. With two workers one has
-    all that need vLLM, so that no two of its servers compute at once."""
+    """Tests of the session's server first among those here, the one that kills it after them."""
     places = [i for i, item in enumerate(items) if item.path.parent == Path(__file__).parent]
-    for i in places:
-        group = "vllm" if items[i].get_closest_marker("vllm") else "others"
-        items[i].add_marker(pytest.mark.xdist_group(group))
     chosen = sorted((items[i] for i in places), key=_turn)
     for i, item in zip(places, chosen, strict=True):
         items[i] = item
