@@ -184,6 +184,7 @@ def prove_stopped(folder: Path) -> dict[str, Any]:
     with SlurmCluster(folder / "cluster", nodes=4, own_addresses=True) as cluster:
         job = Job(cluster, folder / "runs", 3, "engine.host=0.0.0.0")
         job.until_step(LOST_AT)
+        job.until("the end of the preflight", lambda: "preflight" not in job.places())
         before = job.places()
 
         def without(node: str) -> dict[str, str]:
