@@ -124,7 +124,7 @@ def worker_stopped(folder: Path) -> dict[str, Any]:
 
 
 def all_run_outside(node: RayNode, run: RunHandle) -> bool:
-    """Whether all processes run, and none on ``node``."""
+    """True once all processes run, and none on ``node``."""
     states, places = read_json(run.directory.processes_file) or {}, nodes_of(run)
     return (
         all(state["phase"] in ("running", "done") for state in states.values())
