@@ -7,12 +7,12 @@ comes from it for too long (:class:`pipeline.runtime.progress.EngineSilence`), f
 
 A load is not atomic: vLLM replaces weights layer by layer. An engine in which a load began and did not succeed stays
 paused, its weights labelled ``withdrawn``, until a load has succeeded. The next one first undoes what is left of the
-last; after ``SPOILT_MAX`` in a row the engine is ended, and its supervisor restarts it. One that refused the load
-before it began continues with the weights that it has. An engine counts as live only after it has resumed. One that is
-paused later, by a request that was given up and came late, is resumed. Then a probe proves which weights it serves
-(:class:`WeightProbe`), beside its rollouts and without delaying the publication; an engine that it refutes is withdrawn
-and loads again. An engine that has just started, or joined the run, is proved before its weights are labelled: until
-then no actor sends it anything.
+last; after ``SPOILT_MAX`` in a row, or as many attempts to pause it, the engine is ended, and its supervisor restarts
+it. One that refused the load before it began continues with the weights that it has. An engine counts as live only
+after it has resumed. One that is paused later, by a request that was given up and came late, is resumed. Then a probe
+proves which weights it serves (:class:`WeightProbe`), beside its rollouts and without delaying the publication; an
+engine that it refutes is withdrawn and loads again. An engine that has just started, or joined the run, is proved
+before its weights are labelled: until then no actor sends it anything.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ PROBE_SECONDS = 1.0
 """An engine that says nothing for so long is asked whether it lives, while it loads."""
 RETRY_SECONDS = 0.5
 SPOILT_MAX = 3
-"""Loads in a row that were not whole, before the engine is ended."""
+"""Loads in a row that were not whole, or attempts to pause it, before the engine is ended."""
+PAUSE_SHARE_MAX = 0.9
+"""An engine whose server answers but that does not pause within this share of an attempt has workers that hang."""
 RETRY_SECONDS_MAX = 5.0
 """After failures of an engine that has served before. One that is still starting is asked every ``RETRY_SECONDS``: the
 first rollouts wait for it."""
@@ -209,6 +211,8 @@ class EngineKeeper:
         """True from the start of the engine until its weights have a label: it has no requests that could wait."""
         self._spoilt = 0
         """Loads in a row that began and were not whole, or whose result the probe refuted."""
+        self._unpaused = 0
+        """Attempts in a row in which it did not pause."""
         self._target: Target | None = None
         self._seen = False
         """True while the engine's label is of this process: one that only answers late is not loaded again."""
@@ -365,7 +369,7 @@ class EngineKeeper:
                 self._whole, self._spoilt, self._idle = True, 0, True
                 self.control.starts += 1
                 await self.control.withdraw()  # else a learner that takes over takes them for the initial weights
-            await self.control.pause()
+            await self._pause()
             await self._replace_weights(target)
         except BaseException:
             with self._shielded():
@@ -375,6 +379,26 @@ class EngineKeeper:
             self.loading = None
         with self._shielded():
             await self.control.resume()
+
+    async def _pause(self) -> None:
+        """Raises :class:`EngineError` where it does not pause, after having ended it if that happens too often."""
+        seconds = PAUSE_SHARE_MAX * self._timeout_seconds
+        with anyio.move_on_after(seconds):
+            await self.control.pause()
+            self._unpaused = 0
+            return
+        self._unpaused += 1
+        if self._unpaused >= SPOILT_MAX:
+            self._unpaused = 0
+            with self._shielded():
+                await self._end("pause")
+        raise EngineUnavailable(f"{self.control.url} answers, but did not pause within {seconds:g} s")
+
+    async def _end(self, what: str) -> None:
+        """Have the engine start again. Raises :class:`EngineError` unless its supervisor is another's."""
+        with contextlib.suppress(EngineRefused):  # it has no lock of ours: somebody else starts it again
+            await self.control.end()
+            raise EngineUnavailable(f"{self.control.url} has failed to {what} {SPOILT_MAX} times: it starts again")
 
     @contextlib.contextmanager
     def _shielded(self) -> Iterator[None]:
@@ -389,9 +413,7 @@ class EngineKeeper:
         before, self._whole, self._unproven = self._whole, False, True
         if self._spoilt >= SPOILT_MAX:
             self._spoilt = 1
-            with contextlib.suppress(EngineRefused):  # it has no lock of ours: somebody else starts it again
-                await self.control.end()
-                raise EngineUnavailable(f"{self.control.url} has failed to load {SPOILT_MAX} times: it starts again")
+            await self._end("load")
         if self._spoilt:
             with contextlib.suppress(EngineError):  # the embedded engine loads all or nothing
                 await self.control.abandon_update()

@@ -178,6 +178,20 @@ async def test_an_engine_that_cannot_load_any_more_is_ended_and_loads_after_its_
     assert (engine.ended, engine.version, engine.broken) == (1, "1", [])
 
 
+async def test_an_engine_that_answers_but_does_not_pause_any_more_is_ended_and_loads_after_its_restart(
+    engines, weights, tmp_path
+):
+    engine = engines[1]
+    publisher, _ = publisher_of([e.url for e in engines], tmp_path, weights[0], timeout=1.0)
+    async with running(publisher):
+        with anyio.fail_after(60):
+            await publisher.publish(0, None)
+            engine.faults["/pause"] = "hang"
+            await publisher.publish(1, weights[1])
+            await publisher.keepers[engine.url].until_served(1)
+    assert (engine.ended, engine.version, engine.broken) == (1, "1", [])
+
+
 async def test_a_learner_that_died_in_a_load_leaves_no_engine_for_the_next_to_mistake(engines, weights, tmp_path):
     """The engine had restarted, so its weights had no stamp when the load began; the next learner has version 0."""
     engine = engines[0]

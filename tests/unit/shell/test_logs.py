@@ -1,15 +1,26 @@
-"""Log lines as JSON objects, one for each record whatever is in it."""
+"""Log lines as JSON objects, one for each record whatever is in it; and the limit of warnings that repeat."""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
 from datetime import datetime
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pipeline.runtime.logs import FORMAT, JsonFormatter, LogFormat, configure_logging
+from pipeline.runtime.logs import (
+    FORMAT,
+    REPEATS_MAX,
+    REPEATS_SECONDS,
+    JsonFormatter,
+    LimitedHandler,
+    LogFormat,
+    configure_logging,
+)
 
 
 def line_of(message: str, *arguments: object, exc_info: object = None) -> dict:
@@ -41,6 +52,24 @@ def test_tracebacks_line_ends_and_broken_text_stay_in_one_line() -> None:
         line = line_of("bad \ud800\n", exc_info=sys.exc_info())
     assert line["message"] == "bad \ud800\n" and "ids" not in line
     assert line["traceback"].endswith("ValueError: two\nlines")
+
+
+@given(gaps=st.lists(st.sampled_from([0.0, 0.5, REPEATS_SECONDS / 2, REPEATS_SECONDS]), min_size=1, max_size=200))
+def test_a_warning_that_repeats_is_written_or_counted_and_never_floods(gaps: list[float]) -> None:
+    written, now = io.StringIO(), 1e9
+    handler = LimitedHandler(written)
+    times = [now := now + gap for gap in gaps]
+    for time, level in ((time, level) for time in (*times, now + REPEATS_SECONDS) for level in (30, 20)):
+        record = logging.LogRecord("actors", level, "actor.py", 7, "order %s failed", (level,), None)
+        record.created = time
+        handler.emit(record)
+    lines = written.getvalue().splitlines()
+    left_out = sum(int(line.split()[0]) for line in lines if "left out" in line)
+    shown = lines.count("order 30 failed")
+    assert shown + left_out == len(gaps) + 1, "the last, a minute later, tells of all before it"
+    assert lines.count("order 20 failed") == len(gaps) + 1, "what is only told is not limited"
+    windows = 1 + (now + REPEATS_SECONDS - times[0]) // REPEATS_SECONDS
+    assert shown <= windows * REPEATS_MAX
 
 
 @pytest.mark.parametrize("form", LogFormat)
