@@ -43,15 +43,17 @@ OVERRIDES = (
     "actor.concurrency=32",
     "groups.groups_per_step=4",
     "placement.learner_gpus=1",
-    "placement.tensor_parallel=2",
 )
 PARTS = ("engine-0", "engine-0-node-1")
 
 
-def test_an_engine_on_two_nodes_serves_new_weights_and_comes_back_whole_when_one_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", ["tensor_parallel", "data_parallel"])
+def test_an_engine_on_two_nodes_serves_new_weights_and_comes_back_whole_when_one_is_lost(
+    size: str, tmp_path: Path
+) -> None:
     require_vllm()
     file = CONFIGS / "tiny.yaml"
-    sets = [f"run.directory={tmp_path}", *OVERRIDES]
+    sets = [f"run.directory={tmp_path}", *OVERRIDES, f"placement.{size}=2"]
     output = tmp_path / "output"
     environment = {**os.environ, "MASTER_PORT": str(free_ports("127.0.0.1", 2))}
     with output.open("wb") as sink:
