@@ -282,17 +282,12 @@ class Runs:
 
 
 def lines(name: str, report: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each arm."""
+    """Lines of each arm: its tuning, and its comparison."""
     for arm, known in report["arms"].items():
         runs, text = known["runs"], f"{name:17} {arm:14} "
+        if tuned := [_tuned(rate, found) for rate, found in known["tuning"].items() if found]:
+            yield text + "tuning " + "  ".join(tuned)
         if known["rate"] is None:
-            if not known["tuning"]:
-                continue
-            tuned = (
-                f"x{rate} " + ", ".join(f"{tokens:,}{'' if hit else ' (not reached)'}" for _, tokens, hit in found)
-                for rate, found in known["tuning"].items()
-            )
-            yield text + "tokens while tuning: " + "; ".join(tuned)
             continue
         text += f"rate x{known['rate']:<5g}"
         if known["at_edge"]:
@@ -305,6 +300,12 @@ def lines(name: str, report: Mapping[str, Any]) -> Iterator[str]:
         yield text + _told(known)
         if "on" in known:
             yield f"{name:17} {'':14} of {known['on']['arm']}:" + _told(known["on"])
+
+
+def _tuned(rate: str, found: Sequence[tuple[int, float, bool]]) -> str:
+    """Geometric mean of the tokens of the tuning runs at ``rate``, and how many of them reach the goal."""
+    mean = math.exp(statistics.fmean(math.log(max(1, tokens)) for _, tokens, _ in found))
+    return f"x{rate} {mean:,.0f} ({sum(hit for _, _, hit in found)} of {len(found)})"
 
 
 def _told(known: Mapping[str, Any]) -> str:
