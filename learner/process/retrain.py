@@ -24,6 +24,7 @@ from torch import Tensor
 from learner.checkpoints.checkpoint import CheckpointState, checkpoint_path, save_checkpoint
 from learner.data.rows import Batch, Group, StoredRollout
 from learner.observability.timing import LoopClock
+from learner.policy.policy import Policy
 from learner.process.batches import make_batch
 from learner.process.build import load_trainer
 from learner.process.preflight import with_options
@@ -121,6 +122,8 @@ class Retrained:
 
     batch: Batch
     """The batch before advantages were estimated."""
+    policy: Policy
+    """Its weights are those after this update until the next one is made."""
     report: StepReport
     line: Mapping[str, Any]
     """Its line of ``metrics.jsonl``."""
@@ -289,7 +292,7 @@ def _make(source: Source, config: RunConfig, trainer: Trainer, update: int, *, c
         if recorded is not None and (of_line := of_metrics(recorded, line, OF_THE_MACHINE)) is not None:
             found.append(of_line)
     return Retrained(
-        batch, report, line, recorded, tuple(found) if compare else None, record is not None,
+        batch, trainer.policy, report, line, recorded, tuple(found) if compare else None, record is not None,
         None if record is None else record.machine, time.perf_counter() - began,
     )  # fmt: skip
 
