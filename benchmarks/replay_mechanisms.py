@@ -17,7 +17,6 @@ Each update is also made again unchanged, and has to give the run's own weights 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import statistics
@@ -27,9 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from benchmarks.replay_efficiency.examine import Examination, Score, load_examination, load_score, score_of
+from benchmarks.replay_efficiency.examine import load_examination, load_score, score_of
 from benchmarks.replay_study import read_plan
 from learner.checkpoints.checkpoint import checkpoint_path
 from learner.process.retrain import RunSource, retrain
@@ -98,25 +95,6 @@ class Chosen(RunSource):
         return self.only
 
 
-def opening(examination: Examination, score: Score) -> float:
-    """Mean probability, over its tasks, that the policy succeeds. For environments in which one token is a reply, and
-    only few of them let an episode continue."""
-    found = np.zeros(len(examination.tasks))
-    live = [(1.0, examination._start(number)) for number in range(len(examination.tasks))]
-    while live:
-        rows, going = np.exp(score([play.conversation.prompt_ids for _, play in live])), []
-        for (reached, play), row in zip(live, rows, strict=True):
-            for token, probability in enumerate(row):
-                branch = copy.copy(play)
-                branch.episode = copy.deepcopy(play.episode)
-                if examination._turn(branch, (token,)):
-                    going.append((reached * probability, branch))
-                elif branch.reward >= 1:
-                    found[play.number] += reached * probability
-        live = going
-    return float(found.mean())
-
-
 def record(recording: Recording, seed: int, directory: Path) -> RunSource:
     """The run of that arm and seed, which is made if it is not there."""
     plan, name = read_plan(), f"{recording.arm}-{seed}"
@@ -151,7 +129,7 @@ def gains(source: RunSource, recording: Recording) -> dict[str, list[float | Non
     found: dict[str, list[float | None]] = {name: [] for name in MECHANISMS}
     for update in range(recording.every, recording.last + 1, recording.every):
         sent = source.sent(update)
-        before = opening(examination, load_score(checkpoint_path(source.directory.checkpoints, update) / "model"))
+        before = examination.probability(load_score(checkpoint_path(source.directory.checkpoints, update) / "model"))
         for name, mechanism in MECHANISMS.items():
             if not (groups := mechanism.choice(sent.groups)):
                 found[name].append(None)
@@ -161,7 +139,7 @@ def gains(source: RunSource, recording: Recording) -> dict[str, list[float | Non
             if name == "recorded" and made.differences:
                 raise AfterplayError(f"step {update + 1} is not what was recorded: {made.differences[0]}")
             model.load_state_dict(made.policy.shards("float32"), strict=False)  # a tied output layer is there once
-            found[name].append(opening(examination, score_of(model)) - before)
+            found[name].append(examination.probability(score_of(model)) - before)
     return found
 
 

@@ -7,9 +7,10 @@ neither retired tasks nor rollouts in flight.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import isawaitable
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,23 @@ class Examination:
             live = going
         solved = rewards >= self._config.replay.success_threshold
         return np.asarray(solved.mean(axis=1), dtype=np.float64)
+
+    def probability(self, score: Score) -> float:
+        """Mean probability, over its tasks, that a rollout succeeds, from the probabilities of all its tokens. For
+        ``sampling.max_tokens: 1``, and episodes that few replies let continue."""
+        found = np.zeros(len(self.tasks))
+        live = [(1.0, self._start(number)) for number in range(len(self.tasks))]
+        while live:
+            rows, going = np.exp(score([play.conversation.prompt_ids for _, play in live])), []
+            for (reached, play), row in zip(live, rows, strict=True):
+                for token in np.flatnonzero(row).tolist():
+                    branch = replace(play, episode=copy.deepcopy(play.episode))
+                    if self._turn(branch, (token,)):
+                        going.append((reached * row[token], branch))
+                    elif branch.reward >= self._config.replay.success_threshold:
+                        found[play.number] += reached * row[token]
+            live = going
+        return float(found.mean())
 
     def _start(self, number: int) -> Play:
         task = self.tasks[number]

@@ -55,6 +55,10 @@ def test_measured_success_is_the_product_over_the_places_of_a_code(examination):
     assert found == pytest.approx([0.7, 0.49, 0.7, 0.49], abs=0.13)
 
 
+def test_the_exact_probability_of_success_is_that_product(examination):
+    assert examination.probability(knowing(examination, 0.7)) == pytest.approx((0.7 + 0.49) / 2)
+
+
 def test_measurement_depends_on_weights_and_version_only(examination):
     policy = knowing(examination, 0.6)
     first = examination.success(policy, 7)
