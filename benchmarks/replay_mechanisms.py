@@ -30,7 +30,9 @@ from benchmarks.replay_efficiency.examine import load_examination, load_score, s
 from benchmarks.replay_study import read_plan
 from learner.checkpoints.checkpoint import checkpoint_path
 from learner.process.retrain import RunSource, retrain
+from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.store.trained import SentGroup, SentUpdate
 from pipeline.views.comparison import t_interval
 from tests.support.run_handle import start_run
@@ -82,9 +84,11 @@ RECORDINGS = (Recording("groups", 2, 4, 64), Recording("groups_quarter", 1, 8, 1
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen(RunSource):
+class Chosen:
     """A run with one update, of which these groups are trained."""
 
+    config: RunConfig
+    directory: RunDirectory
     only: SentUpdate
 
     @property

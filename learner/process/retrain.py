@@ -36,7 +36,7 @@ from learner.training.report import StepReport
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.config.load import dump, load, loads, read_override
-from pipeline.errors import ConfigurationError, DamagedFiles, StoreError
+from pipeline.errors import ConfigurationError, DamagedFiles
 from pipeline.runtime.folders import find_damage
 from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema.codec import Limits, decode_trajectory
@@ -89,9 +89,9 @@ class Source(Protocol):
         """Groups of one of these."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunSource:
-    """A run directory, also of a run that is alive."""
+    """A run directory, also of a run that is alive: its updates are those of the first look."""
 
     config: RunConfig
     directory: RunDirectory
@@ -104,16 +104,16 @@ class RunSource:
             raise ConfigurationError(f"expected a run directory or a bundle, got {path}, which has no config.yaml")
         return cls(located(load(directory.config_file, environment={}), directory), directory)
 
+    @functools.cached_property
+    def _trained(self) -> TrainedUpdates:
+        return TrainedUpdates(store_path(self.config, self.directory))
+
     @property
     def updates(self) -> frozenset[int]:
-        with TrainedUpdates.open(store_path(self.config, self.directory)) as found:
-            return found.updates
+        return self._trained.updates
 
     def sent(self, update: int) -> SentUpdate:
-        with TrainedUpdates.open(store_path(self.config, self.directory)) as found:
-            if update not in found.updates:
-                raise StoreError(f"the groups of step {update + 1} were freed meanwhile (replay.keep_trained)")
-            return found.sent(update)
+        return self._trained.sent(update)
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,8 +173,7 @@ def repeatable_updates(config: RunConfig, directory: RunDirectory) -> Collection
     path = store_path(config, directory)
     if not path.exists():
         return ()
-    with TrainedUpdates.open(path) as found:
-        return repeatable(found.updates, exact_checkpoints(directory))
+    return repeatable(TrainedUpdates(path).updates, exact_checkpoints(directory))
 
 
 def require_known(option: str, value: str | None, known: Iterable[str]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from sqlite3 import Connection
 from typing import Any
 
+from pipeline.errors import StoreError
 from pipeline.schema import GroupPlan
 from pipeline.schema.record_file import Frames
 from pipeline.store.queries import reading
@@ -43,11 +43,14 @@ class SentUpdate:
 
 
 class TrainedUpdates:
-    """The updates of one store that can be sent again. Made by :meth:`open`."""
+    """The updates of one store that can be sent again. Their groups are read once, payloads when they are asked for."""
 
-    def __init__(self, connection: Connection, path: Path) -> None:
-        self._connection, self._path = connection, path
-        snapshot = load_snapshot(connection)
+    def __init__(self, path: Path) -> None:
+        """Updates of the store at ``path``, also while a stage writes it. Raises :class:`StoreError`."""
+        self._path = path
+        with reading(path) as connection:
+            snapshot = load_snapshot(connection)
+            stored = {row_id for (row_id,) in connection.execute("SELECT row_id FROM payloads")}
         self._versions = TrainedVersions(snapshot.meta.get("trained_versions"))
         groups: dict[int, list[GroupRecord]] = {}
         for group in snapshot.groups.values():
@@ -55,19 +58,11 @@ class TrainedUpdates:
                 del group.replays[group.k :]  # behind those that were trained
                 groups.setdefault(group.update, []).append(group)
         size = (snapshot.meta.get("shape") or {}).get("groups_per_step")
-        stored = {row_id for (row_id,) in connection.execute("SELECT row_id FROM payloads")}
         self._groups = {
             update: members
             for update, members in sorted(groups.items())
             if len(members) == size and all(stored.issuperset(_row_ids(group)) for group in members)
         }
-
-    @classmethod
-    @contextmanager
-    def open(cls, path: Path) -> Iterator[TrainedUpdates]:
-        """Updates of the store at ``path``, also while a stage writes it. Raises :class:`StoreError`."""
-        with reading(path) as connection:
-            yield cls(connection, path)
 
     @property
     def updates(self) -> frozenset[int]:
@@ -75,20 +70,26 @@ class TrainedUpdates:
         return frozenset(self._groups)
 
     def sent(self, update: int) -> SentUpdate:
-        """Raises :class:`KeyError` for one that is not among :attr:`updates`."""
-        groups = tuple(SentGroup(group.plan(), self._rollouts(group)) for group in self._groups[update])
+        """Raises :class:`StoreError` where its rollouts were freed since, :class:`KeyError` for one that is not among
+        :attr:`updates`."""
+        with reading(self._path) as connection:
+            groups = tuple(SentGroup(g.plan(), self._rollouts(g, connection)) for g in self._groups[update])
         version = self._versions.at(update)
         return SentUpdate(update, update if version is None else version, groups)
 
-    def _rollouts(self, group: GroupRecord) -> tuple[SentRollout, ...]:
+    def _rollouts(self, group: GroupRecord, connection: Connection) -> tuple[SentRollout, ...]:
         if group.dropped:
             return ()
         members = [slot.trajectory for slot in group.slots if slot.trajectory is not None]
         abouts: list[dict[str, Any]] = [{"reward": t.reward, "rewards": dict(t.rewards)} for t in members]
         for replay in group.replays:
             abouts.append({"reward": replay.entry.reward, "rewards": {}, "replay": {"weight": replay.weight}})
-        frames = (read_payload(self._connection, row_id, self._path) or () for row_id in _row_ids(group))
-        return tuple(SentRollout(about, found) for about, found in zip(abouts, frames, strict=True))
+        rollouts = []
+        for about, row_id in zip(abouts, _row_ids(group), strict=True):
+            if (frames := read_payload(connection, row_id, self._path)) is None:
+                raise StoreError(f"rollouts of {group.group_id} were freed meanwhile (replay.keep_trained)")
+            rollouts.append(SentRollout(about, frames))
+        return tuple(rollouts)
 
 
 def _row_ids(group: GroupRecord) -> list[int]:
