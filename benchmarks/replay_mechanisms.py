@@ -1,6 +1,7 @@
 """Gain of single updates, made again on the same recorded groups with and without a mechanism.
 
-    python -m benchmarks.replay_mechanisms --directory /tmp/mechanisms --json mechanisms.json
+    python -m benchmarks.replay_mechanisms --json mechanisms.json --directory /tmp/mechanisms
+    python -m benchmarks.replay_mechanisms --json mechanisms.json      # the table again
 
 Why does replay save updates on the locks (docs/REPLAY_STUDY.md, study of 27 November) but hardly any tokens, and none
 with a small batch? Runs of its arms ``groups`` and ``groups_quarter``, each with its tuned learning rate, keep their
@@ -158,26 +159,28 @@ def table(found: Mapping[str, Mapping[str, Mapping[str, Sequence[float | None]]]
         for name in MECHANISMS:
             own = [of[name] for of in means.values()]
             less = [of[name] - of["recorded"] for of in means.values()]
-            parts = [f"{statistics.fmean(v):+.3f} ({low:+.3f} to {high:+.3f})" for v in (own, less)
-                     for low, high in [t_interval(v)]]  # fmt: skip
+            parts = [
+                f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})" for mean, half in map(t_interval, (own, less))
+            ]
             rows.append(f"{arm:15} {name:25} gain {parts[0]}  more than recorded {parts[1]}")
     return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", type=Path, required=True, help="for the runs; what it has is not made again")
-    parser.add_argument("--json", type=Path, help="file for the gains of all updates")
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--json", type=Path, required=True, help="file for the gains of all updates")
+    parser.add_argument("--directory", type=Path, help="for the runs, of which those that it has are not made again")
     options = parser.parse_args(argv)
     found: dict[str, dict[str, dict[str, list[float | None]]]] = {}
-    for seed in options.seeds:
-        for recording in RECORDINGS:
-            source = record(recording, seed, options.directory)
-            found.setdefault(recording.arm, {})[str(seed)] = gains(source, recording)
-            print(f"{recording.arm} {seed} done", file=sys.stderr, flush=True)
-        if options.json:
-            options.json.write_text(json.dumps({"updates": found}, indent=1) + "\n")
+    if options.directory is None:
+        found = json.loads(options.json.read_text())["updates"]
+    else:
+        for seed in SEEDS:
+            for recording in RECORDINGS:
+                source = record(recording, seed, options.directory)
+                found.setdefault(recording.arm, {})[str(seed)] = gains(source, recording)
+                print(f"{recording.arm} {seed} done", file=sys.stderr, flush=True)
+            options.json.write_text(json.dumps({"updates": found}) + "\n")
     print("\n".join(table(found)))
     return 0
 
