@@ -11,10 +11,10 @@ from benchmarks.replay_mechanisms import MECHANISMS, table
 
 def test_each_choice_keeps_fresh_or_replayed_groups() -> None:
     groups = tuple(
-        SimpleNamespace(rollouts=[SimpleNamespace(about={"reward": 1.0} | ({"replay": {}} if replayed else {}))])
-        for replayed in (False, True, False, False, True)
+        SimpleNamespace(number=i, rollouts=[SimpleNamespace(about={"replay": {}} if replayed else {})])
+        for i, replayed in enumerate((False, True, False, False, True))
     )
-    kept = {name: [groups.index(g) for g in mechanism.choice(groups)] for name, mechanism in MECHANISMS.items()}
+    kept = {name: [group.number for group in mechanism.choice(groups)] for name, mechanism in MECHANISMS.items()}
     assert kept["recorded"] == kept["two epochs"] == [0, 1, 2, 3, 4]
     assert (kept["without replays"], kept["half of the fresh groups"]) == ([0, 2, 3], [0, 2])
     assert kept["replays alone"] == [1, 4]
