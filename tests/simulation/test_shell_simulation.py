@@ -127,7 +127,12 @@ MUTANTS: dict[str, tuple[Any, str, Any, int]] = {
     "one failed request is the death of an engine": (EnginePool, "_ended", _dead_at_once(EnginePool._ended), 0),
     "a store that went back is trusted": (ReplayStore, "_agree", _trusts_the_store(ReplayStore._agree), 0),
     "a duplicate is never acknowledged": (Ingest, "_unexpected", _silent_about_duplicates(Ingest._unexpected), 0),
-    "a payload is forgotten one update early": (Dispatch, "checkpointed", _one_update_early(Dispatch.checkpointed), 43),
+    "a payload is forgotten one update early": (
+        Dispatch,
+        "checkpointed",
+        _one_update_early(Dispatch.checkpointed),
+        108,
+    ),
     "a learner that was replaced is let in": (LearnerControl, "refuses", lambda self, hello: None, 3),
     "a stranger is taken for the learner": (Peers, "_hello", _without_keys(Peers._hello), 3),
     "any claim is believed": (learner_control, "whole", _unbounded, 5),
