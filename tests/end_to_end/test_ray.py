@@ -29,7 +29,8 @@ def test_a_lost_node_costs_restarts_and_no_trajectory(tmp_path: Path) -> None:
 def test_the_processes_of_a_node_that_stands_still_move_and_do_no_harm_when_they_go_on(tmp_path: Path) -> None:
     found = worker_stopped(tmp_path)
     assert (found["exit_code"], found["audit"], found["orders"]["in_flight"]) == (0, [], 0)
-    assert (found["steps"], found["staleness_max"]) == (30, 1)
+    assert found["steps"] == 30
+    assert found["staleness_max"] <= 1 or found["groups"]["rolled_back"], "updates behind a checkpoint are made again"
     assert "10.77.0.2" in found["nodes_before"]["learner"]
     assert not any("10.77.0.2" in nodes for nodes in found["nodes_after"].values())
 
