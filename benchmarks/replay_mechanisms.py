@@ -32,6 +32,7 @@ from benchmarks.replay_study import read_plan
 from learner.checkpoints.checkpoint import checkpoint_path
 from learner.process.retrain import RunSource, retrain
 from pipeline.config import RunConfig
+from pipeline.config.load import load
 from pipeline.errors import AfterplayError
 from pipeline.runtime.run_directory import RunDirectory
 from pipeline.store.trained import SentGroup, SentUpdate
@@ -104,11 +105,12 @@ def record(recording: Recording, seed: int, directory: Path) -> RunSource:
     """The run of that arm and seed, which is made if it is not there."""
     plan, name = read_plan(), f"{recording.arm}-{seed}"
     family, arm = plan.families["locks"], plan.arms[recording.arm]
+    file = load(family.file, environment={})
     steps = recording.last + recording.every
     if len(_lines(directory / name)) < steps:
-        groups = 12 * arm.groups
         overrides = (
-            *arm.set, f"groups.groups_per_step={groups:g}", f"learner.learning_rate={1e-3 * recording.rate:g}",
+            *arm.set, f"groups.groups_per_step={file.groups.groups_per_step * arm.groups:g}",
+            f"learner.learning_rate={file.learner.learning_rate * recording.rate:g}",
             f"run.total_steps={steps}", f"run.seed={seed}", f"model.tiny.seed={seed}", "publish.keep=2",
             f"checkpoint.every={recording.every}", f"checkpoint.keep={steps}", f"replay.keep_trained={steps}",
         )  # fmt: skip
@@ -141,8 +143,8 @@ def gains(source: RunSource, recording: Recording) -> dict[str, list[float | Non
                 continue
             chosen = Chosen(source.config, source.directory, replace(sent, groups=groups))
             (made,) = retrain(chosen, update + 1, 1, mechanism.overrides)
-            if name == "recorded" and made.differences:
-                raise AfterplayError(f"step {update + 1} is not what was recorded: {made.differences[0]}")
+            if name == "recorded" and (made.differences or not made.compared):
+                raise AfterplayError(f"step {update + 1} is not what was recorded: {made.differences or 'no record'}")
             model.load_state_dict(made.policy.shards("float32"), strict=False)  # a tied output layer is there once
             found[name].append(examination.probability(score_of(model)) - before)
     return found

@@ -166,27 +166,16 @@ async def test_an_engine_that_does_not_resume_is_not_live_and_is_tried_until_it_
     assert not engine.paused
 
 
-async def test_an_engine_that_cannot_load_any_more_is_ended_and_loads_after_its_restart(engines, weights, tmp_path):
-    engine = engines[1]
-    publisher, _ = publisher_of([e.url for e in engines], tmp_path, weights[0])
-    async with running(publisher):
-        with anyio.fail_after(60):
-            await publisher.publish(0, None)
-            engine.faults["/collective_rpc"] = "for ever"
-            await publisher.publish(1, weights[1])
-            await publisher.keepers[engine.url].until_served(1)
-    assert (engine.ended, engine.version, engine.broken) == (1, "1", [])
-
-
-async def test_an_engine_that_answers_but_does_not_pause_any_more_is_ended_and_loads_after_its_restart(
-    engines, weights, tmp_path
+@pytest.mark.parametrize(("path", "fault", "timeout"), [("/collective_rpc", "for ever", 5.0), ("/pause", "hang", 1.0)])
+async def test_an_engine_that_cannot_load_or_pause_any_more_is_ended_and_loads_after_its_restart(
+    engines, weights, tmp_path, path, fault, timeout
 ):
     engine = engines[1]
-    publisher, _ = publisher_of([e.url for e in engines], tmp_path, weights[0], timeout=1.0)
+    publisher, _ = publisher_of([e.url for e in engines], tmp_path, weights[0], timeout=timeout)
     async with running(publisher):
         with anyio.fail_after(60):
             await publisher.publish(0, None)
-            engine.faults["/pause"] = "hang"
+            engine.faults[path] = fault
             await publisher.publish(1, weights[1])
             await publisher.keepers[engine.url].until_served(1)
     assert (engine.ended, engine.version, engine.broken) == (1, "1", [])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import zipfile
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -43,10 +45,11 @@ from pipeline.cli.app import app
 from pipeline.cli.retrain import PHASES
 from pipeline.config.base import Given, Section
 from pipeline.config.load import dump
-from pipeline.errors import ConfigurationError, DamagedFiles
+from pipeline.errors import ConfigurationError, DamagedFiles, StoreError
 from pipeline.runtime.folders import CONTENTS
 from pipeline.schema import FinishReason, PromptLessons, SpanSource, TrajectoryStatus
 from pipeline.schema.codec import encode_trajectory
+from pipeline.store.store import store_path
 from pipeline.supervisor.history import difference, newest_checkpoint
 from tests.support.damage import flip
 from tests.unit.learner import test_learner_role
@@ -493,6 +496,16 @@ async def test_a_bundle_is_made_again_without_its_run_and_tells_nothing_of_the_m
     with open_source(file) as opened:
         (found,) = retrain(opened)
     assert (found.step, found.differences, found.compared) == (6, (), True)
+
+
+async def test_an_update_whose_rollouts_were_freed_since_the_first_look_is_refused(world):
+    source = RunSource.open(await made(world, steps=2))
+    assert source.updates == {0, 1}
+    with closing(sqlite3.connect(store_path(source.config, source.directory))) as connection:
+        connection.execute("DELETE FROM payloads WHERE row_id = (SELECT max(row_id) FROM payloads)")
+        connection.commit()
+    with pytest.raises(StoreError, match=r"freed meanwhile \(replay\.keep_trained\)"):
+        [source.sent(update) for update in (0, 1)]
 
 
 def paths_of(section, prefix=()):
