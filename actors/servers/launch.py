@@ -191,19 +191,22 @@ def main(
     *,
     await_model: bool = False,
     joins: bool = False,
+    port: int | None = None,
     ends_with_run: bool = False,
     gang: Gang | None = None,
 ) -> int:
     """Replace this process by engine ``index``, 0 if None. One that ``joins`` a run that is alive, and each of
     ``engine.discovery: registry``, is a child process instead, announced in the run directory while it serves.
-    ``ends_with_run``: nobody else ends it when the run has finished. ``gang``: it is one of the parts of an engine on
-    several nodes, of which the first alone is announced. Returns 2 on an error, after one line on stderr
-    with the remedy."""
+    ``port``: of one that joins; None: a free one. ``ends_with_run``: nobody else ends it when the run has finished.
+    ``gang``: it is one of the parts of an engine on several nodes, of which the first alone is announced. Returns 2 on
+    an error, after one line on stderr with the remedy."""
     try:
         if joins and gang is not None:
             raise ConfigurationError("--join is for engines on one node: give --index")
+        if port is not None and not joins:
+            raise ConfigurationError("--port is for an engine that joins (--join): give --set engine.port=N")
         if joins or (config.engine.discovery == "registry" and (gang is None or not gang.node)):
-            return _announced(config, index, await_model, joins, gang)
+            return _announced(config, index, await_model, joins, port, gang)
         argv, environment = command(config, index or 0, await_model=await_model, gang=gang)
     except AfterplayError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -217,13 +220,15 @@ def main(
     os.execve(argv[0], argv, environment)
 
 
-def _announced(config: RunConfig, index: int | None, await_model: bool, joins: bool, gang: Gang | None) -> int:
+def _announced(
+    config: RunConfig, index: int | None, await_model: bool, joins: bool, given: int | None, gang: Gang | None
+) -> int:
     engine, directory = config.engine, RunDirectory(config.run.path)
     if engine.colocate != "none":
         raise ConfigurationError(f"engine.colocate is {engine.colocate}, where no engine can join: set it to none")
     own, first = (index, engine.replicas) if joins else (index or 0, 0)
     found, _lock = take_index(directory, "engine", own, first, placed=ADDRESS in os.environ)
-    host, port = _free_address(engine, found) if joins else address(config, found)
+    host, port = _joining_address(engine, found, given) if joins else address(config, found)
     argv, environment = command(config, found, await_model=await_model, at=(host, port), gang=gang)
     name, digest = role_name("engine", found), directory.path / LEARNER_DIGEST_FILE
     configure_logging(name, config.run.name)
@@ -245,8 +250,10 @@ def _content(file: Path) -> bytes | None:
         return None
 
 
-def _free_address(engine: EngineConfig, index: int) -> tuple[str, int]:
-    """Host and port of one more engine: the port of its index if that is free, else another one."""
+def _joining_address(engine: EngineConfig, index: int, given: int | None) -> tuple[str, int]:
+    """Host and port of one more engine: the given port, or that of its index if it is free, else another one."""
+    if given is not None:
+        return engine.host, given
     port = engine.port + index
     return engine.host, port if engine.port and is_free(engine.host, port) else free_ports(engine.host, 1)
 

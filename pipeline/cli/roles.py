@@ -56,6 +56,9 @@ def engine(
         bool,
         typer.Option("--join", help="Start one more engine for the run of FILE, which is alive; SIGTERM drains it."),
     ] = False,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="With --join: its port. Else a free one, engine.port + index.")
+    ] = None,
     await_model: Annotated[
         bool, typer.Option("--await-model", help="Start before the model folder is prepared, and wait for it.")
     ] = False,
@@ -80,7 +83,7 @@ def engine(
     config = _load_of_run(file, sets) if join else load(file, sets)
     ends = not stay and _alone(file, config)
     gang = Gang(node_rank, nnodes, master_addr, master_port) if nnodes > 1 else None
-    raise typer.Exit(main(config, index, await_model=await_model, joins=join, ends_with_run=ends, gang=gang))
+    raise typer.Exit(main(config, index, await_model=await_model, joins=join, port=port, ends_with_run=ends, gang=gang))
 
 
 def actor(

@@ -46,7 +46,7 @@ LIBRARIES_BYTES = 2 * 2**30
 """Memory of a process besides the buffers that its place counts. A guess, which ``--set ROLE.memory=…`` replaces. A
 place with GPUs has a process for each, and an engine one more."""
 SCALE_MAX = 4
-"""Times ``actor.replicas``: most actors of the autoscaler, each with keys from the start."""
+"""Times their number in the run file: most actors and engines of the autoscalers. Actors have keys from the start."""
 KEYS_MIN = 64
 """Actors that get keys from the start, so that a run can be given more of them."""
 START_SECONDS = 300
@@ -215,6 +215,8 @@ def _roles(config: RunConfig, chosen: Plan) -> dict[str, dict[str, Any]]:
         "engine": {
             "startSeconds": math.ceil(config.engine.start_seconds_max + PREPARE_SECONDS_MAX),
             "pods": len(places["engine"]),
+            "podsMax": SCALE_MAX * len(places["engine"]),
+            "graceSeconds": math.ceil(config.engine.request_seconds_max) + 20,  # one that is removed ends its requests
             "port": ENGINE_PORT,
             "shares": config.engine.weight_transfer != "files",
         },

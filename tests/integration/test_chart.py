@@ -133,6 +133,37 @@ def test_a_queue_admits_the_workloads_by_their_labels(helm: Path, tmp_path: Path
         assert (QUEUE.items() <= manifest["metadata"].get("labels", {}).items()) is is_workload
 
 
+def test_engines_beyond_those_of_the_run_file_join_it_and_an_autoscaler_adds_them(helm: Path, tmp_path: Path) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    config, values = values_of(request_of("gpu"))
+    files = write_files(config, values, tmp_path)
+    on = ("--set", "autoscaling.engines.enabled=true")
+    call(helm, "lint", "--strict", CHART, *files, *on)
+    manifests = list(filter(None, yaml.safe_load_all(call(helm, "template", "gpu", CHART, *files, *on))))
+    for manifest in manifests:
+        for version in supported_versions(validate.latest_version()):
+            validate.validate(manifest, version, strict=True)
+    found = {(manifest["kind"], manifest["metadata"]["name"]): manifest["spec"]
+             for manifest in manifests if "spec" in manifest}  # fmt: skip
+    scaler, engines = found["HorizontalPodAutoscaler", "gpu-engine"], found["StatefulSet", "gpu-engine"]
+    replicas = config.engine.replicas
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (replicas, 4 * replicas)
+    assert scaler["scaleTargetRef"]["name"] == "gpu-engine" and "replicas" not in engines
+    grace = engines["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace > config.engine.request_seconds_max, "one that leaves ends its requests"
+    (container,) = engines["template"]["spec"]["containers"]
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "afterplay").write_text('#!/bin/sh\necho "$@"\n')
+    (programs / "afterplay").chmod(0o755)
+    for index in (0, replicas - 1, replicas, 11):
+        environment = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "HOSTNAME": f"gpu-engine-{index}"}
+        command = [*container["command"], *container["args"]]
+        shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+        joins = ["--join", "--port", "8100"] if index >= replicas else []
+        assert shown == ["engine", "/etc/afterplay/run.yaml", "--index", "HOSTNAME", *joins, "--await-model", "--stay"]
+
+
 GIVEN: dict[str, Any] = {
     "annotations": {"team": "rl"},
     "nodeSelector": {"pool": "gpu"},

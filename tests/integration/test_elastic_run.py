@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.explain import free_ports
 from pipeline.runtime.engine_addresses import EngineRegistry
 from pipeline.schema.codec import decode_trajectory
 from pipeline.store.traces import scan_traces, trace_files
@@ -42,22 +43,23 @@ def fit_engines(run: RunHandle, actor: str) -> float:
 def test_engines_and_actors_come_and_go_and_nothing_is_lost(
     tmp_path: Path, fork_server: ForkServer, forked_run: partial[start_run]
 ) -> None:
-    def join(role: str) -> Forked | subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "pipeline.cli.app", role, str(run.directory.config_file), "--join"]
+    def join(role: str, *options: str) -> Forked | subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "pipeline.cli.app", role, str(run.directory.config_file), "--join", *options]
         with (tmp_path / f"{role}.out").open("ab") as output:
             return fork_server.start(command, forks=True, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
 
     overrides = ["run.total_steps=100000", "traces.trained=128", "groups.groups_per_step=8", "actor.concurrency=32"]
     with forked_run(TINY, tmp_path, "elastic", overrides) as run:
         run.until_step(2, SECONDS_MAX)
-        engines, actors = [join("engine") for _ in range(2)], [join("actor") for _ in range(3)]
+        port = free_ports("127.0.0.1", 1)
+        engines, actors = [join("engine"), join("engine", "--port", str(port))], [join("actor") for _ in range(3)]
         run.until(
             "three engines that all actors use",
             lambda: all(fit_engines(run, actor) == 3 for actor in ACTORS),
             SECONDS_MAX,
         )
         joined = EngineRegistry(run.directory.engines).read()
-        assert len(joined) == 2
+        assert len(joined) == 2 and f"http://127.0.0.1:{port}" in joined
         with socket.create_server(("127.0.0.1", 0)) as stranger:
             stranger.setblocking(False)
             url = f"http://127.0.0.1:{stranger.getsockname()[1]}"

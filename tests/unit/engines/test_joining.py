@@ -115,11 +115,12 @@ def test_one_more_engine_takes_the_next_index_and_a_port_of_its_own(tmp_path: Pa
     assert lock is not None and other is not None
     lock.release()
     other.release()
-    host, port = launch._free_address(config.engine, 2)
+    host, port = launch._joining_address(config.engine, 2, None)
     assert host == "127.0.0.1" and port > 0
+    assert launch._joining_address(config.engine, 2, 8100) == ("127.0.0.1", 8100), "a port that others may reach"
     with pytest.raises(ConfigurationError, match="no engine can join"):
         colocated = config.model_copy(update={"engine": config.engine.model_copy(update={"colocate": "split"})})
-        launch._announced(colocated, None, await_model=True, joins=True, gang=None)
+        launch._announced(colocated, None, await_model=True, joins=True, given=None, gang=None)
 
 
 def test_the_announced_address_is_one_that_others_reach() -> None:

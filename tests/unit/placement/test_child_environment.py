@@ -194,3 +194,8 @@ def test_an_engine_on_several_nodes_cannot_join(capsys: pytest.CaptureFixture[st
     config = load(FILE, [], environment={})
     assert launch.main(config, None, joins=True, gang=Gang(1, 2, "10.0.0.1", 29501)) == 2
     assert "--join is for engines on one node" in capsys.readouterr().err
+
+
+def test_only_an_engine_that_joins_takes_a_port(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(load(FILE, [], environment={}), 0, port=8100) == 2
+    assert "--port is for an engine that joins" in capsys.readouterr().err

@@ -35,6 +35,32 @@ spec:
       {{- include "afterplay.labels" . | nindent 6 }}
 {{- end }}
 
+{{/* Another pod of a role while a metric of its pods exceeds an average, up to podsMax. */}}
+{{- define "afterplay.autoscaler" -}}
+apiVersion: autoscaling/v2
+kind: HorizontalPodAutoscaler
+metadata:
+  {{- include "afterplay.metadata" . | nindent 2 }}
+spec:
+  scaleTargetRef:
+    apiVersion: apps/v1
+    kind: StatefulSet
+    name: {{ .root.Values.name }}-{{ .role }}
+  minReplicas: {{ (index .root.Values .role).pods }}
+  maxReplicas: {{ (index .root.Values .role).podsMax }}
+  metrics:
+    - type: Pods
+      pods:
+        metric:
+          name: {{ .metric }}
+        target:
+          type: AverageValue
+          averageValue: {{ .average | quote }}
+  behavior:
+    scaleDown:
+      stabilizationWindowSeconds: {{ .root.Values.autoscaling.quietSeconds }}
+{{- end }}
+
 {{/* Pods start again when the run file changes, which they read once. */}}
 {{- define "afterplay.podMetadata" -}}
 labels:
@@ -61,11 +87,11 @@ capabilities:
 {{- end }}
 {{- end }}
 
-{{/* Settings of a pod: no rights, a grace longer than the drain, and where it may run. */}}
+{{/* Settings of a pod: no rights, a grace longer than its drain, and where it may run. */}}
 {{- define "afterplay.pod" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
-terminationGracePeriodSeconds: {{ .root.Values.graceSeconds }}
+terminationGracePeriodSeconds: {{ (index .root.Values .role).graceSeconds | default .root.Values.graceSeconds }}
 securityContext:
   runAsNonRoot: true
   runAsUser: 10001
