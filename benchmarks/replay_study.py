@@ -22,7 +22,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -35,7 +35,7 @@ from pydantic.dataclasses import dataclass
 from benchmarks.replay_efficiency.arms import Job, Protocol, jobs_of
 from benchmarks.replay_efficiency.measure import Bench
 from benchmarks.replay_efficiency.picture import draw
-from benchmarks.replay_efficiency.records import Result, hit_version, on_held_out
+from benchmarks.replay_efficiency.records import Point, Result, hit_version, on_held_out
 from pipeline.config import RunConfig
 from pipeline.config.load import load
 from pipeline.errors import AfterplayError
@@ -46,6 +46,8 @@ from tests.support.fork_server import ForkServer
 PROTOCOL = Path(__file__).with_suffix(".yaml")
 RATES_BOUND = (1 / 16, 16.0)
 """Smallest and largest multiple of a run file's learning rate to which a grid is extended."""
+LOWER_GOALS = (0.2, 0.4, 0.6)
+"""Success rates for which the tokens are compared as well, to see where on the way they are spent."""
 TRIES = 2
 """Of a run that fails, before the study continues without it; the next call tries it again."""
 BASE = "base"
@@ -126,9 +128,8 @@ def cost(result: Result) -> Cost:
     return Cost(result.tokens, result.updates, result.seconds, result.hit)
 
 
-def held_out_cost(result: Result, goal: float) -> Cost:
-    """Cost until the goal is reached on held-out tasks."""
-    points = on_held_out(result.points)
+def cost_until(goal: float, points: Sequence[Point]) -> Cost:
+    """Cost until the goal is reached by these measurements."""
     hit = hit_version(points, goal)
     until = next((p for p in points if p.version == hit), points[-1])
     return Cost(until.tokens, until.version, until.seconds, hit is not None)
@@ -273,11 +274,18 @@ class Runs:
         """Ratios over the seeds that both have; none with fewer than two."""
         if len(shared := sorted(own.keys() & others.keys())) < 2:
             return {}
+
+        def ratio_at(goal: float, points_of: Callable[[Sequence[Point]], Sequence[Point]] = list) -> dict[str, Any]:
+            left, right = (
+                {seed: cost_until(goal, points_of(of[seed].points)) for seed in shared} for of in (own, others)
+            )
+            return asdict(ratio_of(left, right, "tokens"))
+
         left, right = ({seed: cost(of[seed]) for seed in shared} for of in (own, others))
         found: dict[str, Any] = {"ratios": {q: asdict(ratio_of(left, right, q)) for q in QUANTITIES}}
         if self.family.held_out:
-            left, right = ({seed: held_out_cost(of[seed], self.family.goal) for seed in shared} for of in (own, others))
-            found["held_out"] = asdict(ratio_of(left, right, "tokens"))
+            found["held_out"] = ratio_at(self.family.goal, on_held_out)
+        found["lower"] = {f"{goal:g}": ratio_at(goal) for goal in LOWER_GOALS}
         return found
 
 
@@ -311,8 +319,15 @@ def _tuned(rate: str, found: Sequence[tuple[int, float, bool]]) -> str:
 def _told(known: Mapping[str, Any]) -> str:
     """Ratios in one line; empty without any."""
     ratios = {**known.get("ratios", {}), **({"held-out": known["held_out"]} if "held_out" in known else {})}
-    text = "".join(f"  {name} {r['ratio']:.2f} ({r['low']:.2f}–{r['high']:.2f})" for name, r in ratios.items())
-    return text + (f"  can show {ratios['tokens']['can_show']:.2f}" if ratios else "")
+    text = "".join(f"  {name} {_interval(r)}" for name, r in ratios.items())
+    if ratios:
+        text += f"  can show {ratios['tokens']['can_show']:.2f}  tokens to "
+        text += ", ".join(f"{goal}: {_interval(r)}" for goal, r in known["lower"].items())
+    return text
+
+
+def _interval(ratio: Mapping[str, float]) -> str:
+    return f"{ratio['ratio']:.2f} ({ratio['low']:.2f}–{ratio['high']:.2f})"
 
 
 def run_family(runs: Runs, at_once: int, until: float, *, losers: bool) -> list[str]:

@@ -12,13 +12,13 @@ import pytest
 
 from benchmarks.replay_efficiency.arms import Job
 from benchmarks.replay_efficiency.measure import Bench
-from benchmarks.replay_efficiency.records import Point, Result, Training, save
+from benchmarks.replay_efficiency.records import Point, Result, Training, on_held_out, save
 from benchmarks.replay_study import (
     RATES_BOUND,
     Runs,
     best,
+    cost_until,
     generated,
-    held_out_cost,
     lines,
     main,
     read_plan,
@@ -112,11 +112,12 @@ def test_the_name_with_the_most_hits_is_the_best_then_the_cheapest() -> None:
 
 def test_tokens_to_the_goal_on_held_out_tasks_are_those_of_the_first_of_two_measurements() -> None:
     measured = [(0, 0.0, 0.0), (4, 0.9, 0.7), (8, 0.9, 0.8), (12, 0.9, 0.9)]
-    run = replace(result(50), points=tuple(Point(v, s, 10 * v, 1.0 * v, h) for v, s, h in measured))
-    found = held_out_cost(run, 0.8)
+    points = [Point(v, s, 10 * v, 1.0 * v, h) for v, s, h in measured]
+    found = cost_until(0.8, on_held_out(points))
     assert (found.tokens, found.updates, found.reached) == (80, 8, True)
-    found = held_out_cost(run, 0.95)
+    found = cost_until(0.95, on_held_out(points))
     assert (found.tokens, found.reached) == (120, False)
+    assert cost_until(0.5, points).tokens == 40, "a lower goal, on the training tasks"
 
 
 def test_a_grid_grows_until_its_best_rate_is_inside_or_at_the_bound(small: Runs) -> None:
