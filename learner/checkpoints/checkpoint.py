@@ -47,6 +47,7 @@ from learner.data.rows import Trained
 from learner.distributed.collectives import RankGroup
 from learner.distributed.ranks import ALONE
 from learner.policy.policy import Policy
+from learner.training.optimizer import load_moments
 from learner.training.trainer import Trainer
 from pipeline.errors import DamagedFiles, FormatMismatch, StoreError, TrainingError
 from pipeline.runtime.folders import (
@@ -222,7 +223,7 @@ def restore_training(path: Path, trainer: Trainer) -> CheckpointState:
     saved = restored_state(path, saved, trainer)
     if "optimizer" in saved:
         try:
-            trainer.optimizer.load_state_dict(saved["optimizer"])
+            load_moments(trainer.optimizer, saved["optimizer"])
         except (ValueError, KeyError) as error:
             raise StoreError(
                 f"{path} belongs to another model ({error}): choose another run.name, or delete it"

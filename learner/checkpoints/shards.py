@@ -181,7 +181,7 @@ def _placed(saved: dict[str, Any], trainer: Trainer, group: RankGroup) -> dict[s
         return {
             **value,
             "state": {
-                i: {k: divided(v) if _is_whole(v) and v.shape == shapes[int(i)] else v for k, v in state.items()}
+                i: {k: divided(v) if _is_whole(v) and [v.shape] == shapes[i : i + 1] else v for k, v in state.items()}
                 for i, state in value["state"].items()
             },
         }

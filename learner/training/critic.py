@@ -20,7 +20,7 @@ from learner.data.rows import Row, TokenArray
 from learner.losses.auxiliary import value_loss
 from learner.observability.timing import Stopwatch
 from learner.policy.policy import Backbone, on_device
-from learner.training.optimizer import clip_and_step, gradient_norm, make_optimizer
+from learner.training.optimizer import clip_and_step, gradient_norm, load_moments, make_optimizer
 from learner.training.report import AppliedStep, CriticReport
 from pipeline.config.learner import LearnerConfig
 from pipeline.errors import StoreError
@@ -150,7 +150,7 @@ class Critic:
             if self.owns:
                 self.backbone.model.load_state_dict(state["backbone"])
             self._head.load_state_dict(state["head"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            load_moments(self.optimizer, state["optimizer"])
         except (KeyError, ValueError, RuntimeError) as error:
             raise StoreError(
                 f"the saved critic belongs to another model or critic.backbone ({error}): choose another run.name"

@@ -1,8 +1,7 @@
-"""Optimizers, gradient clipping, learning-rate schedule, and the moving average of the weights.
+"""Optimizers, gradient clipping, and learning-rate schedule.
 
 AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101) with moments in float32, bfloat16 or 8 bits; parameters are always
-float32. The learning rate is a pure function of the update, so there is no state to save. The exponential moving
-average is smoother than the last weights, and saved with them.
+float32. The learning rate is a pure function of the update, so there is no state to save.
 """
 
 from __future__ import annotations
@@ -42,6 +41,14 @@ def make_optimizer(
     if config.optimizer_dtype == "bfloat16":
         return BFloat16AdamW(parameters, **options)
     return torch.optim.AdamW(parameters, **options, fused=True)
+
+
+def load_moments(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Resume from a saved ``state_dict``. Options stay those of ``optimizer``, which are those of the run file; those
+    in ``saved`` may be of another one. Raises ValueError or KeyError where ``saved`` is of other parameters."""
+    own = optimizer.state_dict()["param_groups"]
+    groups = [{**o, "params": s["params"]} for o, s in zip(own, saved["param_groups"], strict=True)]
+    optimizer.load_state_dict({**saved, "param_groups": groups})
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

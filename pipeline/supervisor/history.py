@@ -32,6 +32,7 @@ FIXED = {
     "model.tiny": "its weights belong to one model",
     "learner.lora.rank": "its checkpoints have adapters of one shape",
     "learner.lora.targets": "its checkpoints have adapters of one shape",
+    "learner.lora.alpha": "another scale of its adapters would be another policy",
     "learner.optimizer": "its checkpoints have the state of one optimizer",
     "stage.store": "its trajectories and tasks are in one store",
 }

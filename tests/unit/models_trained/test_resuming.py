@@ -92,3 +92,21 @@ def test_a_part_that_was_switched_on_begins_anew(config_of, initial, resume, tmp
     assert trainer.critic is not None
     assert "has no critic" in caplog.text
     assert len(find_checkpoints(tmp_path / "c")) == 1
+
+
+@pytest.mark.parametrize("before", ["float32", "bfloat16"])
+def test_a_resumed_optimizer_keeps_its_moments_and_has_the_options_of_the_run_file(
+    before, config_of, initial, resume, train, tmp_path
+):
+    gae = {"advantage": {"estimator": "gae"}}
+    first = resume(config_of({"weight_decay": 0.1, "optimizer_dtype": before}, **gae), initial)
+    train(first, 1)
+    save_checkpoint(tmp_path / "c", first, CheckpointState(1, 1, {}), initial, keep=1)
+    second = resume(config_of({"betas": [0.8, 0.95]}, **gae), initial, tmp_path / "c")
+    for made, came in ((first.optimizer, second.optimizer), (first.critic.optimizer, second.critic.optimizer)):
+        (group,) = came.param_groups
+        assert (group["weight_decay"], group["betas"], group["fused"]) == (0.0, (0.8, 0.95), True)
+        for a, b in zip(made.state.values(), came.state.values(), strict=True):
+            assert int(a["step"]) == int(b["step"]) == 1
+            assert torch.equal(a["exp_avg"].float(), b["exp_avg"])
+    assert train(second, 1)[0].optimizer_steps == 1

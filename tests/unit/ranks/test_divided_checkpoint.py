@@ -2,8 +2,10 @@
 
 import errno
 import os
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import peft  # noqa: F401  its import takes seconds
 import pytest
 import torch
@@ -20,7 +22,9 @@ from learner.checkpoints.checkpoint import (
     write_image,
 )
 from learner.checkpoints.model_files import divide_names
+from learner.data.rows import Batch
 from learner.process.build import make_trainer
+from pipeline.errors import StoreError
 from pipeline.runtime.folders import find_damage
 from tests.support.damage import files_in
 
@@ -137,3 +141,20 @@ def test_names_are_divided_in_order_into_files_of_which_no_two_neighbours_fit_in
     totals = [sum(sizes[name] for name in file) for file in files]
     assert totals == [10, 12, 10] and all(a + b > 10 for a, b in pairwise(totals))
     assert divide_names({}) == []
+
+
+@pytest.mark.parametrize("ranks", [False, True])
+def test_the_state_of_other_parameters_is_refused_with_what_to_do_by_one_rank_and_by_several(
+    kit, initial, tmp_path, group, ranks
+):
+    folder, trainers = initial("tied"), []
+    for backbone in ("own", "none"):
+        config = kit.run_config({"critic": {"backbone": backbone}}, advantage={"estimator": "gae"})
+        trainers.append(make_trainer(config, folder, None, group if ranks else None))
+    saved, other = trainers
+    rows = kit.make_rows(4)
+    returns = np.ones(sum(row.n_sampled for row in rows), np.float32)
+    saved.step(Batch(0, (), rows), 0, replace(saved.token_scores(rows), returns=returns))
+    path = save_checkpoint(tmp_path / "c", saved, STATE, folder, keep=1)
+    with pytest.raises(StoreError, match=r"another model or critic\.backbone .*: choose another run\.name"):
+        restore_training(path, other)
