@@ -208,6 +208,27 @@ def test_a_group_whose_update_is_made_again_does_not_come_back_more_often_than_i
     stage.store.close()
 
 
+def test_retired_tasks_of_an_earlier_run_file_do_not_keep_its_new_tasks_out(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "s.sqlite", lambda order: 1.0, retest_ratio=0.25)
+    for _ in range(4):
+        stage.train(stage.play())
+    stage.round()
+    assert stage.core.replay.difficulty.exhausted == {"a"}, "all of its tasks are retired"
+    stage.store.close()
+    stage.config = RunConfig.model_validate(
+        {**BASE, "environments": {"a": {"tasks": 3, "seed": 100}}, "replay": stage.config.replay.model_dump()}
+    )
+    stage.start()
+    before, stage.sent = stage.core.records.next_group, []
+    for _ in range(8):
+        stage.train(stage.play())
+    orders = [_order(send.header) for send in stage.sent if send.kind is Kind.ORDER]
+    seeds = [order.task.seed for order in orders if int(order.group_id[1:]) >= before]
+    assert set(seeds) == {100, 101, 102}
+    assert list(stage.core.replay.difficulty.retired) == ["a/100", "a/101", "a/102"]
+    stage.store.close()
+
+
 def test_a_stored_group_is_sent_in_the_round_that_plans_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else may happen afterwards that would begin another round."""
     stage = Stage(tmp_path / "s.sqlite", half, mode="groups", groups={"uses_max": 9})
