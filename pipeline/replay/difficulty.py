@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pipeline.config import RunConfig
 from pipeline.schema import Task
@@ -39,6 +39,7 @@ class Difficulty:
         self._retire_after = config.replay.retire_after
         self._half_life = config.replay.difficulty_half_life * self._n
         self.records: dict[str, TaskRecord] = {}
+        self._trains: Callable[[Task], bool] = lambda task: True
         self._buckets: Counter[int] = Counter()
         self._retired: list[str] = []
         self._retired_of: Counter[str] = Counter()
@@ -60,7 +61,7 @@ class Difficulty:
 
     @property
     def retired(self) -> Sequence[str]:
-        """Ids of retired tasks, sorted."""
+        """Ids of retired tasks that the run file trains, sorted."""
         return self._retired
 
     def is_retired(self, task_id: str) -> bool:
@@ -124,6 +125,13 @@ class Difficulty:
         while len(self._endless) > ENDLESS_RETIRED_MAX:
             self._forget(self.records[self._endless[0][1]])
 
+    def learn(self, trains: Callable[[Task], bool]) -> None:
+        """``trains`` tells which tasks the run file trains. Others that are retired are not retested, and say nothing
+        about how many tasks of their environment are left. Call it before anything is drawn."""
+        self._trains = trains
+        self._retired = [task_id for task_id in self._retired if trains(self.records[task_id].task)]
+        self._retired_of = Counter(self.records[task_id].task.environment for task_id in self._retired)
+
     def _change(self, record: TaskRecord) -> None:
         self.changed[record.task.task_id] = record
         self.forgotten.discard(record.task.task_id)
@@ -142,21 +150,21 @@ class Difficulty:
         self.records[task.task_id] = record
         if record.bucket is not None:
             self._buckets[record.bucket] += 1
-        if record.retired:
+        if record.retired and self._trains(task):
             bisect.insort(self._retired, task.task_id)
             self._retired_of[task.environment] += 1
-            if self._finite.get(task.environment) is None:
-                bisect.insort(self._endless, (task.seed, task.task_id))
+        if record.retired and self._finite.get(task.environment) is None:
+            bisect.insort(self._endless, (task.seed, task.task_id))
 
     def _leave(self, record: TaskRecord) -> None:
         task = record.task
         if record.bucket is not None:
             self._buckets[record.bucket] -= 1
-        if record.retired:
+        if record.retired and self._trains(task):
             self._retired.remove(task.task_id)
             self._retired_of[task.environment] -= 1
-            if self._finite.get(task.environment) is None:
-                self._endless.remove((task.seed, task.task_id))
+        if record.retired and self._finite.get(task.environment) is None:
+            self._endless.remove((task.seed, task.task_id))
 
 
 def bucket_of(rate: float, n: int) -> int:

@@ -82,8 +82,7 @@ class Planner:
         if not self._difficulty.retired:
             return None
         task_id = draw_uniform(self._difficulty.retired, batch, self._draws.next("retest"))
-        task = self._difficulty.records[task_id].task if task_id is not None else None
-        return task if task is not None and task.environment in self._environments else None
+        return None if task_id is None else self._difficulty.records[task_id].task
 
     def replay_group(self, batch: Collection[str], progress: float, version: int) -> Planned | None:
         """A group with replays of a task that is not in this batch; None when nothing is valid."""
@@ -261,7 +260,7 @@ class Replay:
         if self._informative:
             self._tasks = self._tasks or InformativeTasks(self.difficulty, sampler)
         retired = self._planner.retired(batch) if self._mixing.retest_due else None
-        if retired is not None and sampler.trains(retired):
+        if retired is not None:
             self._admit(retired, retest=True)
             return Planned(retired)
         if self._mixing.replay_due:

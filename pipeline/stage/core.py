@@ -306,6 +306,7 @@ class StageCore:
         if self._splits is None:
             self._splits = splits
             self.sampler.learn(splits)
+            self.replay.difficulty.learn(self.sampler.trains)
             self.evaluations.learn(splits)
         elif splits != self._splits:
             raise WireError(

@@ -110,6 +110,11 @@ class Evaluations(StagePart):
         elif self.active is not None:
             self.rollouts.resume(self.tasks, self.active["updates"])
 
+    def number_after(self, results: Sequence[Mapping[str, Any]]) -> None:
+        """``results``: what ``evaluations.jsonl`` has. A store that went back, or an empty one in its place, does not
+        know of them, and a line under a number that is there already would not be written."""
+        self._next = max([self._next, *(int(result["evaluation"]) + 1 for result in results)])
+
     def capacity(self, slots: int) -> int:
         """Orders that evaluation may have now, of all the actors' ``slots``."""
         if self._staleness.finished or self.only or self._section.strict:
@@ -212,7 +217,7 @@ class Evaluations(StagePart):
         passed = [u for u in range(max(0, self._begun + 1), live) if u % step == 0 and section.is_due(u, total)]
         self.active = {
             "number": self._next, "updates": live, "policy_version": self._staleness.policy_version, "reason": reason,
-            "started_at": self._clock.wall, "total": len(tasks), "skipped": len(passed) if self._next else 0,
+            "started_at": self._clock.wall, "total": len(tasks), "skipped": len(passed) if self._begun >= 0 else 0,
             "shape": self._shape(tasks),
         }  # fmt: skip
         self._next += 1

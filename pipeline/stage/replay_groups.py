@@ -148,16 +148,20 @@ class ReplayGroups(StagePart):
 
     def _store(self, group: GroupRecord) -> None:
         """``group`` was trained: it may come back whole, unless chance alone continued it: without its weight it would
-        stand for too little."""
+        stand for too little. One whose update is made again was stored the first time, and has its uses."""
         if group.weight != 1.0:
             return
         records = [slot.trajectory for slot in group.slots if slot.trajectory is not None]
         if group.replays or group.dropped or len(records) < group.n_rollout:
             return
+        if all(record.saved is not None for record in records):  # the pool alone never has all: it takes no failures
+            return
         stored = self.replay.trained(group.group_number, group.task, [_entry(group, record) for record in records])
         if stored is not None:
-            for entry in stored.members:
-                self._payloads.hold(entry.row_id)
+            for record in records:
+                record.saved = stored.saved
+                self._journal.trajectory(record)
+                self._payloads.hold(record.row_id)
             self._journal.count(Count.STORED_GROUPS_SAVED)
 
     def _solve_rate(self, groups: Sequence[GroupRecord]) -> float | None:

@@ -30,7 +30,7 @@ from pipeline.stage.ingest import Scoring, Verdicts
 from pipeline.stage.loop import COMMIT_BATCH_MAX, Item, PeerSender, StageLoop
 from pipeline.stage.metrics import ReplayMetrics
 from pipeline.store.effects import UntrainedRollout
-from pipeline.store.evaluation_results import write_results
+from pipeline.store.evaluation_results import read_results, write_results
 from pipeline.store.store import PayloadCache, ReplayStore, store_path
 from pipeline.store.traces import TraceWriter
 from pipeline.tasks.open import open_sources
@@ -140,6 +140,8 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
             # a kill may have come between the transaction and the line
             write = partial(write_results, ctx.directory.evaluations_file, [core.evaluations.last])
             await when_room(write, ctx.directory.path, "the results of an evaluation")
+        read = partial(read_results, ctx.directory.evaluations_file)
+        core.evaluations.number_after(await when_room(read, ctx.directory.path, "the results of evaluations"))
         log.info("%s: %d updates, %d groups open", path, core.staleness.consumed, core.staleness.open)
         traces = untrained_traces(config.traces, ctx.directory.traces, evaluates=config.evaluation.on)
         with traces as untrained, interrupting_blocks():

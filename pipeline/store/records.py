@@ -212,7 +212,8 @@ class TrajectoryRecord:
     age_insert: int = 0
     """Versions that its oldest token was behind the newest published one when it came."""
     saved: int | None = None
-    """Number of its save into the replay pool; None: never saved. It may have left the pool since."""
+    """Number of its save into the replay pool, or of the save of its whole group; None: never saved. It may have left
+    since."""
 
 
 @dataclass(slots=True)

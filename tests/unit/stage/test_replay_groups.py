@@ -46,7 +46,7 @@ class Stage:
         self.store: ReplayStore
         self.start()
 
-    def start(self) -> None:
+    def start(self, session: str = "s") -> None:
         self.store = ReplayStore(self.path, "NORMAL")
         self.core = StageCore(
             self.config, self.store.load(), score_now=lambda t: combine(t.rewards, {"environment": 1.0})
@@ -54,7 +54,7 @@ class Stage:
         hello = {"schema_version": SCHEMA_VERSION}
         actor = {"role": "actor", "slots": 99, "holding": []}
         self.core.peer_up("actor-0", {**hello, **actor})
-        learner = {"session": "s", "updates": self.updates, "policy_version": -1, "credit_groups": 8}
+        learner = {"session": session, "updates": self.updates, "policy_version": -1, "credit_groups": 8}
         self.core.peer_up("learner", {**hello, "role": "learner", **learner})
         self.tell(Kind.VERSION, policy_version=self.updates, updates=self.updates)
 
@@ -182,6 +182,50 @@ def test_stored_groups_and_their_payloads_survive_restart_rollback_and_roll_up(
         stage.train(stage.play())
     stage.round()
     assert stage.counters()["replays.rolled_back"] in (0, 4, 8)
+    stage.store.close()
+
+
+def test_a_group_whose_update_is_made_again_does_not_come_back_more_often_than_it_may(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "s.sqlite", half, mode="groups", groups={"uses_max": 1})
+    plans: dict[str, dict[str, Any]] = {}
+    for _ in range(5):
+        stage.train([plans.setdefault(p["group_id"], p) for p in stage.play()])
+    stage.round()
+    before = dict(stage.core.journal.counters)
+    assert before["stored_groups.evicted.uses"] > 1, "some groups have had all their uses"
+    stage.store.close()
+    made, stage.updates = stage.updates, 1
+    stage.start("t")  # the learner resumes from an older checkpoint, and the stage has started again too
+    while stage.updates < made + 3:
+        plans |= {plan["group_id"]: plan for plan in stage.play()}
+        stage.train(list(plans.values()))
+        if stage.updates == made:
+            stage.round()
+            assert stage.counters()["replays.rolled_back"], "updates were made again"
+            assert stage.counters()["stored_groups.saved"] == before["stored_groups.saved"]
+    sources = [p["replay_ids"][0].split(".")[0] for p in plans.values() if p.get("replay_ids")]
+    assert len(sources) > made - 1 and len(set(sources)) == len(sources)
+    stage.store.close()
+
+
+def test_retired_tasks_of_an_earlier_run_file_do_not_keep_its_new_tasks_out(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "s.sqlite", lambda order: 1.0, retest_ratio=0.25)
+    for _ in range(4):
+        stage.train(stage.play())
+    stage.round()
+    assert stage.core.replay.difficulty.exhausted == {"a"}, "all of its tasks are retired"
+    stage.store.close()
+    stage.config = RunConfig.model_validate(
+        {**BASE, "environments": {"a": {"tasks": 3, "seed": 100}}, "replay": stage.config.replay.model_dump()}
+    )
+    stage.start()
+    before, stage.sent = stage.core.records.next_group, []
+    for _ in range(8):
+        stage.train(stage.play())
+    orders = [_order(send.header) for send in stage.sent if send.kind is Kind.ORDER]
+    seeds = [order.task.seed for order in orders if int(order.group_id[1:]) >= before]
+    assert set(seeds) == {100, 101, 102}
+    assert list(stage.core.replay.difficulty.retired) == ["a/100", "a/101", "a/102"]
     stage.store.close()
 
 

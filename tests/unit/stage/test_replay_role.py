@@ -15,6 +15,7 @@ from pipeline.errors import ConfigurationError
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.run_directory import RunDirectory
 from pipeline.stage.role import serve
+from pipeline.store.evaluation_results import read_results
 from pipeline.store.ledger import read_ledger
 from pipeline.transport.messages import MessageFault
 from tests.support.instant_peers import InstantActor, InstantLearner
@@ -128,3 +129,22 @@ async def test_a_bad_score_function_ends_the_stage_before_it_binds(tmp_path: Pat
     ctx = RoleContext("replay", 0, config, RunDirectory(config.run.path).create())
     with pytest.raises(ConfigurationError, match=r"no\.such"):
         await serve(ctx, MemoryHub(MemoryNetwork()))
+
+
+async def test_each_evaluation_has_its_line_where_an_empty_store_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    section = {"every": 100, "tasks": 2, "end": False}
+    config = configuration(tmp_path, total_steps=2, evaluation=section, environments={"a": {"held_out": {"eval": 2}}})
+    for _ in range(2):
+        network, trainer = MemoryNetwork(), InstantLearner(2, 3, 2)
+        actor, learner = links(network)
+        with anyio.fail_after(20):
+            async with stage(config, network) as ctx, anyio.create_task_group() as peers:
+                peers.start_soon(InstantActor().run, actor)
+                peers.start_soon(trainer.run, learner)
+                await trainer.done.wait()
+                peers.cancel_scope.cancel()
+        for file in ctx.directory.path.glob("replay.sqlite*"):
+            if file.suffix != ".ids":  # it stays, as docs/RUNBOOK.md says
+                file.unlink()
+    results = read_results(ctx.directory.evaluations_file)
+    assert [(one["evaluation"], one["updates"], one["skipped"]) for one in results] == [(0, 0, 0), (1, 0, 0)]
