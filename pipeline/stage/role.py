@@ -121,7 +121,8 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
     store = await when_room(partial(ReplayStore, path, config.stage.synchronous), path, "the replay store")
     ctx.watch(path)
     try:
-        snapshot = await anyio.to_thread.run_sync(store.load)
+        evaluations = ctx.directory.evaluations_file
+        snapshot, evaluated = await anyio.to_thread.run_sync(lambda: (store.load(), read_results(evaluations)))
         with gc_paused():
             core = StageCore(
                 config,
@@ -138,10 +139,9 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
             )
         if core.evaluations.last is not None:
             # a kill may have come between the transaction and the line
-            write = partial(write_results, ctx.directory.evaluations_file, [core.evaluations.last])
+            write = partial(write_results, evaluations, [core.evaluations.last])
             await when_room(write, ctx.directory.path, "the results of an evaluation")
-        read = partial(read_results, ctx.directory.evaluations_file)
-        core.evaluations.number_after(await when_room(read, ctx.directory.path, "the results of evaluations"))
+        core.evaluations.number_after(evaluated)
         log.info("%s: %d updates, %d groups open", path, core.staleness.consumed, core.staleness.open)
         traces = untrained_traces(config.traces, ctx.directory.traces, evaluates=config.evaluation.on)
         with traces as untrained, interrupting_blocks():
