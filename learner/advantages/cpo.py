@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from learner.advantages.base import Estimates, FloatArray, ScoredTrajectory, groups_of, logprobs_of, needed, total
+from learner.advantages.base import Estimates, FloatArray, ScoredTrajectory, groups_of, logprobs_of, needed
 from learner.advantages.estimators import Normalized, by_group, grpo
 from learner.data.microbatch import token_offsets
 from learner.data.rows import Batch, Row, TokenArray, trajectory_rows, with_contexts
@@ -48,15 +48,15 @@ def cpo(scored: Sequence[ScoredTrajectory], config: AdvantageConfig) -> Estimate
 
     ``MI_t = exp(g_t) (g_t - o_t)`` with g the log-probability of the token where the prompt holds a hint and o without
     one: positive on tokens that the hint makes likelier. ``ĥ_t`` is the token's entropy over the largest of its group.
-    ``d`` is the difficulty of the group by its mean reward: +1 failed, 0 between, -1 solved; ``w`` is
-    ``failed_weight`` or ``solved_weight``. In between, no hint is looked at; a trajectory without a hint (its
-    environment gives none, its prompt held lessons, or the hint did not fit) has no dense signal.
+    ``d`` is the difficulty of the group by its mean reward, without KL penalties, which are of both signs: +1 failed, 0
+    between, -1 solved; ``w`` is ``failed_weight`` or ``solved_weight``. In between, no hint is looked at; a trajectory
+    without a hint (its environment gives none, its prompt held lessons, or the hint did not fit) has no dense signal.
     """
     options = config.options_of(Cpo)
     advantages = list(by_group(grpo)(scored, config).advantages)
     for members in groups_of(scored):
         group = [scored[i] for i in members]
-        sign = difficulty(np.asarray([total(p) for p in group]), options)
+        sign = difficulty(np.asarray([p.reward for p in group]), options)
         weight = sign * (options.failed_weight if sign > 0 else options.solved_weight)
         if not weight:
             continue

@@ -170,9 +170,7 @@ def remax(scored, config):
 def cpo(scored, config):
     out = by_group(grpo)(scored, config)
     for members in groups(scored).values():
-        average = mean(
-            scored[i].reward - (0.0 if scored[i].penalties is None else math.fsum(scored[i].penalties)) for i in members
-        )
+        average = mean(scored[i].reward for i in members)
         if average <= config.estimator.failed_mean:
             weight = config.estimator.failed_weight
         elif average >= config.estimator.solved_mean:

@@ -82,6 +82,15 @@ def test_cpo_gives_failed_groups_a_signal_and_leaves_others_to_grpo():
     np.testing.assert_allclose(turned[4], -advantages[0])
 
 
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+@pytest.mark.parametrize("penalty", [-1e-6, 0.0, 1e-6])
+def test_a_kl_penalty_of_either_sign_does_not_decide_whether_a_group_failed_or_was_solved(reward, penalty):
+    facts = {"logprobs": [-2.0], "hinted": [-1.0], "entropies": [1.0], "penalties": [penalty]}
+    scored = [make_scored(reward, (0,), **facts) for _ in range(2)]
+    for advantages in advantages_of(scored, estimator="cpo", solved_weight=1.0):
+        assert advantages.tolist() == [pytest.approx((1 - 2 * reward) * np.exp(-1.0))]
+
+
 def test_cpo_needs_no_hint_for_groups_that_did_not_fail():
     scored = [make_scored(r) for r in (0.0, 1.0)]
     assert np.array_equal(advantages_of(scored, estimator="cpo")[0], advantages_of(scored)[0])
