@@ -322,6 +322,8 @@ class Session:
 
     def _room(self, pending: PendingCall, tokens_max: int | None) -> int:
         """Tokens that the call may sample, spent from the budget. Raises :class:`Refusal`."""
+        if self._expired:  # while a thread made the prompt, which cannot be cancelled
+            raise _limit_refusal(Limit.SECONDS)
         sizes = len(pending.prompt_ids), len(pending.added_ids)
         room = self._budget.room(*sizes)
         if isinstance(room, Limit):

@@ -156,7 +156,7 @@ def with_answers_of_the_user(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_calls_apart(messages: Sequence[Message]) -> list[Message]:
-    """The content beside calls as a reply of its own, and each call right before its answer."""
+    """The content beside calls as a reply of its own, and each call right before its answer, whatever their order."""
     shown: list[Message] = []
     at = 0
     while at < len(messages):
@@ -169,11 +169,16 @@ def with_calls_apart(messages: Sequence[Message]) -> list[Message]:
         if message.content:
             rest = {key: value for key, value in message.extra.items() if key != "tool_calls"}
             shown.append(Message(message.role, message.content, rest))
+        end = next((i for i in range(at, len(messages)) if messages[i].role != "tool"), len(messages))
+        answers, at = messages[at:end], end
         for call in calls:
             shown.append(Message(message.role, "", {"tool_calls": [call]}))
-            if at < len(messages) and messages[at].role == "tool":
-                shown.append(messages[at])
-                at += 1
+            others = {other.get("id") for other in calls} - {call.get("id")}
+            own = next((a for a in answers if a.extra.get("tool_call_id") not in others), None)
+            if own is not None:
+                shown.append(own)
+                answers = [answer for answer in answers if answer is not own]
+        shown += answers
     return shown
 
 

@@ -179,8 +179,8 @@ class Policy:
         """Seconds before a request is made for another time at an engine where it failed ``tries`` times."""
         if isinstance(error, EngineGone):
             return 0.0
-        asked = error.seconds if isinstance(error, EngineBusy) else None
-        seconds = AGAIN_SECONDS * 2.0 ** min(tries - 1, 16) if asked is None else asked
+        asked = error.seconds if isinstance(error, EngineBusy) else None  # 0 tells no time
+        seconds = asked or AGAIN_SECONDS * 2.0 ** min(tries - 1, 16)
         return min(seconds, AGAIN_SECONDS_MAX) * (1.0 + self._pool.jitter.random())
 
     async def _request(

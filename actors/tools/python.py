@@ -2,8 +2,9 @@
 
 The interpreter is Rust, has no access to files, network or processes, and runs in worker processes of its own with
 limits on time, memory, recursion and sleep; a worker that crashes or hangs is replaced. Variables last for an episode:
-they travel as bytes between calls, so an episode holds no worker. Where bubblewrap works, the workers also run in the
-namespaces of a sandbox (:mod:`actors.sandboxes.bubblewrap`), which have no network and no files but the system's.
+they travel as bytes between calls, so an episode holds no worker, and its calls take turns. Where bubblewrap works, the
+workers also run in the namespaces of a sandbox (:mod:`actors.sandboxes.bubblewrap`), which have no network and no files
+but the system's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import os
 import shlex
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,6 +81,8 @@ class Python(Tool):
         self._pool: Any = None
         self._starting = anyio.Lock()
         self._states: dict[str, bytes] = {}
+        self._turns: dict[str, anyio.Lock] = {}
+        """The calls of an episode run one after the other: each may use the variables of the one before."""
         self._wrapper: int | None = None
 
     async def create(self, episode_key: str, task: Task) -> None:
@@ -91,7 +95,8 @@ class Python(Tool):
         pool = await self._workers()
         printed = self._monty.CollectString()
         note = ""
-        async with pool.checkout(limits=self._limits) as session:
+        turn = self._turns.setdefault(episode_key, anyio.Lock()) if self.keep_variables else nullcontext()
+        async with turn, pool.checkout(limits=self._limits) as session:
             if episode_key in self._states:
                 await session.load_session(self._states[episode_key])
             try:
@@ -109,6 +114,7 @@ class Python(Tool):
 
     async def release(self, episode_key: str) -> None:
         self._states.pop(episode_key, None)
+        self._turns.pop(episode_key, None)
 
     async def close(self) -> None:
         pool, self._pool = self._pool, None

@@ -235,7 +235,7 @@ async def retried(
                     raise
                 raise EngineUnavailable(f"{error}; given up after {attempt} requests in {waited:.0f} s") from error
             failed(error)
-            seconds = again_seconds * 2.0 ** (attempt - 1) if error.seconds is None else error.seconds
+            seconds = error.seconds or again_seconds * 2.0 ** (attempt - 1)  # 0 tells no time
         await anyio.sleep(min(seconds, AGAIN_SECONDS_MAX) * random.uniform(1.0, 1.5))
     raise AssertionError("unreachable")
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,14 @@ async def test_python_prints_and_keeps_variables_for_one_episode_only() -> None:
         await tool.release("a")
         assert "NameError" in await run(tool, "a", code="x")
         assert not tool._states.keys() - {"a", "b"}
+
+
+async def test_python_calls_of_one_turn_keep_the_variables_of_each() -> None:
+    async with sandbox() as tool:
+        async with anyio.create_task_group() as group:
+            for code in ("a = 1", "b = a + 1", "c = b + 1"):
+                group.start_soon(partial(run, tool, code=code))
+        assert await run(tool, code="a, b, c") == "(1, 2, 3)\n"
 
 
 @pytest.mark.parametrize(

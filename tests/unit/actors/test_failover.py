@@ -93,6 +93,21 @@ async def test_busy_engine_without_another_is_asked_again_beyond_the_retries(
         assert engine.n_requests == 11
 
 
+async def test_busy_engine_that_asks_for_no_wait_is_given_up_in_time(
+    metrics: ActorMetrics, make_order: MakeOrder
+) -> None:
+    class Full(StubEngine):
+        async def generate(self, *args: Any, **kwargs: Any) -> Generation:
+            self.n_requests += 1
+            raise EngineBusy("full", 0.0)
+
+    async with watched([engine := Full()], metrics) as pool:
+        pool.wait_seconds_max = 1.0
+        with anyio.fail_after(20), pytest.raises(EngineBusy):
+            await policy(pool, make_order(), metrics).complete([1], 4)
+        assert engine.n_requests < 10
+
+
 class Failing(StubEngine):
     """Fails a share of its requests while it is healthy."""
 

@@ -126,3 +126,38 @@ async def test_prompts_of_a_session_are_made_in_the_order_of_its_calls(
     trajectory = await run_program(serve(engine, run, max_length=20_000, max_tokens=50_000), long_order)
     assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
     assert [len(prompt) > 1000 for _, prompt in engine.requests] == [True, False]
+
+
+async def test_time_that_ends_while_a_long_prompt_is_made_truncates(
+    serve: Serve, long_order: Order, words: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = anyio.Event(), threading.Event()
+    start = Renderer.start
+
+    def slow(self: Renderer, messages: Any, *args: Any) -> Any:
+        if messages[0].content == LONG:
+            anyio.from_thread.run_sync(begun.set)
+            go_on.wait(60)
+        return start(self, messages, *args)
+
+    monkeypatch.setattr(Renderer, "start", slow)
+
+    async def run(task: Any, client: Caller) -> float:
+        await client.chat([user(SHORT)])
+        (session,) = services.loops["game"].gateway._sessions.values()  # type: ignore[attr-defined]
+
+        async def refused() -> None:
+            status, answer, _ = await client.post("/chat/completions", {"messages": [user(LONG)]})
+            assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "episode_limit", "max_seconds")
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(refused)
+            await begun.wait()
+            session.expire()
+            go_on.set()
+        return 1.0
+
+    services = serve(echoing(words), run, max_length=20_000, max_tokens=50_000)
+    trajectory = await run_program(services, long_order)
+    assert trajectory.status is TrajectoryStatus.TRUNCATED, trajectory.failure
+    assert trajectory.rewards == {"environment": 1.0} and len(trajectory.turns) == 1

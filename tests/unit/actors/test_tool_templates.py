@@ -189,3 +189,16 @@ def test_a_template_without_tools_gets_a_system_text_and_answers_of_the_user() -
     shown = form.messages([Message("user", "Add."), *answers("1", "2"), Message("user", "Go on.")], lambda m: m)
     assert [m["role"] for m in shown] == ["user", "user"]
     assert shown[1]["content"] == "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>\nGo on."
+
+
+def test_no_call_stands_before_the_answer_of_another(smollm2: Any) -> None:
+    """Llama's template takes one call a message. A program may give the answers in the order in which they came, or
+    not all of them."""
+    renderer = Renderer(dressed(smollm2, "llama3_1"))
+    called = said_of([ToolCall("add", {"a": 1}), ToolCall("add", {"a": 2})])
+    between = "<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"
+    one, two = answers("one", "two")
+    for told in ([one, two], [two, one], [two]):
+        text = renderer.start([Message("user", "Add."), called, *told, Message("user", "Go on.")]).text
+        assert f'1}}}}{between}"two"' not in text and f'2}}}}{between}"one"' not in text
+        assert f'2}}}}{between}"two"' in text

@@ -82,7 +82,7 @@ async def test_a_request_waits_as_the_server_asks_or_twice_as_long_each_time(mon
 
     monkeypatch.setattr(http.anyio, "sleep", sleep)
     monkeypatch.setattr(http.random, "uniform", lambda low, high: low)
-    errors = [EngineUnavailable("a"), EngineBusy("b", 5.0), EngineGone("c"), EngineBusy("d", 3600.0)]
+    errors = [EngineGone("a"), EngineBusy("b", 5.0), EngineBusy("c", 0.0), EngineBusy("d", 3600.0)]
     seen: list[str] = []
 
     async def call() -> str:
