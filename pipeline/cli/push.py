@@ -118,12 +118,12 @@ def upload(folder: Path, name: str, private: bool) -> str:
 
 
 def _evaluations(directory: RunDirectory, updates: int) -> list[str]:
-    from pipeline.store.evaluation_results import read_results
+    from pipeline.store.evaluation_results import results_by_updates
 
     rows = [
-        (str(result["updates"]), name, f"{scores['score']:.3f}", "" if scores["se"] is None else f"{scores['se']:.3f}")
-        for result in read_results(directory.evaluations_file)
-        if result["updates"] in (0, updates)
+        (str(of), name, f"{scores['score']:.3f}", "" if scores["se"] is None else f"{scores['se']:.3f}")
+        for of, result in results_by_updates(directory.evaluations_file).items()
+        if of in (0, updates)
         for name, scores in result["environments"].items()
         if scores["score"] is not None
     ]

@@ -45,6 +45,8 @@ class Difficulty:
         self._retired_of: Counter[str] = Counter()
         self.known: Counter[str] = Counter()
         """Records of each environment."""
+        self.solved = 0
+        """Retired tasks, those that the run file does not train any more included."""
         self._endless: list[tuple[int, str]] = []
         self.changed: dict[str, TaskRecord] = {}
         self.forgotten: set[str] = set()
@@ -150,6 +152,7 @@ class Difficulty:
         self.records[task.task_id] = record
         if record.bucket is not None:
             self._buckets[record.bucket] += 1
+        self.solved += record.retired
         if record.retired and self._trains(task):
             bisect.insort(self._retired, task.task_id)
             self._retired_of[task.environment] += 1
@@ -160,6 +163,7 @@ class Difficulty:
         task = record.task
         if record.bucket is not None:
             self._buckets[record.bucket] -= 1
+        self.solved -= record.retired
         if record.retired and self._trains(task):
             self._retired.remove(task.task_id)
             self._retired_of[task.environment] -= 1

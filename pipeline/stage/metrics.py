@@ -328,7 +328,7 @@ class Observer:
         counts = dict.fromkeys(DIFFICULTIES, 0)
         for successes, tasks in difficulty.buckets.items():
             counts["hard" if 3 * successes < n else "easy" if 3 * successes > 2 * n else "medium"] += tasks
-        counts["solved"] = len(difficulty.retired)
+        counts["solved"] = difficulty.solved
         counts["unseen"] = max(0, len(difficulty.records) - sum(counts.values()))
         for bucket, tasks in counts.items():
             self._m.difficulty_tasks.labels(bucket=bucket).set(tasks)

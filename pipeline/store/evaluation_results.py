@@ -218,3 +218,10 @@ def read_results(path: Path) -> list[dict[str, Any]]:
         if isinstance(value, dict) and isinstance(value.get("evaluation"), int):
             found[value["evaluation"]] = value
     return [found[number] for number in sorted(found)]
+
+
+def results_by_updates(path: Path) -> dict[int, dict[str, Any]]:
+    """Results by the updates of their weights, the newest of each where a learner made updates again. Abandoned ones
+    are left out: most are of weights that are gone."""
+    found = {result["updates"]: result for result in read_results(path) if result.get("status") != "abandoned"}
+    return dict(sorted(found.items()))

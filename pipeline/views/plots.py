@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.runtime.metrics import PHASES
 from pipeline.runtime.run_directory import write_bytes_atomically
-from pipeline.store.evaluation_results import read_results
+from pipeline.store.evaluation_results import results_by_updates
 from pipeline.views.step_lines import Line, read_lines
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def figure(metrics_file: Path, name: str) -> Figure:
     """The curves, as a figure that notebooks show. Raises :class:`ImportError` without matplotlib."""
     lines, figure = read_lines(metrics_file), _figure()
     reward, signals, *plain, seconds = axes = figure.subplots(2, 4).ravel()
-    _reward(reward, lines, read_results(metrics_file.with_name("evaluations.jsonl")))
+    _reward(reward, lines, results_by_updates(metrics_file.with_name("evaluations.jsonl")).values())
     signals.set_title("environment signals")
     names = {name for line in lines if isinstance(line.get("signals"), Mapping) for name in line["signals"]}
     for colour, signal in enumerate(sorted(names)[: len(_COLOURS)]):
@@ -159,7 +159,7 @@ def _ratio_band(axis: Any, lines: list[Line]) -> None:
     axis.axhline(1.0, color=_GREY, lw=0.8, ls="--")
 
 
-def _reward(axis: Any, lines: list[Line], results: Sequence[Mapping[str, Any]]) -> None:
+def _reward(axis: Any, lines: list[Line], results: Iterable[Mapping[str, Any]]) -> None:
     """Means of the updates; scores on held-out tasks over the updates in the weights, with their standard errors."""
     axis.set_title("reward")
     steps, means = _series(lines, "reward_mean")

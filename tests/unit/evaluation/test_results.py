@@ -15,7 +15,15 @@ from pydantic import ValidationError
 
 from pipeline.config import RunConfig
 from pipeline.config.evaluation import EvaluationConfig
-from pipeline.store.evaluation_results import Result, TaskResult, pass_at_k, read_results, summarise, write_results
+from pipeline.store.evaluation_results import (
+    Result,
+    TaskResult,
+    pass_at_k,
+    read_results,
+    results_by_updates,
+    summarise,
+    write_results,
+)
 
 
 @given(st.integers(1, 7), st.data())
@@ -67,6 +75,14 @@ def test_without_any_score_there_is_no_number() -> None:
 def test_environments_count_the_same() -> None:
     told = summarise([TaskResult("a", (1.0,))] * 9 + [TaskResult("b", (0.0,))] * 2, (1,), 1.0)
     assert Result(0, 0, 0, "end", "complete", told).score == pytest.approx(0.5)
+
+
+def test_of_weights_that_were_made_again_the_newest_result_counts_and_no_abandoned_one(tmp_path: Path) -> None:
+    statuses = ((0, "complete"), (4, "complete"), (8, "abandoned"), (4, "timed_out"), (4, "abandoned"))
+    lines = [{"evaluation": n, "updates": updates, "status": status} for n, (updates, status) in enumerate(statuses)]
+    write_results(tmp_path / "evaluations.jsonl", lines)
+    found = results_by_updates(tmp_path / "evaluations.jsonl")
+    assert [(updates, result["evaluation"]) for updates, result in found.items()] == [(0, 0), (4, 3)]
 
 
 def test_a_line_is_written_once_and_after_one_that_was_cut_off(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pipeline.cli.push import push, upload, write_folder
 from pipeline.cli.replay import open_run
 from pipeline.errors import AfterplayError, ConfigurationError
 from pipeline.runtime.run_directory import write_json_atomically
+from pipeline.store.evaluation_results import write_results
 from tests.unit.show.making import Rollout, make_run
 
 
@@ -29,13 +30,17 @@ def test_the_folder_has_the_model_and_a_card_with_curves_scores_configuration_an
     run = make_run(tmp_path / "some", [Rollout(0, 0, 1.0, "sums/1", step=1)])
     make_checkpoint(run)
     config, directory = open_run(run, ["learner.learning_rate=0.25", "model.source=org/base"])
-    score = '{"evaluation": 0, "updates": 2, "environments": {"sums": {"score": 0.75, "se": null}}}\n'
-    directory.evaluations_file.write_text(score)
+    results = [
+        {"evaluation": n, "updates": 2, "status": status, "environments": {"sums": {"score": score, "se": None}}}
+        for n, (status, score) in enumerate((("complete", 0.5), ("abandoned", 0.25), ("complete", 0.75)))
+    ]  # the learner made the second update again
+    write_results(directory.evaluations_file, results)
     write_folder(config, directory, "latest", tmp_path / "out")
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"config.json", "README.md", "curves.png"}
     _, header, text = (tmp_path / "out" / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(header)["base_model"] == "org/base"
-    assert "learning_rate: 0.25" in text and "| 2 | sums | 0.750 |  |" in text and "![Curves" in text
+    assert "learning_rate: 0.25" in text and "| 2 | sums | 0.750 |  |" in text and text.count("| sums |") == 1
+    assert "![Curves" in text
     assert "## Rollouts" in text and str(tmp_path) not in text
     configuration = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
     assert configuration["environments"] == {"guess": {"name": "number_guess"}}
