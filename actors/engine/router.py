@@ -168,7 +168,6 @@ class Router:
         engines: Iterable[str],
         sessions_max: int,
         jitter: Callable[[], float],
-        stale_seconds: float = STALE_SECONDS,
         shared: bool = False,
     ) -> None:
         """``shared``: many actors may see the same loads at the same time."""
@@ -177,7 +176,7 @@ class Router:
         self.members: list[EngineState] = []
         """Engines that have not left."""
         self._jitter = jitter
-        self.stale_seconds = stale_seconds
+        self.stale_seconds = STALE_SECONDS
         self._shared = shared
         self._turn_tokens = TURN_TOKENS
         self.prompt_tokens = 0

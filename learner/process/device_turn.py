@@ -44,10 +44,6 @@ class Offload:
         self._device = trainer.policy.device
         self._moved: list[Tensor] = []
 
-    @property
-    def offloaded(self) -> bool:
-        return bool(self._moved)
-
     def to_host(self) -> int:
         """Move everything to host memory and give the devices' back; bytes moved, on all ranks. Idempotent."""
         return self._everywhere(to_host=True)

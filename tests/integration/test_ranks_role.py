@@ -1,6 +1,5 @@
 """The learner as a role with several ranks: a run, a stop and a killed rank, with a real second process."""
 
-import contextlib
 import errno
 import os
 import signal
@@ -17,7 +16,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from learner.checkpoints import checkpoint, shards
 from learner.checkpoints.checkpoint import find_checkpoints, read_state
 from learner.process.rank_processes import RankZero
-from learner.process.recorder import MetricsLog
 from pipeline.config.load import dump
 from pipeline.runtime.folders import find_damage
 from pipeline.runtime.process import ExitCode
@@ -26,7 +24,7 @@ from tests.support.damage import flip
 from tests.support.fork_server import ForkedSubprocess
 from tests.support.repeated import repeated
 from tests.unit.learner.conftest import run_config
-from tests.unit.learner.test_learner_role import Engine, World, config_of, serving
+from tests.unit.learner.test_learner_role import world_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 STOP_SECONDS_MAX, LOSS_SECONDS_MAX = 30, 60
@@ -54,19 +52,9 @@ def children(monkeypatch, fork_server):
 def world(tmp_path, monkeypatch, children):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
-    @contextlib.asynccontextmanager
-    async def make(**sections):
-        engine = Engine()
-        async with serving(engine) as url:
-            learner = {"ranks": 2, "ranks_timeout_seconds": 120, **sections.pop("learner", {})}
-            w = World(config_of(tmp_path, url, learner=learner, **sections), engine)
-            write = MetricsLog.write
-            monkeypatch.setattr(MetricsLog, "write", lambda log, line: (write(log, line), w.wrote()))
-            with anyio.fail_after(450):
-                async with anyio.create_task_group() as tasks:
-                    await w.run(tasks)
-                    yield w
-                    tasks.cancel_scope.cancel()
+    def make(learner=None, **sections):
+        learner = {"ranks": 2, "ranks_timeout_seconds": 120, **(learner or {})}
+        return world_of(tmp_path, monkeypatch, 450, learner=learner, **sections)
 
     return make
 

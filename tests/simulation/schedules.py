@@ -17,7 +17,7 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.stage.groups import inclusion_probability
-from pipeline.store.ledger import read_ledger
+from pipeline.store.ledger import Ledger, read_ledger
 from tests.support.simulated_roles import Faults
 from tests.support.simulation import Simulation
 
@@ -53,6 +53,24 @@ def pilots_add_up(sim: Simulation) -> None:
     for (_, weight, k), members in itertools.groupby(rows, key=lambda row: row[:3]):
         rewards = [row[3] for row in members]
         assert weight == (1.0 if k else 1 / inclusion_probability(rewards))
+
+
+def ledger_at_the_end(sim: Simulation) -> Ledger:
+    """The accounts of a stage that made all its updates. They add up, nothing is under way, no peer was refused, and
+    the store has exactly the payloads that somebody needs."""
+    updates = sim.learner.weights.updates
+    assert updates == sim.config.run.total_steps, f"no progress: {updates} updates at {sim.now:.0f} s"
+    assert not any(peer.refused for peer in sim.peers), [peer.refused for peer in sim.peers]
+    with sqlite3.connect(sim.path) as connection:
+        ids = [row[0] for row in connection.execute("SELECT trajectory_id FROM trajectories")]
+        payloads = {row[0] for row in connection.execute("SELECT row_id FROM payloads")}
+    connection.close()
+    assert len(ids) == len(set(ids))
+    assert sim.core is not None and payloads == sim.core.payloads.holders.keys()
+    ledger = read_ledger(sim.path, rows=True)
+    assert ledger.audit() == []
+    assert ledger.trajectories.get("held", 0) == 0 and ledger.orders["in_flight"] == 0, ledger
+    return ledger
 
 
 def play(

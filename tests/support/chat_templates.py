@@ -105,18 +105,24 @@ def _of_mistral() -> dict[str, str]:
     return found
 
 
-@functools.cache
-def tokenizer_of(name: str) -> Any:
-    """A byte-level tokenizer with the template of this name and its marks."""
+def bytes_model() -> Any:
+    """A tokenizer whose tokens are bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
-    source = published()[name]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    return tokenizer
+
+
+@functools.cache
+def tokenizer_of(name: str) -> Any:
+    """A byte-level tokenizer with the template of this name and its marks."""
+    from transformers import PreTrainedTokenizerFast
+
+    source = published()[name]
+    fast = PreTrainedTokenizerFast(tokenizer_object=bytes_model(), bos_token="<s>", eos_token="</s>")
     marks = sorted({*ALWAYS, *MARKS.findall(source), *_ends(name)})
     fast.add_special_tokens({"additional_special_tokens": marks})
     fast.chat_template = source

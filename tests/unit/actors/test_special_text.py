@@ -30,7 +30,7 @@ from actors.rollout.services import Services
 from learner.models.tiny import CHAT_TEMPLATE
 from pipeline.errors import PlugInError
 from pipeline.schema import Message, Order, Task, TrajectoryStatus
-from tests.support.chat_templates import MISTRAL
+from tests.support.chat_templates import MISTRAL, bytes_model
 from tests.support.stub_engine import StubEngine
 from tests.support.tokens import flattened
 from tests.support.word_tokenizer import CHATML_WORDS, word_tokenizer
@@ -60,14 +60,6 @@ TEMPLATES = {
 MARKS = re.compile(r"<\|[^|<>\s]{1,40}\|>|<｜[^<>｜\s]{1,40}｜>|</?[A-Za-z_][\w-]*>|\[/?[A-Z_]{2,}\]")
 ALWAYS = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<s>", "</s>", "<think>", "</think>"]
 FIRST = "<["
-
-
-def bytes_model() -> Any:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
 
 
 def chat_tokenizer(tokenizer: Any, template: str, marks: Sequence[str], **flags: Any) -> Any:

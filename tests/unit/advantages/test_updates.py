@@ -14,6 +14,7 @@ from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.schema import FinishReason, GroupPlan, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from tests.unit.advantages.cases import config_of
+from tests.unit.learner.conftest import gradients_of
 
 VOCABULARY = 23
 
@@ -70,15 +71,7 @@ def make_trainer(learner=None, **sections):
 
 def gradients(trainer, batch):
     """Of the update's optimizer step; empty where there was none."""
-    seen = {}
-
-    def grab(*args, **kwargs):
-        seen.update({n: p.grad.clone() for n, p in trainer.policy.model.named_parameters() if p.grad is not None})
-
-    hook = trainer.optimizer.register_step_pre_hook(grab)
-    trainer.train(batch, 0)
-    hook.remove()
-    return seen
+    return gradients_of(trainer, lambda: trainer.train(batch, 0))[1]
 
 
 ESTIMATORS = ["grpo", "rloo", "opo", "maxrl", "gpg", "pass_at_k", "remax", "reinforce_pp", "reinforce_pp_baseline"]

@@ -30,9 +30,9 @@ def test_training_goes_on_bit_for_bit_after_a_round_trip(kit, case):
             trainer.step(Batch(update, (), kit.make_rows(3, seed=update)), update)
             if offload:
                 parameters = list(trainer.policy.model.parameters())
-                assert moved.to_host() > 0 and moved.offloaded
+                assert moved.to_host() > 0
                 assert moved.to_host() == 0
-                assert moved.to_device() > 0 and not moved.offloaded
+                assert moved.to_device() > 0
                 assert moved.to_device() == 0
                 assert all(a is b for a, b in zip(parameters, trainer.policy.model.parameters(), strict=True))
         weights.append(trainer.policy.snapshot("float32"))

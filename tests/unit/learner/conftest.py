@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learner.data.rows import Group, Row
+from learner.data.rows import Batch, Group, Row, TokenScores
 from learner.policy.policy import Policy
+from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
 from pipeline.config.learner import LearnerConfig
 from pipeline.schema import FinishReason, GroupPlan, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
@@ -57,6 +59,24 @@ def run_config(learner: dict | None = None, **sections) -> RunConfig:
 
 def tiny_policy(seed: int = 0, **options) -> Policy:
     return Policy(tiny_model(seed), learner_config(**options), torch.device("cpu"))
+
+
+def gradients_of(trainer: Trainer, act: Callable[[], Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """What ``act`` returns, and the gradients that it gives to the optimizer; empty without an optimizer step."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def grab(*args, **kwargs):
+        seen.update({n: p.grad.clone() for n, p in trainer.policy.model.named_parameters() if p.grad is not None})
+
+    hook = trainer.optimizer.register_step_pre_hook(grab)
+    result = act()
+    hook.remove()
+    return result, seen
+
+
+def gradients(trainer: Trainer, rows: Sequence[Row], scores: TokenScores | None = None):
+    """Report and gradients of the next update, with these rows."""
+    return gradients_of(trainer, lambda: trainer.step(Batch(trainer.updates, (), tuple(rows)), 0, scores))
 
 
 def make_turn(rng: np.random.Generator, context: int, sampled: int, *, version=0, branch=0, temperature=1.0) -> Turn:

@@ -14,6 +14,7 @@ from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
 from pipeline.config.advantages import AdvantageConfig
 from pipeline.schema import TokenSpan, Trajectory
+from tests.unit.learner.conftest import gradients_of
 
 
 def forked(trajectory: Trajectory) -> Trajectory:
@@ -27,13 +28,8 @@ def forked(trajectory: Trajectory) -> Trajectory:
 def learnt(kit, batch: Batch, aggregation: str) -> tuple[float, dict[str, torch.Tensor]]:
     config = kit.run_config({"grad_clip": 1e9}, loss={"aggregation": aggregation})
     trainer = Trainer(Policy(kit.tiny_model(), config.learner, torch.device("cpu")), config)
-    seen: dict[str, torch.Tensor] = {}
-    trainer.optimizer.register_step_pre_hook(
-        lambda *a, **k: seen.update(
-            {n: p.grad.clone() for n, p in trainer.policy.model.named_parameters() if p.grad is not None}
-        )
-    )
-    return trainer.step(batch, policy_version=0).loss, seen
+    report, seen = gradients_of(trainer, lambda: trainer.step(batch, policy_version=0))
+    return report.loss, seen
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum"])

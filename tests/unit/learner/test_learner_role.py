@@ -167,22 +167,23 @@ class World:
         return [orjson.loads(line) for line in self.directory.metrics_file.read_bytes().splitlines()]
 
 
+@contextlib.asynccontextmanager
+async def world_of(folder, monkeypatch, seconds_max=60, **sections):
+    engine = Engine()
+    async with serving(engine) as url:
+        w = World(config_of(folder, url, **sections), engine)
+        write = MetricsLog.write
+        monkeypatch.setattr(MetricsLog, "write", lambda log, line: (write(log, line), w.wrote()))
+        with anyio.fail_after(seconds_max):
+            async with anyio.create_task_group() as tasks:
+                await w.run(tasks)
+                yield w
+                tasks.cancel_scope.cancel()
+
+
 @pytest.fixture
 def world(tmp_path, monkeypatch):
-    @contextlib.asynccontextmanager
-    async def make(**sections):
-        engine = Engine()
-        async with serving(engine) as url:
-            w = World(config_of(tmp_path, url, **sections), engine)
-            write = MetricsLog.write
-            monkeypatch.setattr(MetricsLog, "write", lambda log, line: (write(log, line), w.wrote()))
-            with anyio.fail_after(60):
-                async with anyio.create_task_group() as tasks:
-                    await w.run(tasks)
-                    yield w
-                    tasks.cancel_scope.cancel()
-
-    return make
+    return partial(world_of, tmp_path, monkeypatch)
 
 
 async def test_a_run_ends_with_every_step_recorded_published_and_saved(world):

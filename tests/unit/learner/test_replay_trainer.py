@@ -11,6 +11,7 @@ import learner.training.optimizer_step
 from learner.data.rows import Batch
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
+from tests.unit.learner.conftest import gradients
 
 FORMS = ("clip", "shaped", "second_moment")
 
@@ -18,18 +19,6 @@ FORMS = ("clip", "shaped", "second_moment")
 def trainer_of(kit, learner=None, **sections) -> Trainer:
     config = kit.run_config({"grad_clip": 1e9, **(learner or {})}, **sections)
     return Trainer(Policy(kit.tiny_model(), config.learner, torch.device("cpu")), config)
-
-
-def gradients(trainer, rows):
-    seen = {}
-
-    def grab(*args, **kwargs):
-        seen.update({n: p.grad.clone() for n, p in trainer.policy.model.named_parameters() if p.grad is not None})
-
-    hook = trainer.optimizer.register_step_pre_hook(grab)
-    report = trainer.step(Batch(trainer.updates, (), tuple(rows)), policy_version=0)
-    hook.remove()
-    return report, seen
 
 
 def mixed(kit, n=9):

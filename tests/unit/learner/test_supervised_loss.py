@@ -22,6 +22,7 @@ from learner.training.optimizer_step import add_supervised_gradients
 from learner.training.report import StepSums
 from learner.training.trainer import Trainer
 from pipeline.config import RunConfig
+from tests.unit.learner.conftest import gradients_of
 from tests.unit.learner.test_learner_role import world
 
 __all__ = ["world"]
@@ -34,12 +35,7 @@ def trainer_of(kit, learner=None, demonstrations=None, **sections) -> Trainer:
 
 def gradients(trainer, act):
     """Gradients that ``act`` hands to the optimizer, and its report."""
-    seen = {}
-    hook = trainer.optimizer.register_step_pre_hook(
-        lambda *_: seen.update({n: p.grad.clone() for n, p in trainer.policy.named_parameters})
-    )
-    report = act()
-    hook.remove()
+    report, seen = gradients_of(trainer, act)
     assert seen, "there was no optimizer step"
     return report, seen
 

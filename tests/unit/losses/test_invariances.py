@@ -16,6 +16,7 @@ from learner.policy.policy import Policy
 from learner.process.recorder import Update, step_line
 from learner.training.trainer import Trainer
 from pipeline.errors import TrainingError
+from tests.unit.learner.conftest import gradients
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm")
 MASKS = (
@@ -68,17 +69,9 @@ def references(rows):
     return {row.trajectory_id: -rng.uniform(0.1, 4, row.n_sampled).astype(np.float32) for row in rows}
 
 
-def gradients(trainer, rows, reference):
-    seen = {}
-
-    def grab(*args, **kwargs):
-        seen.update({n: p.grad.clone() for n, p in trainer.policy.model.named_parameters() if p.grad is not None})
-
-    hook = trainer.optimizer.register_step_pre_hook(grab)
+def gradients_with(reference, trainer, rows):
     scores = TokenScores(reference=np.concatenate([reference[row.trajectory_id] for row in rows]))
-    report = trainer.step(Batch(trainer.updates, (), tuple(rows)), 0, scores)
-    hook.remove()
-    return report, seen
+    return gradients(trainer, rows, scores)
 
 
 @pytest.mark.parametrize(
@@ -93,12 +86,12 @@ def gradients(trainer, rows, reference):
 def test_splitting_permuting_and_padding_change_neither_loss_nor_gradient(kit, name, aggregation):
     rows = rows_of(kit)
     reference = references(rows)
-    base, expected = gradients(trainer_of(kit, name, aggregation, {"tokens_per_microbatch": 1000}), rows, reference)
+    whole = trainer_of(kit, name, aggregation, {"tokens_per_microbatch": 1000})
+    base, expected = gradients_with(reference, whole, rows)
     shuffled = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
     for tokens, order in ((1, rows), (30, shuffled)):
-        report, came = gradients(
-            trainer_of(kit, name, aggregation, {"tokens_per_microbatch": tokens}), order, reference
-        )
+        split = trainer_of(kit, name, aggregation, {"tokens_per_microbatch": tokens})
+        report, came = gradients_with(reference, split, order)
         assert report.loss == pytest.approx(base.loss, rel=1e-4, abs=1e-6)
         assert report.kl_loss == pytest.approx(base.kl_loss, rel=1e-4)
         assert report.statistics.all.reasons == base.statistics.all.reasons
@@ -122,7 +115,7 @@ def test_masked_poison_in_the_rows_changes_not_a_bit(kit, name):
         )
         for row in rows
     ]
-    a, b = (gradients(trainer_of(kit, name, "token_mean"), r, reference) for r in (rows, poisoned))
+    a, b = (gradients_with(reference, trainer_of(kit, name, "token_mean"), r) for r in (rows, poisoned))
     assert a[0].loss == b[0].loss
     assert all(torch.equal(a[1][n], b[1][n]) for n in a[1])
 
@@ -137,7 +130,7 @@ def test_several_optimizer_steps_share_the_anchors_of_one_pass_however_they_are_
                                                        "learning_rate": 1e-2})  # fmt: skip
         scored, score = [], trainer.policy.score
         monkeypatch.setattr(trainer.policy, "score", lambda part: scored.append(part.n_sampled) or score(part))  # noqa: B023
-        report, _ = gradients(trainer, rows, reference)
+        report, _ = gradients_with(reference, trainer, rows)
         assert report.optimizer_steps == 3
         anchored = sum(row.n_sampled for row in rows if not (row.replayed and row.recorded))
         assert sum(scored) == anchored + 3 * sum(row.n_sampled for row in rows)
@@ -149,7 +142,7 @@ def test_several_optimizer_steps_share_the_anchors_of_one_pass_however_they_are_
 def test_rows_without_advantage_still_feel_the_kl(kit):
     rows = [replace(row, advantages=row.advantages * 0) for row in rows_of(kit, 3)]
     reference = references(rows)
-    report, came = gradients(trainer_of(kit, "ppo", "token_mean"), rows, reference)
+    report, came = gradients_with(reference, trainer_of(kit, "ppo", "token_mean"), rows)
     assert report.kl_loss > 0
     assert report.policy_loss == 0
     assert any(g.abs().max() > 0 for g in came.values())
@@ -172,7 +165,7 @@ def test_the_adaptive_coefficient_follows_the_measured_kl(kit):
 def test_the_step_line_tells_the_kl_and_what_each_mask_took(kit):
     rows = rows_of(kit)
     trainer = trainer_of(kit, "gspo", "token_mean")
-    report, _ = gradients(trainer, rows, references(rows))
+    report, _ = gradients_with(references(rows), trainer, rows)
     line = step_line(Update(Batch(0, (), tuple(rows)), report, StepTimes(0.0, 0.0, 0.0)))
     total = sum(row.n_sampled for row in rows)
     taken = {reason: line["rejected"][reason] for reason in REASONS[1:]}

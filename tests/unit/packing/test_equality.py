@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from learner.data.microbatch import Form, collate, token_offsets
-from learner.data.rows import Batch
 from learner.policy.attention import can_varlen
 from learner.policy.policy import Policy
 from learner.training.trainer import Trainer
+from tests.unit.learner.conftest import gradients
 from tests.unit.packing.conftest import PACKED, SHARED, grouped_rows, row_of
 
 PADDED = Form()
@@ -63,13 +63,7 @@ def test_loss_and_gradient_of_a_step_do_not_depend_on_the_layout(kit, policy_of,
     ):
         config = kit.run_config({"tokens_per_microbatch": tokens, "grad_clip": 1e9}, loss={"aggregation": aggregation})
         trainer = Trainer(policy_of(form, tokens_per_microbatch=tokens), config)
-        grads = {}
-
-        def grab(*_, trainer=trainer, grads=grads):
-            grads.update({n: p.grad.clone() for n, p in trainer.policy.model.named_parameters()})
-
-        trainer.optimizer.register_step_pre_hook(grab)
-        found[name] = (trainer.step(Batch(0, (), rows), 0), grads)
+        found[name] = gradients(trainer, rows)
     report, expected = found.pop("padded")
     assert report.tokens_padding > 0
     for name, (came, grads) in found.items():
