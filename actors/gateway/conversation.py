@@ -78,13 +78,23 @@ def shown(value: Any) -> str:
 
 def key_of(role: str, content: str, calls: Sequence[Mapping[str, Any]] = (), answers: str = "") -> Key:
     """``calls`` with their arguments as objects, ``answers`` the id of the call that is answered."""
-    stated = tuple((c["id"], c["function"]["name"], arguments_text(c["function"]["arguments"], True)) for c in calls)
+    functions = [(call["id"], call["function"]) for call in calls]
+    stated = tuple((n, f["name"], json.dumps(_same_numbers(f["arguments"]), sort_keys=True)) for n, f in functions)
     return (role, content, stated, answers)
 
 
-def arguments_text(arguments: Mapping[str, Any], sort_keys: bool = False) -> str:
+def _same_numbers(value: Any) -> Any:
+    """A JSON value with 1 for 1.0, as programs in JavaScript state it again."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_same_numbers(item) for item in value]
+    return {key: _same_numbers(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def arguments_text(arguments: Mapping[str, Any]) -> str:
     """JSON of a call's arguments: a policy may write whole numbers of any size, so not by orjson."""
-    return json.dumps(arguments, ensure_ascii=False, sort_keys=sort_keys)
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 def tools_key(tools: Sequence[Mapping[str, Any]]) -> bytes:

@@ -219,8 +219,9 @@ def _http(url: str, headers: Mapping[str, str]) -> Any:
 
 
 def _text(result: Any) -> str:
-    parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
-    return "\n".join(parts)
+    """The texts of an answer, those of embedded files too; of other parts their kinds."""
+    texts = ((part.type, getattr(getattr(part, "resource", part), "text", None)) for part in result.content)
+    return "\n".join(f"[{kind}]" if text is None else text for kind, text in texts)
 
 
 def _either(value: Any, new: str, old: str) -> Any:

@@ -9,6 +9,8 @@ try:
 except ImportError:
     from mcp.server.fastmcp import FastMCP as MCPServer
 
+from mcp.types import BlobResourceContents, EmbeddedResource, TextResourceContents
+
 server = MCPServer("test")
 
 
@@ -41,6 +43,16 @@ def sleep(seconds: float) -> str:
 def who() -> str:
     """The process id."""
     return str(os.getpid())
+
+
+@server.tool()
+def read() -> list[EmbeddedResource]:
+    """A file with text in it, and one without."""
+    text = TextResourceContents(uri="file:///a", text="words of a file")
+    return [
+        EmbeddedResource(type="resource", resource=text),
+        EmbeddedResource(type="resource", resource=BlobResourceContents(uri="file:///b", blob="AA==")),
+    ]
 
 
 if __name__ == "__main__":

@@ -297,7 +297,7 @@ def stdio() -> MCP:
 async def test_mcp_server_over_stdio_is_called_and_its_errors_are_told(stdio: MCP) -> None:
     async with served(stdio) as tool:
         names = {t.name: t for t in await tool.tools()}
-        assert set(names) == {"add", "fail", "die", "sleep", "who"}
+        assert set(names) == {"add", "fail", "die", "sleep", "who", "read"}
         assert names["add"].parameters["required"] == ["a", "b"] and names["add"].description == "Add two integers."
         assert await ask(tool, "add", a=2, b=40) == "42"
         with pytest.raises(ToolError, match=r"fail|because"):
@@ -306,6 +306,11 @@ async def test_mcp_server_over_stdio_is_called_and_its_errors_are_told(stdio: MC
 
 
 @pytest.mark.slow
+async def test_the_text_of_a_file_that_an_mcp_server_sends_is_in_the_answer(stdio: MCP) -> None:
+    async with served(stdio) as tool:
+        assert await ask(tool, "read") == "words of a file\n[resource]"
+
+
 async def test_mcp_server_that_died_is_started_again(stdio: MCP) -> None:
     async with served(stdio) as tool:
         first = int(await ask(tool, "who"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from typing import Any
 
@@ -282,9 +283,12 @@ def test_token_calls_go_on_from_chat_calls_and_from_each_other(words: Any) -> No
     assert [t.branch for t in talk.recorder.turns()] == [0, 0, 1]
 
 
-def test_tool_calls_are_parsed_and_their_echo_goes_on(smollm2: Any) -> None:
+@pytest.mark.parametrize(
+    ("a", "again"), [(f"{10**30}", f"{10**30}"), ("2.0", "2"), ('[1e3, {"b": -0.0}, true]', '[1000, {"b": 0}, true]')]
+)
+def test_tool_calls_are_parsed_and_their_echo_goes_on(smollm2: Any, a: str, again: str) -> None:
+    """Programs in JavaScript state 2.0 as 2."""
     talk = Talk(smollm2)
-    a = 10**30
     text = f'I add. <tool_call>\n{{"name": "add", "arguments": {{"a": {a}}}}}\n</tool_call>'
     ids = [*smollm2(text, add_special_tokens=False).input_ids, smollm2.eos_token_id]
     pending = talk.begin([user("1 + 1?")], tools=[TOOL])
@@ -293,11 +297,11 @@ def test_tool_calls_are_parsed_and_their_echo_goes_on(smollm2: Any) -> None:
     (turn,) = talk.recorder.turns()
     assert answer.finish_reason == "tool_calls" and turn.completion_message.content == text
     (call,) = answer.tool_calls
-    assert call["function"] == {"name": "add", "arguments": {"a": a}}
+    assert repr(call["function"]["arguments"]["a"]) == repr(json.loads(a)) and call["function"]["name"] == "add"
     echo = {
         "role": "assistant",
         "content": answer.content,
-        "tool_calls": [{**call, "function": {"name": "add", "arguments": f'{{ "a": {a} }}'}}],
+        "tool_calls": [{**call, "function": {"name": "add", "arguments": f'{{ "a": {again} }}'}}],
     }
     told = {"role": "tool", "tool_call_id": call["id"], "content": "2<|im_end|>"}
     pending = talk.begin([user("1 + 1?"), echo, told], tools=[TOOL])
