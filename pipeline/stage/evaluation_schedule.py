@@ -112,7 +112,7 @@ class Evaluations(StagePart):
 
     def number_after(self, results: Sequence[Mapping[str, Any]]) -> None:
         """``results``: what ``evaluations.jsonl`` has. A store that went back, or an empty one in its place, does not
-        know of them, and a line under a number that is there already would not be written."""
+        know of them, and a line with the number of another would not be written."""
         self._next = max([self._next, *(int(result["evaluation"]) + 1 for result in results)])
 
     def capacity(self, slots: int) -> int:
