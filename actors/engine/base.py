@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -154,10 +155,15 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
+_innermost: ContextVar[tuple[PausableTimeout, anyio.CancelScope]] = ContextVar("innermost limit")
+
+
 class PausableTimeout:
     """Shared by everything of an actor that waits for an engine. Use inside one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, pauses: bool = False) -> None:
+        """``pauses``: the engines of this run sleep."""
+        self.pauses = pauses
         self._asleep_since: float | None = None
         self._scopes: dict[anyio.CancelScope, float] = {}
         """Seconds left; they stand still while asleep."""
@@ -173,10 +179,19 @@ class PausableTimeout:
         deadline = float("inf") if self.asleep else anyio.current_time() + seconds
         with anyio.CancelScope(deadline=deadline) as scope:
             self._scopes[scope] = seconds
+            outer = _innermost.set((self, scope))
             try:
                 yield scope
             finally:
+                _innermost.reset(outer)
                 del self._scopes[scope]
+
+    @staticmethod
+    def around() -> tuple[PausableTimeout, float]:
+        """The owner of the innermost limit around this code, and its seconds awake left. Raises LookupError where there
+        is none."""
+        own, scope = _innermost.get()
+        return own, own._scopes[scope] if own.asleep else max(0.0, scope.deadline - anyio.current_time())
 
     def fell_asleep(self) -> None:
         """All limits stand still. Harmless when they do."""

@@ -8,9 +8,9 @@ command runs in a sandbox.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -22,6 +22,7 @@ from anyio.abc import TaskGroup
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from actors.engine.base import PausableTimeout
 from actors.environments.base import STRICT_OPTIONS, Reply
 from actors.environments.host import EnvironmentHost
 from actors.gateway.chat_recorder import ChatRecorder
@@ -68,14 +69,10 @@ class ProgramEpisode(AgentEpisode):
         with anyio.fail_after(LISTEN_SECONDS_MAX):
             await loop.gateway.listening.wait()
         session = loop.session(self.game, dialogue)
-        left = max(0.0, anyio.current_effective_deadline() - anyio.current_time())
-        grace = min(loop.grace_seconds, GRACE_SHARE * left)
-        timer = asyncio.get_running_loop().call_later(max(0.0, left - 2 * grace), session.expire)
         loop.gateway.add(session)
         try:
-            report, failure = await _program_result(loop, self.game, session, left - grace, grace)
+            report, failure = await _program_result(loop, self.game, session)
         finally:
-            timer.cancel()
             loop.gateway.remove(session)
         return await self._judged(session, dialogue.recorder, report or session.report, failure)
 
@@ -140,21 +137,32 @@ class ProgramEpisode(AgentEpisode):
 
 
 async def _program_result(
-    loop: ProgramLoop, game: Game, session: Session, seconds_max: float, grace: float
+    loop: ProgramLoop, game: Game, session: Session
 ) -> tuple[Report | None, AfterplayError | None]:
-    """Report of the program, or its failure. One that has reported may take ``grace`` seconds more to end."""
+    """Report of the program, or its failure. Its calls are refused near the end of the rollout's time, so that it can
+    end by itself; one that has reported may take a grace more. No time passes while the engines sleep."""
     report: Report | None = None
     failure: AfterplayError | None = None
+    timeout, left = PausableTimeout.around()
+    grace = min(loop.grace_seconds, GRACE_SHARE * left)
+
+    async def refuse_calls() -> None:
+        with timeout.limit(left - 2 * grace):
+            await anyio.sleep_forever()
+        session.expire()
 
     async def lose_patience(group: TaskGroup) -> None:
         await session.reported.wait()
         await anyio.sleep(grace)
         group.cancel_scope.cancel()
 
-    with anyio.move_on_after(seconds_max + grace / 2) as scope:  # a command is ended before, and its output read
+    with timeout.limit(left - grace / 2) as scope:
         async with anyio.create_task_group() as group:
+            group.start_soon(refuse_calls)
             group.start_soon(lose_patience, group)
             try:
+                # a command is ended before, and its output read; a sandbox knows nothing of engines that sleep
+                seconds_max = math.inf if timeout.pauses else left - grace
                 report = await loop.run_program(session, game.episode.files, seconds_max)
             except AfterplayError as error:
                 failure = error

@@ -64,7 +64,7 @@ async def main(ctx: RoleContext) -> None:
         for name, section in config.environments.items()
     }
     renderer = await anyio.to_thread.run_sync(_renderer, config, ctx.directory.model)
-    patience = PausableTimeout() if config.engine.colocate == "sleep" else None
+    patience = PausableTimeout(pauses=True) if config.engine.colocate == "sleep" else None
     model = json_of(ctx.directory.model / "config.json")
     size = model.get("vocab_size") or (model.get("text_config") or {}).get("vocab_size")
     connect = connector(config, size if isinstance(size, int) and size > 0 else None, patience)

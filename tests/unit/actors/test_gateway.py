@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import os
 import select
 import shutil
@@ -30,6 +31,7 @@ from actors.environments.host import EnvironmentHost
 from actors.gateway import server
 from actors.gateway.program_loop import ProgramLoop
 from actors.gateway.requests import Report, last_line
+from actors.gateway.session import Session
 from actors.rendering.renderer import Renderer
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import build_loop
@@ -833,6 +835,40 @@ async def test_time_that_ended_while_a_call_waited_for_an_engine_is_the_engines_
     trajectory = await run_order(serve(engine, run, max_seconds=4.0, wait_seconds_max=100.0), long_order)
     assert trajectory.failure is not None and trajectory.failure.boundary == "engine", trajectory.status
     assert trajectory.rewards == {}
+
+
+@pytest.mark.parametrize("asleep_first", [False, True])
+async def test_no_time_passes_for_a_program_while_the_engines_sleep(
+    asleep_first: bool, serve: Serve, long_order: Order, words: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+    run_program = ProgramLoop.run_program
+
+    async def noted(loop: ProgramLoop, session: Session, files: Any, seconds_max: float) -> Any:
+        limits.append(seconds_max)
+        return await run_program(loop, session, files, seconds_max)
+
+    monkeypatch.setattr(ProgramLoop, "run_program", noted)
+
+    def deadlines() -> list[float]:
+        return [scope.deadline - anyio.current_time() for scope in timeout._scopes]
+
+    async def run(task: Any, client: Caller) -> float:
+        await client.chat([user("say")])
+        timeout.fell_asleep()
+        assert len(deadlines()) == 3 and set(deadlines()) == {math.inf}, "rollout, calls, program"
+        timeout.woke()
+        assert all(0 < left <= SECONDS for left in deadlines())
+        return 1.0
+
+    services = serve(echoing(words), run)
+    timeout = services.pool.patience
+    timeout.pauses = True
+    if asleep_first:
+        timeout.fell_asleep()
+    trajectory = await run_order(services, long_order)
+    assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
+    assert limits == [math.inf], "a sandbox knows nothing of engines that sleep"
 
 
 async def test_one_call_of_several_beyond_the_limit_truncates(serve: Serve, long_order: Order, words: Any) -> None:

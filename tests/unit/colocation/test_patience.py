@@ -52,6 +52,17 @@ async def test_a_limit_set_while_asleep_counts_from_waking() -> None:
     assert scope.cancelled_caught
 
 
+async def test_code_knows_the_time_that_its_innermost_limit_leaves_it() -> None:
+    timeout = PausableTimeout()
+    with timeout.limit(100.0), PausableTimeout().limit(1000.0):
+        assert 900 < PausableTimeout.around()[1] <= 1000
+    timeout.fell_asleep()
+    with timeout.limit(10.0):
+        assert PausableTimeout.around() == (timeout, 10.0)
+    with pytest.raises(LookupError):
+        PausableTimeout.around()
+
+
 async def test_a_request_outlives_its_limit_while_the_engine_sleeps() -> None:
     patience = PausableTimeout()
     async with (
