@@ -95,23 +95,26 @@ async def test_long_prompts_are_encoded_off_the_loop_and_short_ones_on_it(
         assert one.context.token_ids.tolist() == other.context.token_ids.tolist()
 
 
-async def test_prompts_of_a_session_are_made_in_the_order_of_its_calls(
-    serve: Serve, long_order: Order, words: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A long prompt begins before a short one that came later, although it takes longer."""
-    begun, both = anyio.Event(), threading.Event()
+def held_rendering(monkeypatch: pytest.MonkeyPatch) -> tuple[anyio.Event, threading.Event]:
+    """Hold the rendering of a long prompt in its thread. Returns the event of its begin, and that which lets it end."""
+    begun, go_on = anyio.Event(), threading.Event()
     start = Renderer.start
 
     def slow(self: Renderer, messages: Any, *args: Any) -> Any:
         if messages[0].content == LONG:
-            begun_from_thread()
-            both.wait(60)
+            anyio.from_thread.run_sync(begun.set)
+            go_on.wait(60)
         return start(self, messages, *args)
 
-    def begun_from_thread() -> None:
-        anyio.from_thread.run_sync(begun.set)
-
     monkeypatch.setattr(Renderer, "start", slow)
+    return begun, go_on
+
+
+async def test_prompts_of_a_session_are_made_in_the_order_of_its_calls(
+    serve: Serve, long_order: Order, words: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt begins before a short one that came later, although it takes longer."""
+    begun, both = held_rendering(monkeypatch)
     engine = echoing(words)
 
     async def run(task: Any, client: Caller) -> float:
@@ -131,16 +134,7 @@ async def test_prompts_of_a_session_are_made_in_the_order_of_its_calls(
 async def test_time_that_ends_while_a_long_prompt_is_made_truncates(
     serve: Serve, long_order: Order, words: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on = anyio.Event(), threading.Event()
-    start = Renderer.start
-
-    def slow(self: Renderer, messages: Any, *args: Any) -> Any:
-        if messages[0].content == LONG:
-            anyio.from_thread.run_sync(begun.set)
-            go_on.wait(60)
-        return start(self, messages, *args)
-
-    monkeypatch.setattr(Renderer, "start", slow)
+    begun, go_on = held_rendering(monkeypatch)
 
     async def run(task: Any, client: Caller) -> float:
         await client.chat([user(SHORT)])

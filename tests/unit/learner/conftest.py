@@ -62,7 +62,7 @@ def tiny_policy(seed: int = 0, **options) -> Policy:
 
 
 def gradients_of(trainer: Trainer, act: Callable[[], Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """What ``act`` returns, and the gradients that it gives to the optimizer; empty without an optimizer step."""
+    """The result of ``act``, and the gradients at its optimizer step; none without a step."""
     seen: dict[str, torch.Tensor] = {}
 
     def grab(*args, **kwargs):
