@@ -204,7 +204,7 @@ class Runs:
         rates = sorted(self.family.rates)
         while True:
             found = {rate: self.finished(self.jobs(arm, rate, tuning=True)) for rate in rates}
-            if any(len(runs) < len(self.family.tuning_seeds) for runs in found.values()):
+            if self._open(found):
                 return found
             chosen = best(found)
             if rates[0] < chosen < rates[-1] or len(rates) == 1:
@@ -220,7 +220,14 @@ class Runs:
         if tuned is None:
             return None
         found = self.tuning(tuned)
-        return best(found) if all(len(runs) == len(self.family.tuning_seeds) for runs in found.values()) else None
+        return None if self._open(found) else best(found)
+
+    def _open(self, found: Mapping[float, Sequence[Result]]) -> list[float]:
+        """Rates whose unfinished runs can still change which one is :func:`best`. With fewer hits than another rate has
+        already, even if all their other runs hit, they cannot."""
+        hits = {rate: sum(r.hit for r in runs) for rate, runs in found.items()}
+        missing = {rate: len(self.family.tuning_seeds) - len(runs) for rate, runs in found.items()}
+        return [rate for rate in found if missing[rate] and hits[rate] + missing[rate] >= max(hits.values())]
 
     def base(self) -> str | None:
         """The rival that is best on the tuning seeds, each at its own rate; None: their tuning is not finished."""
@@ -241,7 +248,12 @@ class Runs:
         last = [arm for arm in self.arms if arm not in first] if losers and self.family.losers else []
         tuned = [arm for arm, own in self.arms.items() if own.on is None]
         stages = (
-            [job for arm in tuned for rate in self.tuning(arm) for job in self.jobs(arm, rate, tuning=True)],
+            [
+                job
+                for arm in tuned
+                for rate in self._open(self.tuning(arm))
+                for job in self.jobs(arm, rate, tuning=True)
+            ],
             *([job for arm in arms for job in self.compared(arm)] for arms in (first, last)),
         )
         for jobs in stages:
@@ -336,7 +348,7 @@ def run_family(runs: Runs, at_once: int, until: float, *, losers: bool) -> list[
     faults: dict[str, list[str]] = {}
 
     def make(job: Job) -> None:
-        if time.monotonic() < until and not runs.bench.stop.is_set():
+        if time.monotonic() < until and not runs.bench.stop.is_set() and job in runs.missing(losers=losers):
             try:
                 runs.bench.measure(job)
             except AfterplayError as error:

@@ -120,6 +120,19 @@ def test_tokens_to_the_goal_on_held_out_tasks_are_those_of_the_first_of_two_meas
     assert cost_until(0.5, points).tokens == 40, "a lower goal, on the training tasks"
 
 
+def test_a_rate_that_cannot_reach_the_hits_of_another_is_not_run_to_its_end(small: Runs) -> None:
+    small.family = replace(small.family, tuning_seeds=(0, 1, 2))
+    made = list[str]()
+    while (job := small.missing(losers=False)[0]).arm not in small.arms:
+        tokens = 80 if "tune2" in job.arm else 90
+        done = replace(result(tokens, "tune4" not in job.arm, job.seed, job.arm), fingerprint=job.fingerprint)
+        save(done, small.bench.result_file(job))
+        made.append(job.name)
+    # of the last seed, only those with all hits so far
+    assert [name for name in made if name.endswith("-2")] == [f"{arm}.tune{r}-2" for arm in small.arms for r in (1, 2)]
+    assert len(made) == 3 * 3 * 3 - 3 and small.base() is not None
+
+
 def test_a_grid_grows_until_its_best_rate_is_inside_or_at_the_bound(small: Runs) -> None:
     # off is best at 1/2, half inside the grid, and groups at the largest rate that there is
     def tokens(job: Job) -> int:
