@@ -1,8 +1,8 @@
 """One session: the calls of one program, bounded, sampled and recorded.
 
 *Consumes* requests of the gateway; *produces* their answers and the turns of one trajectory. A call *waits* for the
-engine and ends when the session does. At a limit a program gets an error that clients do not retry (400); the session
-stays open, because a program may continue with a shorter history.
+engine and ends when the session does. At a limit a program gets an error that clients do not retry (400, then 404); the
+session stays open, because a program may continue with a shorter history.
 
 A call does not end with the connection that asked for it: for :data:`ABANDONED_SECONDS_MAX` a repeat of the request
 (:mod:`actors.gateway.repeats`) finds it. Its replies become turns when they are there and a client waits for them. A
@@ -150,6 +150,8 @@ class Session:
         """Prompts are made one after the other: each may continue what the one before has begun."""
         self._expired = False
         self._ended = False
+        self._limit_told = False
+        """A limit that no shorter history avoids has refused a call."""
 
     @property
     def busy(self) -> bool:
@@ -257,7 +259,7 @@ class Session:
 
     def _admit(self, n: int) -> None:
         if self._expired:
-            raise _limit_refusal(Limit.SECONDS)
+            raise self._limit_refusal(Limit.SECONDS)
         if self.report is not None:
             raise Refusal(400, "this session was finished: it takes no more calls", code="session_finished")
         if self._n_running() + n > self._calls_max:
@@ -284,7 +286,7 @@ class Session:
             exchange.error = error
         if exchange.scope.cancelled_caught:
             gone = Refusal(404, "this session has ended", code="session_not_found")
-            exchange.error = _limit_refusal(Limit.SECONDS) if self._expired else gone
+            exchange.error = self._limit_refusal(Limit.SECONDS) if self._expired else gone
         if exchange.error is not None:
             self._give_back(exchange)
         elif exchange.waiting:
@@ -323,7 +325,7 @@ class Session:
     def _room(self, pending: PendingCall, tokens_max: int | None) -> int:
         """Tokens that the call may sample, spent from the budget. Raises :class:`Refusal`."""
         if self._expired:  # while a thread made the prompt, which cannot be cancelled
-            raise _limit_refusal(Limit.SECONDS)
+            raise self._limit_refusal(Limit.SECONDS)
         sizes = len(pending.prompt_ids), len(pending.added_ids)
         room = self._budget.room(*sizes)
         if isinstance(room, Limit):
@@ -331,11 +333,20 @@ class Session:
             room = self._budget.room(*sizes)
         if isinstance(room, Limit):
             self.limit = room
-            raise _limit_refusal(room)
+            raise self._limit_refusal(room)
         room = room if tokens_max is None else min(room, tokens_max)
         self._budget.spend(len(pending.added_ids), room)
         self.limit = None
         return room
+
+    def _limit_refusal(self, limit: Limit) -> Refusal:
+        """Agents that try again after every error but a few, for minutes, stop at 404: all calls after the first have
+        it, unless a shorter history would be answered."""
+        message, param = f"the limit {limit.value} of this episode is reached", limit.value
+        if limit is Limit.CONTEXT:
+            return Refusal(400, message, code="context_length_exceeded", param=param)
+        status, self._limit_told = (404 if self._limit_told else 400), True
+        return Refusal(status, message, code="episode_limit", param=param)
 
     def _end_abandoned(self) -> None:
         """End the calls that no client waits for."""
@@ -377,7 +388,7 @@ class Session:
             exchange.error = exchange.error or Refusal(status, str(error), code=code)
         except EpisodeLimit as limit:  # of a policy that counts tokens itself
             self.limit = Limit(limit.args[0])
-            exchange.error = exchange.error or _limit_refusal(self.limit)
+            exchange.error = exchange.error or self._limit_refusal(self.limit)
         if part.completion is not None and part in exchange.parts:
             sampled = len(part.completion.generation.token_ids)
             self._budget.give_back(part.tokens - sampled)
@@ -412,8 +423,3 @@ class Session:
         exchange.told = tuple(told)
         exchange.begun = exchange.answer = replace(exchange.begun, choices=tuple(choices))
         self._answers[exchange.answer.number] = exchange.answer
-
-
-def _limit_refusal(limit: Limit) -> Refusal:
-    code = "context_length_exceeded" if limit is Limit.CONTEXT else "episode_limit"
-    return Refusal(400, f"the limit {limit.value} of this episode is reached", code=code, param=limit.value)
