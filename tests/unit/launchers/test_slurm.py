@@ -7,6 +7,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +19,10 @@ from pipeline.config.explain import resolve, taken_ports
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
 from pipeline.launchers import slurm
+from pipeline.launchers.launcher import Launch
 from pipeline.launchers.slurm import JOB, choose_node, goes_back, job_script, step_command
 from pipeline.runtime.children import module_command
+from pipeline.runtime.process import ExitCode
 from pipeline.supervisor.cluster import Cluster
 from pipeline.supervisor.inventory import Inventory, Node
 from pipeline.supervisor.plan import plan
@@ -102,10 +105,60 @@ def test_a_job_within_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_a_batch_job_that_nobody_cancelled_goes_back_into_the_queue() -> None:
-    shown = "JobId=3 JobName=tiny JobState={} Reason=None Requeue={} Restarts=0 BatchFlag={} Reboot=0"
-    assert goes_back(shown.format("RUNNING", 1, 1))
-    for state, requeue, batch in (("CANCELLED", 1, 1), ("PENDING", 1, 1), ("RUNNING", 0, 1), ("RUNNING", 1, 0)):
-        assert not goes_back(shown.format(state, requeue, batch))
+    facts = {"JobState": "RUNNING", "Requeue": "1", "BatchFlag": "1"}
+    assert goes_back(facts)
+    for changed in ({"JobState": "CANCELLED"}, {"JobState": "PENDING"}, {"Requeue": "0"}, {"BatchFlag": "0"}):
+        assert not goes_back(facts | changed)
+
+
+class Controller:
+    """Answers of SLURM's programs about a job that has the nodes ``n1`` and ``n2``; ``restarts``: how often SLURM has
+    started it again."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, restarts: int) -> None:
+        self.restarts = restarts
+        self.told: list[tuple[str, ...]] = []
+        monkeypatch.setenv(slurm.RESTARTS, "")  # whatever a job sets is undone
+        monkeypatch.delenv(slurm.RESTARTS)
+        monkeypatch.setattr(slurm, "command_output", self.answer)
+        monkeypatch.setattr(subprocess, "run", lambda command, **_: self.told.append(tuple(command)))
+
+    def answer(self, name: str, *arguments: str) -> str:
+        if "job" in arguments:
+            return f"JobState=RUNNING Requeue=1 Restarts={self.restarts} BatchFlag=1 ReqNodeList=n9 NodeList=n[1-2]"
+        self.told.append((name, *arguments))
+        return "n1\nn2\n" if "hostnames" in arguments else "7.3 actor-1\n"
+
+
+def run_as(controller: Controller, monkeypatch: pytest.MonkeyPatch, run: Callable[[], ExitCode], folder: Path) -> bool:
+    """A job whose supervisor does ``run``; True if it went back into the queue."""
+    monkeypatch.setattr(slurm, "job_inventory", lambda: Inventory((Node("n1"), Node("n2"))))
+    monkeypatch.setattr(slurm, "run", lambda *_, **__: run())
+    slurm.run_job("7", Launch(load(TINY, [f"run.directory={folder}"], environment={})))
+    return ("scontrol", "requeue", "7") in controller.told
+
+
+def test_a_start_of_a_job_that_hung_leaves_the_next_start_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job has the same number, and steps with the same names."""
+    controller = Controller(monkeypatch, restarts=0)
+
+    def hangs() -> ExitCode:
+        assert slurm.nodes_of("7") == ["n1", "n2"] and slurm.signal_steps("7", "actor-1", "TERM")
+        controller.restarts, controller.told = 1, []
+        assert slurm.nodes_of("7") == [] and not slurm.signal_steps("7", "actor-1", "KILL")
+        return ExitCode.FINISHED
+
+    assert not run_as(controller, monkeypatch, hangs, tmp_path)
+    assert controller.told == []
+
+
+@pytest.mark.parametrize(("restarts", "waits"), [(0, False), (1, True)])
+def test_a_job_that_was_started_again_waits_for_the_lock_of_its_first_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, waits: bool
+) -> None:
+    assert run_as(Controller(monkeypatch, restarts), monkeypatch, lambda: ExitCode.BUSY, tmp_path) == waits
 
 
 @pytest.mark.parametrize(
@@ -211,12 +264,12 @@ def test_a_node_describes_itself_in_lines_that_srun_does_not_mix(
 
 
 STAND_INS = {
-    "squeue": 'case "$*" in *-s*) echo "7.3 actor-1";; *) echo "n[1-2]";; esac',
-    "scontrol": "printf 'n1\\nn2\\n'",
+    "squeue": '[ -e "$RECORD.asked" ] || { touch "$RECORD.asked"; exit 1; }; echo "7.3 actor-1"',
+    "scontrol": """case "$*" in *job*) echo NodeList='n[1-2]';; *) printf 'n1\\nn2\\n';; esac""",
     "scancel": 'echo "$@" >> "$RECORD"; pid=$(cat "$RECORD.pid"); [ -z "$pid" ] || kill -TERM "$pid"',
     "srun": 'while [ "$1" != env ]; do shift; done; echo $$ > "$RECORD.pid"; exec "$@"',
 }
-"""Programs of SLURM, for one step that is a process here."""
+"""Programs of SLURM, for one step that is a process here. The controller does not answer at first."""
 
 
 @pytest.mark.slow
