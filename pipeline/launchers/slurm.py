@@ -85,12 +85,11 @@ def submit(request: Launch) -> int:
         with run_lock(directory, mark=False):
             if request.fresh:
                 empty_directory(directory)
-            directory.create()
     placed = request.config.updated(run={"directory": directory.path.parent})
     write_bytes_atomically(folder / FILE, dump(placed).encode())
     write_bytes_atomically(folder / SCRIPT, text.encode())
     if request.dry_run:
-        print(f"submit it with: sbatch {folder / SCRIPT}")
+        print(f"submit it with: sbatch {shlex.quote(str(folder / SCRIPT))}")
         return ExitCode.FINISHED
     number = command_output("sbatch", "--parsable", str(folder / SCRIPT)).split(";")[0].strip()
     print(

@@ -109,10 +109,12 @@ def empty_directory(directory: RunDirectory) -> None:
 
 
 def require_run_directory(directory: RunDirectory) -> None:
-    """Raise :class:`ConfigurationError` for a folder with other files, which ``--fresh`` must not remove."""
+    """Raise :class:`ConfigurationError` for a folder with other files, which ``--fresh`` must not remove. A start that
+    was ended early leaves empty folders."""
     if any(p.exists() for p in (directory.config_file, directory.metrics_file, directory.store_file)):
         return
-    foreign = [path.name for path in directory.path.iterdir() if not BEFORE_A_RUN.fullmatch(path.name)]
+    others = [path for path in directory.path.iterdir() if not BEFORE_A_RUN.fullmatch(path.name)]
+    foreign = [path.name for path in others if not path.is_dir() or any(path.iterdir())]
     if foreign:
         raise ConfigurationError(
             f"--fresh: expected a run directory of Afterplay at {directory.path}, got a folder with "

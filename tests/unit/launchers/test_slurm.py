@@ -96,6 +96,7 @@ def test_a_submitted_run_is_a_copy_that_later_changes_do_not_touch(
     copy = load(run / "slurm.yaml", environment={})
     assert copy.run.path == run
     assert shlex.quote(str(run / "slurm.yaml")) in (run / "slurm.sh").read_text().splitlines()[-1]
+    assert "submitted" in invoke(TINY, "--set", f"run.directory={tmp_path / 'runs'}", "--fresh"), "it never started"
 
 
 def test_a_job_within_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

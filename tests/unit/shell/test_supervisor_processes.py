@@ -332,6 +332,11 @@ def test_fresh_removes_a_run_and_nothing_else(tmp_path):
     (directory.path / "slurm.yaml").write_text("")
     empty_directory(directory)
     assert list(directory.path.iterdir()) == [], "what other commands and refused starts leave"
+    empty_directory(directory.create())
+    assert list(directory.path.iterdir()) == [], "a start that was ended before it wrote its configuration"
+    (directory.create().checkpoints / "mine.pt").write_text("")
+    with pytest.raises(ConfigurationError, match="a folder with checkpoints"):
+        empty_directory(directory)
 
 
 @pytest.mark.parametrize(
