@@ -30,7 +30,7 @@ from typing import Any
 import orjson
 
 from pipeline.config.explain import taken_ports
-from pipeline.config.load import dump
+from pipeline.config.load import ENVIRONMENT_PREFIX, dump
 from pipeline.errors import ConfigurationError
 from pipeline.launchers.launcher import Launch, require_program, run_program
 from pipeline.runtime.children import module_command
@@ -123,7 +123,9 @@ def job_script(chosen: Plan, arguments: Sequence[str], folder: Path) -> str:
         *arguments,
     ]
     command = module_command("pipeline.cli.app", "run", str(folder / FILE), "--on", "slurm")
-    lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options), f"exec {shlex.join(command)}"]
+    variables = f'unset "${{!{ENVIRONMENT_PREFIX}@}}"'  # of the shell that submits; the run file has their values
+    lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options), variables]
+    lines.append(f"exec {shlex.join(command)}")
     return "\n".join(lines) + "\n"
 
 

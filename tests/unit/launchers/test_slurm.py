@@ -66,6 +66,17 @@ def test_arguments_for_sbatch_come_last_so_that_they_win() -> None:
     assert [shlex.split(line)[1] for line in lines[-3:]] == arguments
 
 
+def test_variables_of_the_shell_that_submits_do_not_win_over_options() -> None:
+    """sbatch hands them on, and the copy of the run file has the options."""
+    *lines, last = invoke(TINY, "--dry-run").splitlines()
+    assert last.startswith("exec ")
+    for more in ({"AFTERPLAY__RUN__TOTAL_STEPS": "3"}, {}):
+        environment = {"PATH": os.environ["PATH"], "AFTERPLAY_LOG_LEVEL": "DEBUG"} | more
+        script = "\n".join([*lines, "env"])
+        done = subprocess.run(["bash", "-e", "-c", script], env=environment, capture_output=True, text=True, check=True)
+        assert "AFTERPLAY_LOG_LEVEL=DEBUG" in done.stdout and "TOTAL_STEPS" not in done.stdout
+
+
 def test_a_job_without_gpus_asks_for_none() -> None:
     assert "gpus-per-node" not in options_in(invoke(TINY, "--dry-run", "--nodes", "2"))
 
