@@ -167,6 +167,7 @@ def run(
                 config = resolve(chosen.config)
             else:
                 config = resolve(cluster.addressed(chosen.config), cluster.taken_ports(chosen.places))
+                config = cluster.located(config, chosen.places)
             resumed = None if fresh else compare(directory, config)
             # else other machines prepare the model and reach the engines
             notes = check_before_run(config, fresh) if cluster is None else []
@@ -177,8 +178,6 @@ def run(
                 console.print(line)
             directory.finished_file.unlink(missing_ok=True)
             wait_for_room(directory.create, directory.path, "the run directory")
-            if cluster is not None:
-                config = cluster.located(config, chosen.places)
             config = with_keys(config, directory)
             shutil.rmtree(directory.engines, ignore_errors=True)
             write = partial(write_bytes_atomically, directory.config_file, dump(config).encode())
