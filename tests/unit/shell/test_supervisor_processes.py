@@ -279,6 +279,23 @@ def test_a_second_signal_kills_at_once(scene):
     assert all(gone(pid) for _, _, pid in run.notes())
 
 
+async def test_sigterm_that_comes_twice_at_once_is_one_signal(tmp_path):
+    """``timeout 1h afterplay run FILE`` sends it to the command, and then to its whole group."""
+    said, supervisor = [], Supervisor([], RestartLimits(), RunDirectory(tmp_path), OrphanReaper())
+    async with anyio.create_task_group() as group:
+        supervisor._group, supervisor._say = group, said.append
+        group.start_soon(supervisor._handle_signals)
+        await anyio.wait_all_tasks_blocked()
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+            await anyio.wait_all_tasks_blocked()
+        while len(said) < 2:
+            await anyio.sleep(0.01)
+        group.cancel_scope.cancel()
+    assert said == ["stopping (signal again to stop at once)", "second signal: killing all processes"]
+    assert supervisor.machine.reason == "SIGINT twice"
+
+
 @pytest.mark.slow
 def test_killing_the_supervisor_leaves_nothing_not_even_grandchildren(scene):
     run = scene("parent")
