@@ -134,10 +134,16 @@ def run_job(job: str, request: Launch) -> int:
     goes back into the queue."""
     directory = RunDirectory(request.config.run.path.absolute())
     os.environ[RESTARTS] = restarts = job_facts(job).get("Restarts", "0")
-    inventory = job_inventory()
-    cluster = Cluster(inventory, partial(step_command, inventory))
-    code = run(request.config, request.fresh, cluster=cluster)
-    lost = {node.name for node in inventory.nodes} - set(nodes_of(job))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    code, lost = ExitCode.FINISHED, set[str]()
+    try:
+        inventory = job_inventory()
+        cluster = Cluster(inventory, partial(step_command, inventory))
+        code = run(request.config, request.fresh, cluster=cluster)
+        lost = {node.name for node in inventory.nodes} - set(nodes_of(job))
+    except SystemExit:  # SIGTERM, before the supervisor listens to it
+        print("stopped by SIGTERM before the run began", flush=True)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # only the queue is left
     stopped = (lost or code in (ExitCode.FINISHED, ExitCode.FORCED)) and not directory.finished_file.exists()
     # The start before, on a first node that hangs, may hold the lock until that node is back or given up.
     waits = code == ExitCode.BUSY and restarts != "0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -146,7 +147,11 @@ def run_as(controller: Controller, monkeypatch: pytest.MonkeyPatch, run: Callabl
     """A job whose supervisor does ``run``; True if it went back into the queue."""
     monkeypatch.setattr(slurm, "job_inventory", lambda: Inventory((Node("n1"), Node("n2"))))
     monkeypatch.setattr(slurm, "run", lambda *_, **__: run())
-    slurm.run_job("7", Launch(load(TINY, [f"run.directory={folder}"], environment={})))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        slurm.run_job("7", Launch(load(TINY, [f"run.directory={folder}"], environment={})))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return ("scontrol", "requeue", "7") in controller.told
 
 
@@ -164,6 +169,16 @@ def test_a_start_of_a_job_that_hung_leaves_the_next_start_alone(
 
     assert not run_as(controller, monkeypatch, hangs, tmp_path)
     assert controller.told == []
+
+
+def test_a_job_that_is_preempted_before_its_run_begins_goes_back_into_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def starts() -> ExitCode:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError
+
+    assert run_as(Controller(monkeypatch, restarts=0), monkeypatch, starts, tmp_path)
 
 
 @pytest.mark.parametrize(("restarts", "waits"), [(0, False), (1, True)])
