@@ -175,7 +175,7 @@ def job_inventory() -> Inventory:
         "--input=none", *describe,
     ).splitlines()  # fmt: skip
     found: dict[str, dict[str, Any]] = {}
-    for facts in map(orjson.loads, lines):
+    for facts in (orjson.loads(line) for line in lines if line.startswith("{")):  # a TaskProlog may print others
         ports = facts.pop("taken_ports")
         found.setdefault(facts["name"], {"taken_ports": []}).update(facts)
         found[facts["name"]]["taken_ports"] += ports

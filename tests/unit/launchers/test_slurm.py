@@ -285,7 +285,8 @@ def test_a_node_describes_itself_in_lines_that_srun_does_not_mix(
     slurm.describe_node()
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) < 1024
-    monkeypatch.setattr(slurm, "command_output", lambda name, *_: printed if name == "srun" else "NodeAddr=10.0.0.1")
+    said = f"the prolog of this cluster says hello\n{printed}"
+    monkeypatch.setattr(slurm, "command_output", lambda name, *_: said if name == "srun" else "NodeAddr=10.0.0.1")
     (node,) = slurm.job_inventory().nodes
     assert (node.name, node.address, node.taken_ports) == ("n1", "10.0.0.1", ports) and node.cpus
 
