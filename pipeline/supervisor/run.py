@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -70,7 +71,7 @@ class RunIsAlive(AfterplayError):
 @contextmanager
 def run_lock(directory: RunDirectory, mark: bool = True) -> Iterator[int]:
     """Hold the directory's lock; yields its file descriptor. The kernel frees it when the last holder is gone.
-    ``mark`` writes our process id into it, for the error message of others.
+    ``mark`` writes our process id and machine into it, for others.
 
     Raises :class:`RunIsAlive`, which names the process.
     """
@@ -84,15 +85,16 @@ def run_lock(directory: RunDirectory, mark: bool = True) -> Iterator[int]:
         ) from error
     except StoreError as error:
         known = read_json(directory.lock_file) or {}
+        holder = f"supervisor pid {known.get('pid', 'unknown')} on {known.get('machine', 'an unknown machine')}"
         raise RunIsAlive(
-            f"{directory.path} is in use by a run that is alive (supervisor pid {known.get('pid', 'unknown')}). "
+            f"{directory.path} is in use by a run that is alive ({holder}). "
             "Stop that run (Ctrl-C), or give this one another name: --set run.name=NAME"
         ) from error
     try:
         if mark:
             os.ftruncate(lock.descriptor, 0)
-            holder = orjson.dumps({"pid": os.getpid(), "started_at": time.time()})
-            left_out(partial(os.write, lock.descriptor, holder), directory.path)
+            mine = {"pid": os.getpid(), "machine": socket.gethostname(), "started_at": time.time()}
+            left_out(partial(os.write, lock.descriptor, orjson.dumps(mine)), directory.path)
         yield lock.descriptor
     finally:
         lock.release()
