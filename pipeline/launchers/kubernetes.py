@@ -285,7 +285,7 @@ def cluster_options(arguments: Iterable[str]) -> list[str]:
     names["--kube-context"] = "--context"
     found, name = [], ""
     for argument in arguments:
-        option, _, value = argument.partition("=")
+        option, _, value = re.sub(r"^-n(?=[^=])", "-n=", argument).partition("=")  # -nrl is -n rl
         if name:
             found.append(f"{name}={argument}")
             name = ""

@@ -271,6 +271,7 @@ def test_a_missing_program_is_named(missing: str, tmp_path: Path, monkeypatch: p
 def test_secrets_go_to_the_cluster_and_namespace_that_helm_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["-n", "rl", "--kube-context=lab", "--set", "a=b", "--kubeconfig", "k"]
     assert cluster_options(given) == ["--namespace=rl", "--context=lab", "--kubeconfig=k"]
+    assert cluster_options(["-nrl", "--no-hooks", "-n=rl"]) == ["--namespace=rl", "--namespace=rl"]
     monkeypatch.setenv("HELM_NAMESPACE", "mine")
     cluster = Cluster(monkeypatch)
     launch_tiny()
