@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import os
 import signal
+import socket
 import time
 import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -134,12 +135,19 @@ class Run:
 
     def stop(self) -> None:
         """Stop the run as Ctrl-C does: its processes finish what they must, and :func:`afterplay.train` resumes it.
-        Blocks until they have ended; harmless when they have."""
+        Blocks until they have ended; harmless when they have. Raises :class:`AfterplayError` for a run of another
+        machine."""
         if self._supervised is not None:
             self._supervised.stop()
             return
-        pid = (read_json(self._directory.lock_file) or {}).get("pid")
+        holder = read_json(self._directory.lock_file) or {}
+        pid, machine = holder.get("pid"), holder.get("machine")
         if self.alive and isinstance(pid, int):
+            if machine != socket.gethostname():
+                raise AfterplayError(
+                    f"the run in {self.directory} has its supervisor on {machine}, process {pid}: stop it there, and a "
+                    "job with scancel"
+                )
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
             while self.alive:

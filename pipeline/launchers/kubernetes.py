@@ -12,6 +12,7 @@ import base64
 import itertools
 import logging
 import math
+import os
 import re
 import ssl
 import sys
@@ -51,6 +52,8 @@ KEYS_MIN = 64
 """Actors that get keys from the start, so that a run can be given more of them."""
 START_SECONDS = 300
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+HELM_VARIABLES = {"HELM_NAMESPACE": "--namespace", "HELM_KUBECONTEXT": "--kube-context"}
+"""Environment variables that helm reads and kubectl does not, and the options that they stand for."""
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 API, API_SECONDS_MAX = "https://kubernetes.default.svc", 30.0
@@ -76,14 +79,16 @@ def launch(request: Launch) -> int:
     helm = require_program("helm", "install Helm 3 or newer, or see the values with --dry-run")
     kubectl = require_program("kubectl", "install it and choose a cluster with `kubectl config use-context`")
     name = values["name"]
-    place = cluster_options(request.arguments)
+    variables = [f"{option}={os.environ[name]}" for name, option in HELM_VARIABLES.items() if os.environ.get(name)]
+    place = cluster_options([*variables, *request.arguments])
     with tempfile.TemporaryDirectory() as folder:
         files = write_files(config, values, Path(folder))
         install = [helm, "upgrade", "--install", name, str(CHART), *files, *request.arguments]
         run_program([*install, "--dry-run"])  # what is refused is refused before anything is changed
         _make_secrets([kubectl, *place], name, values["actor"]["podsMax"])
         # A job cannot be changed. The learner drains, and the new one resumes.
-        run_program([kubectl, *place, "delete", "job", f"{name}-learner", "--ignore-not-found", "--wait"])
+        gone = ["--ignore-not-found", "--wait", "--cascade=foreground"]  # with its pods
+        run_program([kubectl, *place, "delete", "job", f"{name}-learner", *gone])
         for role in ("replay", "engine", "actor"):  # a run that had finished has none
             sets = [f"statefulset/{name}-{role}", "--current-replicas=0", f"--replicas={values[role].get('pods', 1)}"]
             run_program([kubectl, *place, "scale", *sets], check=False)
@@ -132,7 +137,7 @@ def _show(config: RunConfig, values: dict[str, Any], request: Launch) -> int:
         if request.out is None:
             print(f"# {FILE}\n{(folder / FILE).read_text()}---\n# {VALUES}\n{(folder / VALUES).read_text()}{manifests}")
     if request.out is not None:
-        print(f"install it with: helm upgrade --install {values['name']} {CHART} {' '.join(files)}")
+        print(f"written to {folder}: the same command without --dry-run and --out makes the keys and installs it")
     if helm is None:
         print("# helm is not on the PATH: without it there are no manifests")
     return ExitCode.FINISHED
@@ -280,7 +285,7 @@ def cluster_options(arguments: Iterable[str]) -> list[str]:
     names["--kube-context"] = "--context"
     found, name = [], ""
     for argument in arguments:
-        option, _, value = argument.partition("=")
+        option, _, value = re.sub(r"^-n(?=[^=])", "-n=", argument).partition("=")  # -nrl is -n rl
         if name:
             found.append(f"{name}={argument}")
             name = ""

@@ -15,10 +15,12 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pipeline.config.explain import free_ports
 from pipeline.runtime.children import ChildGroup, OrphanReaper
+from pipeline.runtime.disk import FULL, wait_for_room
 from pipeline.runtime.run_directory import RunDirectory, read_json, write_json_atomically
 from pipeline.supervisor.inventory import VISIBLE, Node
 from pipeline.supervisor.plan import Place
@@ -168,16 +170,20 @@ class Keeper:
 
     async def claim(self, store: str) -> str:
         """Empty if the disk with ``store`` is here, else what is missing."""
-        return claim_disk(Path(store), self._directory)
+        claim = partial(claim_disk, Path(store), self._directory)
+        return await asyncio.to_thread(wait_for_room, claim, Path(store), "the mark of the disk", FULL)
 
     async def begin(self, name: str, command: list[str], environment: dict[str, str], gpus: bool) -> int:
         """Start the process ``name``; returns its process id. Ray chose the GPUs: they are in our environment."""
         if VISIBLE in environment:
             environment[VISIBLE] = os.environ.get(VISIBLE, "") if gpus else ""
-        with open_log(self._directory.log_file(name)) as output:
-            self._child = ChildGroup(
-                command, self._reaper, environment=child_environment(environment), folder=self._folder, output=output
-            )
+        log, variables = self._directory.log_file(name), child_environment(environment)
+
+        def start() -> ChildGroup:
+            with open_log(log) as output:
+                return ChildGroup(command, self._reaper, environment=variables, folder=self._folder, output=output)
+
+        self._child = await asyncio.to_thread(wait_for_room, start, log, f"the log of {name}", FULL)
         return self._child.pid
 
     async def check(self, name: str, url: str | None, any_pid: bool) -> HealthAnswer:

@@ -19,8 +19,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import Any
 import orjson
 
 from pipeline.config.explain import taken_ports
-from pipeline.config.load import dump
+from pipeline.config.load import ENVIRONMENT_PREFIX, dump
 from pipeline.errors import ConfigurationError
 from pipeline.launchers.launcher import Launch, require_program, run_program
 from pipeline.runtime.children import module_command
@@ -45,6 +46,10 @@ NOTICE_SECONDS = 60
 """SLURM sends the signal up to a minute late, so the notice is so much longer than the drain."""
 COMMAND_SECONDS_MAX = 60.0
 """For one command of SLURM."""
+RETRY_SECONDS = 1.0
+"""Between two attempts to ask SLURM's controller."""
+RESTARTS = "AFTERPLAY_JOB_RESTARTS"
+"""Environment variable of this start of a job and of its steps: how often SLURM had started the job before."""
 SCRIPT, FILE, LOG = "slurm.sh", "slurm.yaml", "slurm.log"
 """Job script, its run file, and its output, in the run directory."""
 
@@ -80,12 +85,11 @@ def submit(request: Launch) -> int:
         with run_lock(directory, mark=False):
             if request.fresh:
                 empty_directory(directory)
-            directory.create()
     placed = request.config.updated(run={"directory": directory.path.parent})
     write_bytes_atomically(folder / FILE, dump(placed).encode())
     write_bytes_atomically(folder / SCRIPT, text.encode())
     if request.dry_run:
-        print(f"submit it with: sbatch {folder / SCRIPT}")
+        print(f"submit it with: sbatch {shlex.quote(str(folder / SCRIPT))}")
         return ExitCode.FINISHED
     number = command_output("sbatch", "--parsable", str(folder / SCRIPT)).split(";")[0].strip()
     print(
@@ -119,7 +123,9 @@ def job_script(chosen: Plan, arguments: Sequence[str], folder: Path) -> str:
         *arguments,
     ]
     command = module_command("pipeline.cli.app", "run", str(folder / FILE), "--on", "slurm")
-    lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options), f"exec {shlex.join(command)}"]
+    variables = f'unset "${{!{ENVIRONMENT_PREFIX}@}}"'  # of the shell that submits; the run file has their values
+    lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options), variables]
+    lines.append(f"exec {shlex.join(command)}")
     return "\n".join(lines) + "\n"
 
 
@@ -127,20 +133,36 @@ def run_job(job: str, request: Launch) -> int:
     """Run to the end on the nodes of ``job``. If the run was stopped before, or ended because a node was lost, the job
     goes back into the queue."""
     directory = RunDirectory(request.config.run.path.absolute())
-    inventory = job_inventory()
-    cluster = Cluster(inventory, partial(step_command, inventory))
-    code = run(request.config, request.fresh, cluster=cluster)
-    lost = {node.name for node in inventory.nodes} - set(nodes_of(job))
+    os.environ[RESTARTS] = restarts = job_facts(job).get("Restarts", "0")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    code, lost = ExitCode.FINISHED, set[str]()
+    try:
+        inventory = job_inventory()
+        cluster = Cluster(inventory, partial(step_command, inventory))
+        code = run(request.config, request.fresh, cluster=cluster)
+        lost = {node.name for node in inventory.nodes} - set(nodes_of(job))
+    except SystemExit:  # SIGTERM, before the supervisor listens to it
+        print("stopped by SIGTERM before the run began", flush=True)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # only the queue is left
     stopped = (lost or code in (ExitCode.FINISHED, ExitCode.FORCED)) and not directory.finished_file.exists()
-    if stopped and goes_back(command_output("scontrol", "-o", "show", "job", job)):
+    # The start before, on a first node that hangs, may hold the lock until that node is back or given up.
+    waits = code == ExitCode.BUSY and restarts != "0"
+    if (stopped or waits) and goes_back(job_facts(job)):
         print(f"job {job} goes back into the queue, and continues from {directory.path}", flush=True)
         command_output("scontrol", "requeue", job)
     return code
 
 
-def goes_back(shown: str) -> bool:
-    """True for a batch job that may be requeued and that nobody has cancelled. ``shown``: its ``scontrol show job``."""
-    facts = dict(re.findall(r"(\w+)=(\S*)", shown))
+def job_facts(job: str) -> dict[str, str]:
+    """Facts of ``scontrol show job``; none if SLURM has started the job again, for which this process, on a node that
+    hung and came back, must do nothing."""
+    facts = dict(re.findall(r"(\w+)=(\S*)", command_output("scontrol", "-o", "show", "job", job)))
+    restarts = facts.get("Restarts")
+    return facts if os.environ.get(RESTARTS, restarts) == restarts else {}
+
+
+def goes_back(facts: Mapping[str, str]) -> bool:
+    """True for a batch job that may be requeued and that nobody has cancelled."""
     return (facts.get("JobState"), facts.get("BatchFlag"), facts.get("Requeue")) == ("RUNNING", "1", "1")
 
 
@@ -153,7 +175,7 @@ def job_inventory() -> Inventory:
         "--input=none", *describe,
     ).splitlines()  # fmt: skip
     found: dict[str, dict[str, Any]] = {}
-    for facts in map(orjson.loads, lines):
+    for facts in (orjson.loads(line) for line in lines if line.startswith("{")):  # a TaskProlog may print others
         ports = facts.pop("taken_ports")
         found.setdefault(facts["name"], {"taken_ports": []}).update(facts)
         found[facts["name"]]["taken_ports"] += ports
@@ -184,9 +206,16 @@ def step_command(inventory: Inventory, place: Place, command: Sequence[str]) -> 
 
 
 def command_output(name: str, *arguments: str) -> str:
-    """Standard output of a program of SLURM. Raises :class:`ConfigurationError` with what it said if it fails."""
-    program = require_program(name, "run this where SLURM is installed")
-    return run_program([program, *arguments], seconds_max=COMMAND_SECONDS_MAX).stdout
+    """Standard output of a program of SLURM. Raises :class:`ConfigurationError` with what it said if it fails: one that
+    asks the controller only after ``COMMAND_SECONDS_MAX``, for that may be starting again."""
+    program, begun = require_program(name, "run this where SLURM is installed"), time.monotonic()
+    while True:
+        try:
+            return run_program([program, *arguments], seconds_max=COMMAND_SECONDS_MAX).stdout
+        except ConfigurationError:
+            if name not in ("scontrol", "squeue") or time.monotonic() - begun > COMMAND_SECONDS_MAX:
+                raise
+        time.sleep(RETRY_SECONDS)
 
 
 PASSED_ON = (signal.SIGTERM, signal.SIGCHLD)
@@ -236,14 +265,15 @@ def run_step(name: str, addresses: dict[str, str], pinned: bool, command: Sequen
 
 
 def nodes_of(job: str) -> list[str]:
-    """Nodes that a job has now. One that is lost leaves the list."""
-    return command_output(
-        "scontrol", "show", "hostnames", *command_output("squeue", "-h", "-j", job, "-o", "%N").split()
-    ).splitlines()
+    """Nodes that this start of a job has now. One that is lost leaves the list."""
+    nodes = job_facts(job).get("NodeList")
+    return command_output("scontrol", "show", "hostnames", nodes).splitlines() if nodes else []
 
 
 def signal_steps(job: str, name: str, kind: str) -> bool:
     """Send a signal to the steps of this name; False if there is none."""
+    if not job_facts(job):
+        return False
     shown = command_output("squeue", "-h", "-s", "-j", job, "-o", "%i %j").splitlines()
     found = [line.split(maxsplit=1) for line in shown]
     steps = [step for step, of in found if of.strip() == name]

@@ -61,7 +61,7 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
         if record.levelno >= logging.WARNING:
             statement = record.pathname, record.lineno
             began, seen = self._windows.get(statement, (record.created, 0))
-            if record.created - began >= REPEATS_SECONDS:
+            if abs(record.created - began) >= REPEATS_SECONDS:  # the clock may be set back
                 if seen > REPEATS_MAX:
                     super().emit(_left_out(record, seen - REPEATS_MAX))
                 began, seen = record.created, 0

@@ -60,7 +60,12 @@ class MetricsServer:
 
     def __enter__(self) -> MetricsServer:
         try:
-            self._socket = socket.create_server((self._host, self._port), backlog=128)
+            family, both = socket.AF_INET, False
+            if ":" in self._host:
+                family, both = socket.AF_INET6, socket.has_dualstack_ipv6()
+            self._socket = socket.create_server(
+                (self._host, self._port), family=family, dualstack_ipv6=both, backlog=128
+            )
         except OSError as error:
             raise ConfigurationError(
                 f"expected to serve /metrics on {self._host}:{self._port}, got: {error.strerror or error}. "

@@ -52,7 +52,8 @@ class Cluster:
             changed["stage"] = {"address": f"tcp://{bracketed(nodes[0].address)}:0"}
         if not all(is_loopback(node.address) for node in nodes):
             hosts = {"engine": config.engine.host, "metrics": config.metrics.host}
-            changed |= {name: {"host": ANY_HOST} for name, host in hosts.items() if is_loopback(host)}
+            everywhere = "::" if any(":" in node.address for node in nodes) else ANY_HOST
+            changed |= {name: {"host": everywhere} for name, host in hosts.items() if is_loopback(host)}
         return config.updated(**changed)
 
     def taken_ports(self, places: Iterable[Place]) -> frozenset[int] | None:

@@ -104,11 +104,14 @@ def compare(directory: RunDirectory, config: RunConfig) -> Resumed:
 
 def difference(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Old and new value of each key that differs."""
+    ignored = {*IGNORED}
+    if "external" not in (before.engine.kind, after.engine.kind):
+        ignored.add("engine.urls")  # a launcher makes them from nodes and ports
     old, new = (flat(plain(config.model_dump(mode="python"))) for config in (before, after))
     return {
         key: (old.get(key, ABSENT), new.get(key, ABSENT))
         for key in dict.fromkeys((*old, *new))
-        if key not in IGNORED and old.get(key, ABSENT) != new.get(key, ABSENT)
+        if key not in ignored and old.get(key, ABSENT) != new.get(key, ABSENT)
     }
 
 

@@ -16,6 +16,7 @@ import anyio.to_thread
 import orjson
 
 from pipeline.config import RunConfig
+from pipeline.config.explain import bracketed
 from pipeline.config.load import ENVIRONMENT_PREFIX
 from pipeline.errors import AfterplayError
 from pipeline.runtime.children import PASSIVE_THREADS, SUPERVISOR, ChildGroup, OrphanReaper
@@ -126,7 +127,7 @@ def health_url(directory: RunDirectory, name: str, pid: int | None) -> str | Non
     if record is None or pid not in (None, record.get("pid")):
         return None
     host = record.get("metrics_host", "127.0.0.1")
-    return f"http://{'127.0.0.1' if host in EVERYWHERE else host}:{record['metrics_port']}/healthz"
+    return f"http://{'127.0.0.1' if host in EVERYWHERE else bracketed(host)}:{record['metrics_port']}/healthz"
 
 
 def _read(healthy: bool, body: bytes) -> HealthAnswer:

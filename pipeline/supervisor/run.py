@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -70,7 +71,7 @@ class RunIsAlive(AfterplayError):
 @contextmanager
 def run_lock(directory: RunDirectory, mark: bool = True) -> Iterator[int]:
     """Hold the directory's lock; yields its file descriptor. The kernel frees it when the last holder is gone.
-    ``mark`` writes our process id into it, for the error message of others.
+    ``mark`` writes our process id and machine into it, for others.
 
     Raises :class:`RunIsAlive`, which names the process.
     """
@@ -84,15 +85,16 @@ def run_lock(directory: RunDirectory, mark: bool = True) -> Iterator[int]:
         ) from error
     except StoreError as error:
         known = read_json(directory.lock_file) or {}
+        holder = f"supervisor pid {known.get('pid', 'unknown')} on {known.get('machine', 'an unknown machine')}"
         raise RunIsAlive(
-            f"{directory.path} is in use by a run that is alive (supervisor pid {known.get('pid', 'unknown')}). "
+            f"{directory.path} is in use by a run that is alive ({holder}). "
             "Stop that run (Ctrl-C), or give this one another name: --set run.name=NAME"
         ) from error
     try:
         if mark:
             os.ftruncate(lock.descriptor, 0)
-            holder = orjson.dumps({"pid": os.getpid(), "started_at": time.time()})
-            left_out(partial(os.write, lock.descriptor, holder), directory.path)
+            mine = {"pid": os.getpid(), "machine": socket.gethostname(), "started_at": time.time()}
+            left_out(partial(os.write, lock.descriptor, orjson.dumps(mine)), directory.path)
         yield lock.descriptor
     finally:
         lock.release()
@@ -109,10 +111,12 @@ def empty_directory(directory: RunDirectory) -> None:
 
 
 def require_run_directory(directory: RunDirectory) -> None:
-    """Raise :class:`ConfigurationError` for a folder with other files, which ``--fresh`` must not remove."""
+    """Raise :class:`ConfigurationError` for a folder with other files, which ``--fresh`` must not remove. A start that
+    was ended early leaves empty folders."""
     if any(p.exists() for p in (directory.config_file, directory.metrics_file, directory.store_file)):
         return
-    foreign = [path.name for path in directory.path.iterdir() if not BEFORE_A_RUN.fullmatch(path.name)]
+    others = [path for path in directory.path.iterdir() if not BEFORE_A_RUN.fullmatch(path.name)]
+    foreign = [path.name for path in others if not path.is_dir() or any(path.iterdir())]
     if foreign:
         raise ConfigurationError(
             f"--fresh: expected a run directory of Afterplay at {directory.path}, got a folder with "
@@ -165,6 +169,7 @@ def run(
                 config = resolve(chosen.config)
             else:
                 config = resolve(cluster.addressed(chosen.config), cluster.taken_ports(chosen.places))
+                config = cluster.located(config, chosen.places)
             resumed = None if fresh else compare(directory, config)
             # else other machines prepare the model and reach the engines
             notes = check_before_run(config, fresh) if cluster is None else []
@@ -175,8 +180,6 @@ def run(
                 console.print(line)
             directory.finished_file.unlink(missing_ok=True)
             wait_for_room(directory.create, directory.path, "the run directory")
-            if cluster is not None:
-                config = cluster.located(config, chosen.places)
             config = with_keys(config, directory)
             shutil.rmtree(directory.engines, ignore_errors=True)
             write = partial(write_bytes_atomically, directory.config_file, dump(config).encode())

@@ -18,7 +18,7 @@ import anyio.to_thread
 
 from pipeline.runtime.children import OrphanReaper, describe_exit
 from pipeline.runtime.disk import left_out
-from pipeline.runtime.process import ExitCode
+from pipeline.runtime.process import SAME_SIGNAL_SECONDS, ExitCode
 from pipeline.runtime.run_directory import PathWatch, RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
 from pipeline.supervisor.processes import Child, HealthAnswer, LocalHost, ProcessHost, ProcessLost, ProcessSpec
@@ -235,16 +235,18 @@ class Supervisor:
 
     async def _handle_signals(self) -> None:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            stopping = False
+            stopped_at = -math.inf
             async for number in signals:
                 now, name = time.monotonic(), signal.Signals(number).name
-                if stopping:
+                if number == signal.SIGTERM and now - stopped_at < SAME_SIGNAL_SECONDS:
+                    continue  # timeout(1) tells its command, and then its whole group
+                if stopped_at > -math.inf:
                     self._say("second signal: killing all processes")
                     self._perform(self.machine.force(now, f"{name} twice"))
                 else:
                     self._say("stopping (signal again to stop at once)")
                     self._perform(self.machine.stop(now, f"stopped by {name}"))
-                stopping = True
+                    stopped_at = now
 
     def _write_states(self) -> None:
         """``processes.json``, for ``afterplay status``."""

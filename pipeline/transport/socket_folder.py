@@ -37,7 +37,7 @@ def address_to_bind(address: str, run: Path) -> str:
         _remove_stale(path)
         return address
     if (run / _RECORD).is_symlink():
-        _remove_stale(run / _RECORD / _SOCKET)
+        _remove_stale((run / _RECORD).readlink() / _SOCKET)  # short enough to connect to
         remove_socket_folder(run)
     above = os.environ.get("XDG_RUNTIME_DIR", "")
     if not above or not os.access(above, os.W_OK | os.X_OK):

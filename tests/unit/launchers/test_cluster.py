@@ -100,6 +100,8 @@ def test_servers_listen_beyond_loopback_only_where_nodes_do() -> None:
     assert (near.engine.host, near.metrics.host) == ("127.0.0.1", "127.0.0.1")
     assert (far.engine.host, far.metrics.host) == ("0.0.0.0", "0.0.0.0")
     assert far.stage.address == "tcp://10.0.0.1:0"
+    newer = cluster_of("fd00::1", "fd00::2").addressed(load(TINY, environment={}))
+    assert (newer.engine.host, newer.metrics.host) == ("::", "::")
 
 
 @pytest.mark.parametrize(
@@ -123,6 +125,8 @@ def test_a_process_elsewhere_is_found_by_its_record_under_any_process_id(tmp_pat
     directory.process_file("actor-0").write_bytes(orjson.dumps(record))
     assert health_url(directory, "actor-0", 8) is None
     assert health_url(directory, "actor-0", None) == "http://10.0.0.2:9402/healthz"
+    directory.process_file("actor-0").write_bytes(orjson.dumps(record | {"metrics_host": "fd00::2"}))
+    assert health_url(directory, "actor-0", None) == "http://[fd00::2]:9402/healthz"
 
 
 def test_every_launcher_can_be_loaded() -> None:

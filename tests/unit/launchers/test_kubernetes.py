@@ -146,6 +146,14 @@ def test_what_helm_refuses_is_refused_before_the_learner_is_deleted(monkeypatch:
     assert len(cluster.calls) == 1 and not cluster.secrets
 
 
+def test_the_old_learner_is_gone_before_the_new_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the pods of a job, kubectl waits for the job alone."""
+    cluster = Cluster(monkeypatch)
+    launch_tiny()
+    (deletion,) = (call for call in cluster.calls if "delete" in call)
+    assert {"--wait", "--cascade=foreground"} <= set(deletion)
+
+
 def test_pods_that_ended_with_the_run_are_there_again_before_it_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch)
     launch_tiny("actor.replicas=3")
@@ -260,6 +268,11 @@ def test_a_missing_program_is_named(missing: str, tmp_path: Path, monkeypatch: p
     assert f"expected the program {missing} on the PATH" in str(result.exception)
 
 
-def test_secrets_go_to_the_cluster_and_namespace_that_helm_is_given() -> None:
+def test_secrets_go_to_the_cluster_and_namespace_that_helm_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["-n", "rl", "--kube-context=lab", "--set", "a=b", "--kubeconfig", "k"]
     assert cluster_options(given) == ["--namespace=rl", "--context=lab", "--kubeconfig=k"]
+    assert cluster_options(["-nrl", "--no-hooks", "-n=rl"]) == ["--namespace=rl", "--namespace=rl"]
+    monkeypatch.setenv("HELM_NAMESPACE", "mine")
+    cluster = Cluster(monkeypatch)
+    launch_tiny()
+    assert all(call[1] == "--namespace=mine" for call in cluster.calls if call[0] == "kubectl")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ import pytest
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.load import load
+from pipeline.launchers import ray_placement
 from pipeline.launchers.ray import RayChild, RayCluster, RayHost, engine_urls, inventory_of
 from pipeline.launchers.ray_placement import Keeper, claim_disk, has_disk, placement_groups
 from pipeline.runtime.run_directory import RunDirectory
@@ -88,6 +91,30 @@ async def test_a_keeper_takes_its_process_down_and_tells_how_it_ended(
     assert await keeper.wait() == -signal.SIGKILL
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+async def test_a_keeper_waits_while_the_disk_of_a_log_or_mark_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [OSError(errno.ENOSPC, "No space left on device") for _ in range(2)]
+
+    def once_full(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if failures and call not in full:
+                full.append(call)
+                raise failures.pop()
+            return function(*args)
+
+        return call
+
+    full: list[Any] = []
+    monkeypatch.setattr(ray_placement, "claim_disk", once_full(lambda *_: ""))
+    monkeypatch.setattr(ray_placement, "open_log", once_full(ray_placement.open_log))
+    RunDirectory(tmp_path).create()
+    keeper = Keeper(str(tmp_path), str(tmp_path), 3600, 1)
+    assert await keeper.claim(str(tmp_path / "s")) == ""
+    await keeper.begin("actor-0", ["true"], {}, False)
+    assert await keeper.wait() == 0 and not failures
 
 
 async def test_a_keeper_without_a_driver_drains_its_process_and_ends(tmp_path: Path) -> None:

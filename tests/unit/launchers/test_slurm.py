@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +20,10 @@ from pipeline.config.explain import resolve, taken_ports
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
 from pipeline.launchers import slurm
+from pipeline.launchers.launcher import Launch
 from pipeline.launchers.slurm import JOB, choose_node, goes_back, job_script, step_command
 from pipeline.runtime.children import module_command
+from pipeline.runtime.process import ExitCode
 from pipeline.supervisor.cluster import Cluster
 from pipeline.supervisor.inventory import Inventory, Node
 from pipeline.supervisor.plan import plan
@@ -63,6 +67,17 @@ def test_arguments_for_sbatch_come_last_so_that_they_win() -> None:
     assert [shlex.split(line)[1] for line in lines[-3:]] == arguments
 
 
+def test_variables_of_the_shell_that_submits_do_not_win_over_options() -> None:
+    """sbatch hands them on, and the copy of the run file has the options."""
+    *lines, last = invoke(TINY, "--dry-run").splitlines()
+    assert last.startswith("exec ")
+    for more in ({"AFTERPLAY__RUN__TOTAL_STEPS": "3"}, {}):
+        environment = {"PATH": os.environ["PATH"], "AFTERPLAY_LOG_LEVEL": "DEBUG"} | more
+        script = "\n".join([*lines, "env"])
+        done = subprocess.run(["bash", "-e", "-c", script], env=environment, capture_output=True, text=True, check=True)
+        assert "AFTERPLAY_LOG_LEVEL=DEBUG" in done.stdout and "TOTAL_STEPS" not in done.stdout
+
+
 def test_a_job_without_gpus_asks_for_none() -> None:
     assert "gpus-per-node" not in options_in(invoke(TINY, "--dry-run", "--nodes", "2"))
 
@@ -93,6 +108,7 @@ def test_a_submitted_run_is_a_copy_that_later_changes_do_not_touch(
     copy = load(run / "slurm.yaml", environment={})
     assert copy.run.path == run
     assert shlex.quote(str(run / "slurm.yaml")) in (run / "slurm.sh").read_text().splitlines()[-1]
+    assert "submitted" in invoke(TINY, "--set", f"run.directory={tmp_path / 'runs'}", "--fresh"), "it never started"
 
 
 def test_a_job_within_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,10 +118,74 @@ def test_a_job_within_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_a_batch_job_that_nobody_cancelled_goes_back_into_the_queue() -> None:
-    shown = "JobId=3 JobName=tiny JobState={} Reason=None Requeue={} Restarts=0 BatchFlag={} Reboot=0"
-    assert goes_back(shown.format("RUNNING", 1, 1))
-    for state, requeue, batch in (("CANCELLED", 1, 1), ("PENDING", 1, 1), ("RUNNING", 0, 1), ("RUNNING", 1, 0)):
-        assert not goes_back(shown.format(state, requeue, batch))
+    facts = {"JobState": "RUNNING", "Requeue": "1", "BatchFlag": "1"}
+    assert goes_back(facts)
+    for changed in ({"JobState": "CANCELLED"}, {"JobState": "PENDING"}, {"Requeue": "0"}, {"BatchFlag": "0"}):
+        assert not goes_back(facts | changed)
+
+
+class Controller:
+    """Answers of SLURM's programs about a job that has the nodes ``n1`` and ``n2``; ``restarts``: how often SLURM has
+    started it again."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, restarts: int) -> None:
+        self.restarts = restarts
+        self.told: list[tuple[str, ...]] = []
+        monkeypatch.setenv(slurm.RESTARTS, "")  # whatever a job sets is undone
+        monkeypatch.delenv(slurm.RESTARTS)
+        monkeypatch.setattr(slurm, "command_output", self.answer)
+        monkeypatch.setattr(subprocess, "run", lambda command, **_: self.told.append(tuple(command)))
+
+    def answer(self, name: str, *arguments: str) -> str:
+        if "job" in arguments:
+            return f"JobState=RUNNING Requeue=1 Restarts={self.restarts} BatchFlag=1 ReqNodeList=n9 NodeList=n[1-2]"
+        self.told.append((name, *arguments))
+        return "n1\nn2\n" if "hostnames" in arguments else "7.3 actor-1\n"
+
+
+def run_as(controller: Controller, monkeypatch: pytest.MonkeyPatch, run: Callable[[], ExitCode], folder: Path) -> bool:
+    """A job whose supervisor does ``run``; True if it went back into the queue."""
+    monkeypatch.setattr(slurm, "job_inventory", lambda: Inventory((Node("n1"), Node("n2"))))
+    monkeypatch.setattr(slurm, "run", lambda *_, **__: run())
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        slurm.run_job("7", Launch(load(TINY, [f"run.directory={folder}"], environment={})))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return ("scontrol", "requeue", "7") in controller.told
+
+
+def test_a_start_of_a_job_that_hung_leaves_the_next_start_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job has the same number, and steps with the same names."""
+    controller = Controller(monkeypatch, restarts=0)
+
+    def hangs() -> ExitCode:
+        assert slurm.nodes_of("7") == ["n1", "n2"] and slurm.signal_steps("7", "actor-1", "TERM")
+        controller.restarts, controller.told = 1, []
+        assert slurm.nodes_of("7") == [] and not slurm.signal_steps("7", "actor-1", "KILL")
+        return ExitCode.FINISHED
+
+    assert not run_as(controller, monkeypatch, hangs, tmp_path)
+    assert controller.told == []
+
+
+def test_a_job_that_is_preempted_before_its_run_begins_goes_back_into_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def starts() -> ExitCode:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError
+
+    assert run_as(Controller(monkeypatch, restarts=0), monkeypatch, starts, tmp_path)
+
+
+@pytest.mark.parametrize(("restarts", "waits"), [(0, False), (1, True)])
+def test_a_job_that_was_started_again_waits_for_the_lock_of_its_first_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, waits: bool
+) -> None:
+    assert run_as(Controller(monkeypatch, restarts), monkeypatch, lambda: ExitCode.BUSY, tmp_path) == waits
 
 
 @pytest.mark.parametrize(
@@ -205,18 +285,19 @@ def test_a_node_describes_itself_in_lines_that_srun_does_not_mix(
     slurm.describe_node()
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) < 1024
-    monkeypatch.setattr(slurm, "command_output", lambda name, *_: printed if name == "srun" else "NodeAddr=10.0.0.1")
+    said = f"the prolog of this cluster says hello\n{printed}"
+    monkeypatch.setattr(slurm, "command_output", lambda name, *_: said if name == "srun" else "NodeAddr=10.0.0.1")
     (node,) = slurm.job_inventory().nodes
     assert (node.name, node.address, node.taken_ports) == ("n1", "10.0.0.1", ports) and node.cpus
 
 
 STAND_INS = {
-    "squeue": 'case "$*" in *-s*) echo "7.3 actor-1";; *) echo "n[1-2]";; esac',
-    "scontrol": "printf 'n1\\nn2\\n'",
+    "squeue": '[ -e "$RECORD.asked" ] || { touch "$RECORD.asked"; exit 1; }; echo "7.3 actor-1"',
+    "scontrol": """case "$*" in *job*) echo NodeList='n[1-2]';; *) printf 'n1\\nn2\\n';; esac""",
     "scancel": 'echo "$@" >> "$RECORD"; pid=$(cat "$RECORD.pid"); [ -z "$pid" ] || kill -TERM "$pid"',
     "srun": 'while [ "$1" != env ]; do shift; done; echo $$ > "$RECORD.pid"; exec "$@"',
 }
-"""Programs of SLURM, for one step that is a process here."""
+"""Programs of SLURM, for one step that is a process here. The controller does not answer at first."""
 
 
 @pytest.mark.slow

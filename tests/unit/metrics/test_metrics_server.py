@@ -40,6 +40,17 @@ def closed(sock: socket.socket) -> bool:
         return True
 
 
+@pytest.mark.parametrize(("host", "asked"), [("::1", ["[::1]"]), ("::", ["[::1]", "127.0.0.1"])])
+def test_metrics_are_served_over_ipv6(host: str, asked: list[str]) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 on this machine: {error}")
+    with MetricsServer(CollectorRegistry(), lambda: (True, {}), host) as running:
+        for one in asked:
+            urllib.request.urlopen(f"http://{one}:{running.port}/healthz", timeout=5).close()
+
+
 def test_connections_that_are_held_open_keep_nobody_out_and_are_bounded(server: MetricsServer) -> None:
     held = [connect(server) for _ in range(2 * CONNECTIONS_MAX)]
     for sock in held:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +20,7 @@ from afterplay.run import Run, reason_in
 from pipeline.errors import AfterplayError, ConfigurationError, RunFailed
 from pipeline.runtime.run_directory import RunDirectory
 from pipeline.store.queries import Span
-from pipeline.supervisor.run import run_lock
+from pipeline.supervisor.run import RunIsAlive, run_lock
 from tests.unit.show.making import make_run
 from tests.unit.show.test_reading import ROLLOUTS
 
@@ -62,6 +64,18 @@ def test_a_stopped_run_is_no_failure(run: Run) -> None:
     (run.directory / "outcome.json").write_bytes(orjson.dumps({"exit_code": 0, "reason": "stopped by SIGTERM"}))
     assert run.wait() is run
     run.stop()
+
+
+def test_a_run_of_another_machine_is_stopped_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be that of a stranger here."""
+    monkeypatch.setattr(os, "kill", None)
+    with run_lock(RunDirectory(run.directory)):
+        monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+        with pytest.raises(AfterplayError, match=f"on {os.uname().nodename}, process {os.getpid()}: stop it there"):
+            run.stop()
+        taken = pytest.raises(RunIsAlive, match=f"pid {os.getpid()} on {os.uname().nodename}")
+        with taken, run_lock(RunDirectory(run.directory)):
+            pass
 
 
 def test_a_run_warns_while_most_of_its_rollouts_fail(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

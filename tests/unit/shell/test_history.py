@@ -74,6 +74,16 @@ def test_changes_are_told_and_kept_with_the_step_after_which_they_apply(director
     assert (second["step"], second["changes"]) == (12, changes)
 
 
+def test_a_run_on_other_nodes_has_the_same_configuration(directory: RunDirectory) -> None:
+    """A launcher puts the addresses of the engines that it starts into the run file."""
+    start(directory, "engine.urls=[http://10.0.0.1:20001]")
+    save(directory, 12)
+    assert start(directory, "engine.urls=[http://10.0.0.2:30002]") == []
+    elsewhere = ("engine.kind=external", "engine.urls=[http://vllm:8000]")
+    start(directory, *elsewhere)
+    assert "engine.urls" in start(directory, *elsewhere[:1], "engine.urls=[http://vllm:8001]")[-1]
+
+
 def test_a_finished_run_names_what_was_changed_since(directory: RunDirectory) -> None:
     start(directory)
     save(directory, 50)

@@ -72,6 +72,16 @@ def test_a_warning_that_repeats_is_written_or_counted_and_never_floods(gaps: lis
     assert shown <= windows * REPEATS_MAX
 
 
+def test_a_clock_that_is_set_back_silences_no_warnings() -> None:
+    written = io.StringIO()
+    handler = LimitedHandler(written)
+    for time in (*[1e9] * REPEATS_MAX, 1e9 - 3600):
+        record = logging.LogRecord("actors", 30, "actor.py", 7, "order failed", (), None)
+        record.created = time
+        handler.emit(record)
+    assert len(written.getvalue().splitlines()) == REPEATS_MAX + 1
+
+
 @pytest.mark.parametrize("form", LogFormat)
 def test_the_environment_decides_the_form(
     form: LogFormat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

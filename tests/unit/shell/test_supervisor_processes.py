@@ -279,6 +279,23 @@ def test_a_second_signal_kills_at_once(scene):
     assert all(gone(pid) for _, _, pid in run.notes())
 
 
+async def test_sigterm_that_comes_twice_at_once_is_one_signal(tmp_path):
+    """``timeout 1h afterplay run FILE`` sends it to the command, and then to its whole group."""
+    said, supervisor = [], Supervisor([], RestartLimits(), RunDirectory(tmp_path), OrphanReaper())
+    async with anyio.create_task_group() as group:
+        supervisor._group, supervisor._say = group, said.append
+        group.start_soon(supervisor._handle_signals)
+        await anyio.wait_all_tasks_blocked()
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+            await anyio.wait_all_tasks_blocked()
+        while len(said) < 2:
+            await anyio.sleep(0.01)
+        group.cancel_scope.cancel()
+    assert said == ["stopping (signal again to stop at once)", "second signal: killing all processes"]
+    assert supervisor.machine.reason == "SIGINT twice"
+
+
 @pytest.mark.slow
 def test_killing_the_supervisor_leaves_nothing_not_even_grandchildren(scene):
     run = scene("parent")
@@ -332,6 +349,11 @@ def test_fresh_removes_a_run_and_nothing_else(tmp_path):
     (directory.path / "slurm.yaml").write_text("")
     empty_directory(directory)
     assert list(directory.path.iterdir()) == [], "what other commands and refused starts leave"
+    empty_directory(directory.create())
+    assert list(directory.path.iterdir()) == [], "a start that was ended before it wrote its configuration"
+    (directory.create().checkpoints / "mine.pt").write_text("")
+    with pytest.raises(ConfigurationError, match="a folder with checkpoints"):
+        empty_directory(directory)
 
 
 @pytest.mark.parametrize(

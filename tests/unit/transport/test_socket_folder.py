@@ -73,9 +73,11 @@ def left_by_a_killed_hub(address, run) -> None:
         dead.bind(address_to_bind(address, run).removeprefix("ipc://"))
 
 
-@pytest.mark.parametrize("kind", ["of the run", "by path"])
+@pytest.mark.parametrize("kind", ["of the run", "of a run with a long path", "by path"])
 async def test_a_hub_takes_the_place_of_a_killed_one_and_not_that_of_a_live_one(tmp_path, kind):
-    address = "ipc://" if kind == "of the run" else f"ipc://{tmp_path}/s/hub"
+    address = f"ipc://{tmp_path}/s/hub" if kind == "by path" else "ipc://"
+    if kind == "of a run with a long path":
+        tmp_path = tmp_path / ("d" * 120)
     left_by_a_killed_hub(address, tmp_path)
     async with zmq_link(address, "a", silence_seconds_max=1.0, run=tmp_path) as link:
         link.describe({"role": "actor"})
