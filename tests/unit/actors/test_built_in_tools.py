@@ -112,6 +112,7 @@ async def test_python_prints_and_keeps_variables_for_one_episode_only() -> None:
         await tool.create("a", Task("t", "e", 0))
         assert await run(tool, "a", code="x = 20\nprint('hi')\nx + 1") == "hi\n21\n"
         assert await run(tool, "a", code="x * 2; x") == "20\n"
+        assert await run(tool, "a", code="(\n    x + 2\n)") == "22\n"
         assert "NameError" in await run(tool, "b", code="x")
         await tool.release("a")
         assert "NameError" in await run(tool, "a", code="x")
@@ -218,6 +219,8 @@ async def test_python_says_where_bubblewrap_is_missing(monkeypatch: pytest.Monke
 
 @given(code=st.text(max_size=40) | st.sampled_from(["é = 1; é", "# x\n'ä'  # y", "(1,\n 2)", "x = 1", "f(\n)", "1;2"]))
 @example("*0")
+@example("x = 1; (x + 1)  # y")
+@example("(\n1 + 2\n)")
 def test_showing_the_last_value_keeps_code_readable(code: str) -> None:
     changed = showing_the_last_value(code)
     try:
