@@ -336,6 +336,24 @@ async def test_mcp_server_that_gives_no_answers_is_started_again(stdio: MCP) -> 
         assert await ask(tool, "add", a=1, b=2) == "3" and tool.connections == 2
 
 
+async def test_mcp_calls_of_episodes_that_are_given_up_do_not_count_as_unanswered(stdio: MCP) -> None:
+    class Silent:
+        async def call_tool(self, name: str, arguments: Any) -> Any:
+            await anyio.sleep_forever()
+
+    session = stdio._session = Silent()
+    async with anyio.create_task_group() as group:
+        for _ in range(5):
+            group.start_soon(stdio.call, "add", {})
+        await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+    assert stdio._session is session
+    for _ in range(3):
+        with anyio.move_on_after(0.01):
+            await stdio.call("add", {})
+    assert stdio._session is None
+
+
 @pytest.mark.slow
 async def test_mcp_takes_only_the_tools_that_are_allowed_and_puts_a_prefix_before_them() -> None:
     pytest.importorskip("mcp", reason="pip install mcp")
