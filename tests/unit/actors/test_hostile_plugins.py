@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 from actors.environments import Environment, Episode, Reply, Step
@@ -86,6 +87,8 @@ class Hostile(Tool):
             return ToolResult("\ud800")
         if how == "nan":
             return ToolResult("x", reward=float("nan"))
+        if how == "numpy":
+            return ToolResult("x", np.float32(0.5), {"n": np.int64(1)})
         if how == "meddle":
             arguments["how"].upper()
             self.parameters["properties"].clear()  # type: ignore[attr-defined]
@@ -105,7 +108,7 @@ class Hostile(Tool):
         *((how, "raised") for how in ("raise", "unprintable", "group", *LEAVES)),
         ("hang", "timeout"),
         *((how, "wrong_value") for how in ("none", "text", "number", "nan")),
-        *((how, "ok") for how in ("megabytes", "surrogate", "meddle")),
+        *((how, "ok") for how in ("megabytes", "surrogate", "meddle", "numpy")),
     ],
 )
 async def test_a_hostile_tool_is_told_counted_kept_and_does_not_stop_the_episode(
