@@ -220,7 +220,7 @@ class EnvironmentHost:
             raise self._wrong(
                 where, f"{what} to have at most {MESSAGE_CHARACTERS_MAX} characters in all", f"{n_characters}"
             )
-        return tuple(replace(m, extra=dict(m.extra)) if m.extra else m for m in messages)
+        return tuple(map(_valid, messages))
 
     def _number(self, value: Any, what: str) -> float:
         try:
@@ -251,6 +251,14 @@ def are_files(files: object) -> bool:
         and ".." not in path.split("/")
         for path, text in files.items()
     )
+
+
+def _valid(message: Message) -> Message:
+    """A copy that the environment cannot change any more, without what no tokenizer can take."""
+    content = message.content
+    if not content.isascii():
+        content = content.encode("utf-8", "replace").decode()
+    return replace(message, content=content, extra=dict(message.extra))
 
 
 async def _identity(awaitable: Any) -> Any:

@@ -225,6 +225,8 @@ class RudeEpisode(Episode):
             self.messages[0].extra["note"] = "changed"  # type: ignore[index]
         if how == "wrong":
             return 7
+        if how == "surrogate" and reply == "a":
+            return Step((Message("user", "caf\udce9 é"),))
         return Step(reward=1.0, done=True)
 
 
@@ -242,6 +244,16 @@ async def test_a_hostile_environment_fails_its_own_episode_with_a_bounded_traceb
     assert trajectory.failure is not None and trajectory.failure.boundary == "environment step"
     assert "in step" in trajectory.failure.details or how not in ("raise", "exit", "cancelled", "block")
     assert len(trajectory.failure.message) < 5000 and len(trajectory.failure.details) < 25_000
+
+
+async def test_text_that_is_no_unicode_is_told_with_a_mark(
+    office: MakeOffice,  # noqa: F811
+    make_order: MakeOrder,
+) -> None:
+    services = office(Rude("surrogate"), "a", "b", loop_name="multi_turn", loop={"options": {}})
+    trajectory = await run_order(services, make_order())
+    assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
+    assert [m.content for m in trajectory.turns[1].context_messages] == ["caf? é"]
 
 
 class RudeLoop(AgentLoop):
