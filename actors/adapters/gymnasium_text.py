@@ -110,7 +110,7 @@ class GymnasiumEpisode(Episode):
         if self._options._parse is not None:
             return self._options._parse(str(reply), self._env.unwrapped)
         ends = {action: _last(action, reply) for action in self._options.actions}
-        word = max(ends, key=lambda action: ends[action])
+        word = max(ends, key=lambda action: (ends[action], len(action)))  # "pick up" is not "up"
         return self._options._first + self._options.actions.index(word) if ends[word] >= 0 else None
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,7 +57,7 @@ class OpenEnv(Environment):
         self._turn = itertools.cycle(self.urls)
 
     async def start(self, task: Task) -> OpenEnvEpisode:
-        url = f"{next(self._turn).rstrip('/').replace('http', 'ws', 1)}/ws"
+        url = re.sub("^http", "ws", f"{next(self._turn).rstrip('/')}/ws")
         socket = await self._connect(
             url,
             max_size=self.message_bytes_max,
@@ -78,8 +79,9 @@ class OpenEnvEpisode(Episode):
         self.messages = (Message("user", "\n\n".join(filter(None, (options.instructions, self._text(first))))),)
 
     async def step(self, reply: Reply) -> Step:
-        action = _filled(self._options.action, str(reply))
-        if action is None:
+        try:
+            action = _filled(self._options.action, str(reply))
+        except ValueError:
             return Step((Message("user", "Reply with a JSON object."),), signals={"unknown_action": 1.0})
         data = await ask(self._socket, "step", action)
         done = bool(data.get("done"))
@@ -127,20 +129,12 @@ async def ask(socket: Any, kind: str, data: Mapping[str, Any]) -> dict[str, Any]
     return dict(data)
 
 
-def _filled(template: Mapping[str, Any], reply: str) -> dict[str, Any] | None:
-    """The action for a reply; None where the template wants JSON and there is none."""
-    filled: dict[str, Any] = {}
-    for key, value in template.items():
-        if value == "{json}":
-            try:
-                filled[key] = orjson.loads(reply[reply.index("{") : reply.rindex("}") + 1])
-            except ValueError:
-                return None
-        elif isinstance(value, dict):
-            inner = _filled(value, reply)
-            if inner is None:
-                return None
-            filled[key] = inner
-        else:
-            filled[key] = value.replace("{reply}", reply) if isinstance(value, str) else value
-    return filled
+def _filled(template: Any, reply: str) -> Any:
+    """The action for a reply. Raises :class:`ValueError` where the template wants JSON and there is none."""
+    if template == "{json}":
+        return orjson.loads(reply[reply.index("{") : reply.rindex("}") + 1])
+    if isinstance(template, dict):
+        return {key: _filled(value, reply) for key, value in template.items()}
+    if isinstance(template, list):
+        return [_filled(value, reply) for value in template]
+    return template.replace("{reply}", reply) if isinstance(template, str) else template

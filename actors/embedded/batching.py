@@ -59,6 +59,8 @@ class Batching(ContinuousBatchingManager):
         self.output_router = _Router(asyncio.get_running_loop(), deliver, self._experts)
         self._fatal = fatal
         self._stale: set[str] = set()
+        self.unread: set[str] = set()
+        """Requests of which no pass has read a token yet."""
         self.prefix_queries = 0
         """Prompt tokens looked up in the prefix cache."""
         self.prefix_hits = 0
@@ -70,6 +72,7 @@ class Batching(ContinuousBatchingManager):
         """Queue a request. Its result is delivered once, and before it one after each token if it is a stream."""
         stops = request.stop_token_ids | (frozenset() if request.ignore_eos else self.eos_token_ids)
         self.prefix_queries += len(request.token_ids)
+        self.unread.add(request.request_id)
         self.add_request(
             request.token_ids,
             request_id=request.request_id,
@@ -86,10 +89,11 @@ class Batching(ContinuousBatchingManager):
             yield
 
     def sampled_counts(self) -> dict[str, int]:
-        """Tokens sampled so far by each unfinished request that has begun. Inside :meth:`frozen`."""
+        """Tokens sampled so far by each unfinished request. Inside :meth:`frozen`."""
         scheduler = None if self.batch_processor is None else self.batch_processor.scheduler
         states = {} if scheduler is None else {**scheduler.waiting_requests, **scheduler.active_requests}
-        return {request_id: len(state.logprobs) for request_id, state in states.items()}
+        counts = {request_id: len(state.logprobs) for request_id, state in states.items()}
+        return dict.fromkeys(self.unread.copy(), 0) | counts
 
     def forget_cache(self) -> None:
         """Make new requests blind to KV computed by the old weights. Inside :meth:`frozen`.
@@ -170,6 +174,7 @@ class Batching(ContinuousBatchingManager):
     def _generation_step(self) -> None:
         processor = self.batch_processor
         requests, scheduler = processor.inputs_and_outputs.requests_in_batch, processor.scheduler
+        self.unread.difference_update(request.state.request_id for request in requests)
         with self.states.batch(requests, scheduler.active_requests):
             super()._generation_step()
         if self._experts is not None:

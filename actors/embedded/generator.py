@@ -171,6 +171,7 @@ class Generator:
         finally:
             del self._waiting[request.request_id]
             self._streams.pop(request.request_id, None)
+            self._batching.unread.discard(request.request_id)
             self.versions.forget(request.request_id)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

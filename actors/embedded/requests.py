@@ -176,7 +176,7 @@ class VersionRecord:
     def stamp(self, version: str, sampled: Mapping[str, int]) -> None:
         """Label tokens with ``version`` from here on; ``sampled`` counts the tokens of each unfinished request so far.
 
-        A request that is not in ``sampled`` has none if it begins later, or has finished.
+        A request that is not in ``sampled`` begins later, or has finished.
         """
         self.current = version
         for request_id, count in sampled.items():

@@ -221,9 +221,14 @@ def request_messages(
     return sent
 
 
+def _as_json(arguments: Any) -> str:
+    """Arguments as JSON text, which is how written calls may state them already."""
+    return arguments if isinstance(arguments, str) else json.dumps(dict(arguments), ensure_ascii=False)
+
+
 def _calls_of(message: Message, answers: Sequence[Message], at: int) -> tuple[list[dict[str, Any]], str]:
     """(calls in OpenAI's form, text beside them) of a reply; no calls where none were made or answered."""
-    stated = [call["function"] for call in message.extra.get("tool_calls") or ()]
+    stated = [call.get("function", call) for call in message.extra.get("tool_calls") or ()]
     content = message.content
     if not answers:
         return [], with_calls_in_text(message).content
@@ -235,7 +240,7 @@ def _calls_of(message: Message, answers: Sequence[Message], at: int) -> tuple[li
         ]
     ids = [str(answer.extra.get("tool_call_id") or f"call_{at}_{i}") for i, answer in enumerate(answers)]
     calls = [
-        stated_call(number, call["name"], json.dumps(dict(call["arguments"]), ensure_ascii=False))
+        stated_call(number, call["name"], _as_json(call.get("arguments") or {}))
         for number, call in zip(ids, stated, strict=False)
     ]
     return calls, content if calls else message.content

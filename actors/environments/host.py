@@ -9,6 +9,7 @@ is started again.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 import logging
@@ -16,6 +17,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +27,7 @@ from actors.environments.base import Environment, Episode, Reply, Step
 from actors.environments.plugins import build
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout, boundary, explained
-from pipeline.runtime.plugin_limits import BlockingCalls
+from pipeline.runtime.plugin_limits import BlockingCalls, kept_running
 from pipeline.schema import ROLES, Message, Task
 from pipeline.tasks.splits import encode_splits
 
@@ -66,6 +68,7 @@ class EnvironmentHost:
         self.loop: str | None = loop if isinstance(loop, str) else None
         """The agent loop that the environment asks for."""
         self._slow = 0
+        self._closing: set[asyncio.Future[None]] = set()
 
     def tools(self) -> tuple[Any, ...]:
         """Tools that the environment gives to all its episodes. Raises :class:`ConfigurationError`."""
@@ -93,7 +96,8 @@ class EnvironmentHost:
     async def start(self, task: Task) -> Episode:
         """A new episode of ``task`` whose messages have been checked. Raises :class:`PlugInError`."""
         task = replace(task, payload=copy.deepcopy(dict(task.payload))) if task.payload else task
-        episode = await self._call(START, self.environment.start, task, late=_close_late)
+        late = partial(self._close_late, asyncio.get_running_loop())
+        episode = await self._call(START, self.environment.start, task, late=late)
         if not callable(getattr(episode, "step", None)):
             raise self._wrong(START, "start() to return an Episode (an object with messages and step)", episode)
         try:
@@ -130,14 +134,33 @@ class EnvironmentHost:
         return Step(messages, reward, step.done, signals)
 
     async def close(self, episode: Episode) -> None:
-        """Free the episode. A failure here is logged: the rollout is over, and its result stands."""
+        """Free the episode. A failure here is logged: the rollout is over, and its result stands. A call that needs a
+        thread is made when one is free, also where nobody waits for it any more."""
         close = getattr(episode, "close", None)
         if not callable(close):
             return
+        if not self.blocking or inspect.iscoroutinefunction(close):
+            await self._close(close)
+            return
+        with kept_running():
+            closing = asyncio.ensure_future(self._close(close))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        await asyncio.shield(closing)
+
+    async def _close(self, close: Callable[..., Any]) -> None:
         try:
             await self._call(CLOSE, close, seconds_max=CLOSE_SECONDS_MAX)
         except PlugInError as error:
             log.warning("environment %s: %s", self.section, error)
+
+    def _close_late(self, loop: asyncio.AbstractEventLoop, episode: Any) -> None:
+        """Close an episode that began after its rollout had given up. Runs in the thread of its start."""
+        close = getattr(episode, "close", None)
+        if inspect.iscoroutinefunction(close):
+            asyncio.run_coroutine_threadsafe(self.close(episode), loop)
+        elif callable(close):
+            close()
 
     async def _call(
         self,
@@ -166,11 +189,9 @@ class EnvironmentHost:
                 result = await self.threads.run(function, *args, begun=begun, late=late)
                 return await result if inspect.isawaitable(result) else result
             assert scope.cancelled_caught
+        key = "" if where == CLOSE else f" (environments.{self.section}.step_seconds_max)"
         raise PlugInTimeout(
-            where,
-            "TimeoutError",
-            f"environment {self.section}: no answer within {seconds_max:g} s "
-            f"(environments.{self.section}.step_seconds_max)",
+            where, "TimeoutError", f"environment {self.section}: no answer within {seconds_max:g} s{key}"
         )
 
     def _timed(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -199,7 +220,7 @@ class EnvironmentHost:
             raise self._wrong(
                 where, f"{what} to have at most {MESSAGE_CHARACTERS_MAX} characters in all", f"{n_characters}"
             )
-        return tuple(replace(m, extra=dict(m.extra)) if m.extra else m for m in messages)
+        return tuple(map(_valid, messages))
 
     def _number(self, value: Any, what: str) -> float:
         try:
@@ -232,12 +253,13 @@ def are_files(files: object) -> bool:
     )
 
 
+def _valid(message: Message) -> Message:
+    """A copy that the environment cannot change any more, without what no tokenizer can take."""
+    content = message.content
+    if not content.isascii():
+        content = content.encode("utf-8", "replace").decode()
+    return replace(message, content=content, extra=dict(message.extra))
+
+
 async def _identity(awaitable: Any) -> Any:
     return await awaitable
-
-
-def _close_late(episode: Any) -> None:
-    """Close an episode that began after its rollout had given up."""
-    close = getattr(episode, "close", None)
-    if callable(close) and not inspect.iscoroutinefunction(close):
-        close()

@@ -126,13 +126,22 @@ class FunctionTool(Tool):
         self._threads = threads if not inspect.iscoroutinefunction(function) else None
 
     async def execute(self, episode_key: str, arguments: Mapping[str, Any]) -> ToolResult:
-        if self._threads is not None:
-            value = await self._threads.run(functools.partial(self._function, **arguments))
-        else:
-            value = self._function(**arguments)
+        known = self.parameters["properties"]
+        if unknown := sorted(arguments.keys() - known.keys()):
+            raise ToolError(f"{self.name} has no argument {unknown[0][:64]!r}; it has {', '.join(known) or 'none'}")
+        call = functools.partial(self._function, **{name: _whole(v, known[name]) for name, v in arguments.items()})
+        value = call() if self._threads is None else await self._threads.run(call)
         if inspect.isawaitable(value):
             value = await value
         return value if isinstance(value, ToolResult) else ToolResult(str(value))
+
+
+def _whole(value: Any, schema: Mapping[str, Any]) -> Any:
+    """2.0 as 2 where the hint is ``int``: to JSON schema both are integers."""
+    if isinstance(value, list):
+        return [_whole(item, schema.get("items", {})) for item in value]
+    kinds = {part.get("type") for part in schema.get("anyOf", [schema])}
+    return int(value) if isinstance(value, float) and "integer" in kinds and "number" not in kinds else value
 
 
 _PLAIN: Mapping[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}

@@ -95,10 +95,11 @@ class MCP(Toolset):
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """One call of the server's tool ``name``. Raises :class:`ToolError` for what the server says is wrong."""
         session = await self._connected()
+        until = anyio.current_effective_deadline()
         try:
             result = await session.call_tool(name, dict(arguments))
         except anyio.get_cancelled_exc_class():
-            self._timeouts += 1
+            self._timeouts += anyio.current_time() >= until  # else its episode was given up
             if self._timeouts >= TIMEOUTS_MAX and session is self._session:
                 self._lost()
             raise

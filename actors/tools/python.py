@@ -173,7 +173,7 @@ def showing_the_last_value(code: str) -> str:
         return code
     if not body or not isinstance(body[-1], ast.Expr) or isinstance(body[-1].value, ast.Starred):
         return code
-    last = body[-1].value
+    last = body[-1]  # with the parentheses around its value
     lines = code.encode().split(b"\n")
     start = sum(len(line) + 1 for line in lines[: last.lineno - 1]) + last.col_offset
     expression = ast.get_source_segment(code, last)

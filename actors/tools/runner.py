@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal, Protocol
 
 import anyio
@@ -288,6 +289,6 @@ def _checked(result: Any) -> ToolResult:
     if not isinstance(result.signals, Mapping):
         raise _WrongValue(f"expected ToolResult.signals to be a mapping, got {repr(result.signals)[:200]}")
     for name, value in (("reward", result.reward), *result.signals.items()):
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not isinstance(value, Real) or not math.isfinite(value):
             raise _WrongValue(f"expected {name} to be a finite number, got {repr(value)[:200]}")
     return ToolResult(result.text, float(result.reward), {str(k): float(v) for k, v in result.signals.items()})

@@ -112,6 +112,7 @@ async def test_python_prints_and_keeps_variables_for_one_episode_only() -> None:
         await tool.create("a", Task("t", "e", 0))
         assert await run(tool, "a", code="x = 20\nprint('hi')\nx + 1") == "hi\n21\n"
         assert await run(tool, "a", code="x * 2; x") == "20\n"
+        assert await run(tool, "a", code="(\n    x + 2\n)") == "22\n"
         assert "NameError" in await run(tool, "b", code="x")
         await tool.release("a")
         assert "NameError" in await run(tool, "a", code="x")
@@ -218,6 +219,8 @@ async def test_python_says_where_bubblewrap_is_missing(monkeypatch: pytest.Monke
 
 @given(code=st.text(max_size=40) | st.sampled_from(["é = 1; é", "# x\n'ä'  # y", "(1,\n 2)", "x = 1", "f(\n)", "1;2"]))
 @example("*0")
+@example("x = 1; (x + 1)  # y")
+@example("(\n1 + 2\n)")
 def test_showing_the_last_value_keeps_code_readable(code: str) -> None:
     changed = showing_the_last_value(code)
     try:
@@ -331,6 +334,24 @@ async def test_mcp_server_that_gives_no_answers_is_started_again(stdio: MCP) -> 
                 await ask(tool, "sleep", seconds=30)
             assert scope.cancelled_caught
         assert await ask(tool, "add", a=1, b=2) == "3" and tool.connections == 2
+
+
+async def test_mcp_calls_of_episodes_that_are_given_up_do_not_count_as_unanswered(stdio: MCP) -> None:
+    class Silent:
+        async def call_tool(self, name: str, arguments: Any) -> Any:
+            await anyio.sleep_forever()
+
+    session = stdio._session = Silent()
+    async with anyio.create_task_group() as group:
+        for _ in range(5):
+            group.start_soon(stdio.call, "add", {})
+        await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+    assert stdio._session is session
+    for _ in range(3):
+        with anyio.move_on_after(0.01):
+            await stdio.call("add", {})
+    assert stdio._session is None
 
 
 @pytest.mark.slow

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.adapters.games import Arithmetic, NumberGuess, Passcode
-from actors.environments import Environment, Episode, Reply, plugins
+from actors.environments import Environment, Episode, Reply, Step, plugins
 from actors.environments import plugins as discovery
+from actors.environments.host import EnvironmentHost
 from pipeline.config.rollouts import EnvironmentConfig
-from pipeline.errors import ConfigurationError
-from pipeline.schema import Task
+from pipeline.errors import ConfigurationError, PlugInTimeout
+from pipeline.schema import Message, Task
 
 PLUG_IN = """
 from dataclasses import dataclass
@@ -167,3 +171,62 @@ def test_environment_is_found_in_a_module_and_as_an_entry_point(monkeypatch: pyt
 def test_what_cannot_be_built_says_what_was_expected(name: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         build(name, **options)
+
+
+class _Slow(Environment):
+    """Its start and the steps of its episode take until they may end."""
+
+    blocking = True
+
+    def __init__(self, episode: _Closing) -> None:
+        self._episode = episode
+
+    def start(self, task: Task) -> Episode:
+        self._episode.may_start.wait()
+        return self._episode
+
+
+class _Closing(Episode):
+    messages = (Message("user", "x"),)
+
+    def __init__(self) -> None:
+        self.may_start, self.may_step, self.closed = threading.Event(), threading.Event(), threading.Event()
+
+    def step(self, reply: Reply) -> Step:
+        self.may_step.wait()
+        return Step(done=True)
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class _ClosingAsync(_Closing):
+    async def close(self) -> None:  # type: ignore[override]
+        await anyio.sleep(0)
+        self.closed.set()
+
+
+@pytest.mark.parametrize("kind", [_Closing, _ClosingAsync])
+async def test_an_episode_that_began_too_late_is_closed(kind: type[_Closing]) -> None:
+    episode = kind()
+    config = EnvironmentConfig(name="slow", step_seconds_max=0.05)
+    with pytest.raises(PlugInTimeout):
+        await EnvironmentHost("slow", config, environment=_Slow(episode)).start(Task("slow/0", "slow", 0))
+    assert not episode.closed.is_set()
+    episode.may_start.set()
+    assert await anyio.to_thread.run_sync(episode.closed.wait, 60)
+
+
+async def test_an_episode_that_finds_no_thread_in_time_is_closed_when_there_is_one() -> None:
+    """Its rollout was given up in the middle of a step, which goes on in its thread."""
+    episode = _Closing()
+    host = EnvironmentHost("slow", EnvironmentConfig(name="slow"), threads_max=1, environment=_Slow(episode))
+    episode.may_start.set()
+    assert await host.start(Task("slow/0", "slow", 0)) is episode
+    for call in (host.step(episode, Reply("x")), host.close(episode)):
+        with anyio.move_on_after(0.05) as scope:
+            await call
+        assert scope.cancelled_caught
+    assert not episode.closed.is_set()
+    episode.may_step.set()
+    assert await anyio.to_thread.run_sync(episode.closed.wait, 60)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 from actors.environments import Environment, Episode, Reply, Step
@@ -86,6 +87,8 @@ class Hostile(Tool):
             return ToolResult("\ud800")
         if how == "nan":
             return ToolResult("x", reward=float("nan"))
+        if how == "numpy":
+            return ToolResult("x", np.float32(0.5), {"n": np.int64(1)})
         if how == "meddle":
             arguments["how"].upper()
             self.parameters["properties"].clear()  # type: ignore[attr-defined]
@@ -105,7 +108,7 @@ class Hostile(Tool):
         *((how, "raised") for how in ("raise", "unprintable", "group", *LEAVES)),
         ("hang", "timeout"),
         *((how, "wrong_value") for how in ("none", "text", "number", "nan")),
-        *((how, "ok") for how in ("megabytes", "surrogate", "meddle")),
+        *((how, "ok") for how in ("megabytes", "surrogate", "meddle", "numpy")),
     ],
 )
 async def test_a_hostile_tool_is_told_counted_kept_and_does_not_stop_the_episode(
@@ -222,6 +225,8 @@ class RudeEpisode(Episode):
             self.messages[0].extra["note"] = "changed"  # type: ignore[index]
         if how == "wrong":
             return 7
+        if how == "surrogate" and reply == "a":
+            return Step((Message("user", "caf\udce9 é"),))
         return Step(reward=1.0, done=True)
 
 
@@ -239,6 +244,16 @@ async def test_a_hostile_environment_fails_its_own_episode_with_a_bounded_traceb
     assert trajectory.failure is not None and trajectory.failure.boundary == "environment step"
     assert "in step" in trajectory.failure.details or how not in ("raise", "exit", "cancelled", "block")
     assert len(trajectory.failure.message) < 5000 and len(trajectory.failure.details) < 25_000
+
+
+async def test_text_that_is_no_unicode_is_told_with_a_mark(
+    office: MakeOffice,  # noqa: F811
+    make_order: MakeOrder,
+) -> None:
+    services = office(Rude("surrogate"), "a", "b", loop_name="multi_turn", loop={"options": {}})
+    trajectory = await run_order(services, make_order())
+    assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
+    assert [m.content for m in trajectory.turns[1].context_messages] == ["caf? é"]
 
 
 class RudeLoop(AgentLoop):

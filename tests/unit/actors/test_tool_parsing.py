@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from actors.tools.base import FunctionTool, check_of, schema_of_tool
+from actors.tools.base import FunctionTool, ToolError, check_of, schema_of_tool
 from actors.tools.parsing.argument_types import typed, untyped
 from actors.tools.parsing.base import CallError, Parsed, Thinking, ToolCall
 from actors.tools.parsing.formats import written
@@ -276,6 +276,25 @@ def _with(hint: Any) -> Any:
 
     lookup.__annotations__["value"] = hint
     return lookup
+
+
+@pytest.mark.parametrize(
+    ("hint", "given", "taken"),
+    [(int, 2.0, 2), (int | None, 2.0, 2), (list[int], [1, 2.0], [1, 2]), (float, 2.0, 2.0), (int | float, 2.0, 2.0)],
+)
+async def test_a_function_gets_what_its_annotations_say(hint: Any, given: Any, taken: Any) -> None:
+    found: list[Any] = []
+
+    def lookup(value: Any) -> None:
+        found.append(value)
+
+    lookup.__annotations__["value"] = hint
+    tool = FunctionTool(lookup)
+    assert check_of(schema_of_tool(tool, "x"), "x")({"value": given}) is None
+    await tool.execute("e", {"value": given})
+    assert repr(found) == repr([taken])
+    with pytest.raises(ToolError, match="lookup has no argument 'other'; it has value"):
+        await tool.execute("e", {"value": given, "other": 1})
 
 
 def as_json(value: Any) -> str:

@@ -136,3 +136,21 @@ async def test_an_engine_that_is_stopped_asleep_answers_its_requests(folder):
         await task
     await until(lambda: not generator.alive)  # else its process would never end
     assert generator.passes == 0
+
+
+async def test_tokens_bear_the_version_that_sampled_them_also_of_a_request_that_comes_in_a_pause(generator):
+    """A request alone samples a token in each pass."""
+    await generator.stamp("0")
+    for number in range(8):
+        before = generator.passes
+        pausing = asyncio.create_task(generator.pause()) if number % 2 else None
+        task = asyncio.create_task(generator.generate(request(str(number), 5)))
+        await until(lambda: len(generator._waiting) == 1)
+        await (pausing or generator.pause())
+        old = generator.passes - before
+        await generator.stamp(str(number + 1))
+        await generator.resume()
+        async with asyncio.timeout(60):
+            spans = (await task).spans
+        sampled_by = [(str(number), 0, old), (str(number + 1), old, 5)]
+        assert [(s["version"], s["start"], s["end"]) for s in spans] == [s for s in sampled_by if s[1] < s[2]]

@@ -395,6 +395,16 @@ def test_the_history_of_calls_is_stated_with_the_ids_of_the_answers():
     assert orjson.dumps(sent)
 
 
+@pytest.mark.parametrize("arguments", [{"x": "é"}, '{"x": "é"}'])
+@pytest.mark.parametrize("apart", [True, False])
+def test_the_calls_of_a_written_example_are_stated_whatever_their_form(arguments, apart):
+    call = {"name": "f", "arguments": arguments}
+    example = Message("assistant", "", {"tool_calls": [{"function": call} if apart else call]})
+    sent = request_messages([Message("user", "go"), example, Message("tool", "one")])
+    (stated,) = sent[1]["tool_calls"]
+    assert stated["function"] == {"name": "f", "arguments": '{"x": "é"}'} and sent[2]["tool_call_id"] == stated["id"]
+
+
 def test_arguments_that_are_no_json_are_a_call_that_cannot_be_read():
     text = reply_text(ChatAnswer("", (("f", "{broken"),), "", FinishReason.STOP, 0, 0))
     (call,) = FORMATS["qwen"].parse(text, ()).calls

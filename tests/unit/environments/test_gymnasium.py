@@ -112,6 +112,13 @@ def test_actions_that_begin_elsewhere_are_meant(kit, games):
     assert [episode.step(Reply(word)).messages[0].content for word in "abc"] == ["5", "6", "7"]
 
 
+def test_an_action_that_ends_with_the_word_of_another_is_meant(kit, games):
+    actions = ["up", "pick up", "up and down"]
+    episode = kit.build("gymnasium", id="counting_games:Count-v0", actions=actions).start(kit.task(1))
+    replies = ["Pick up", "up", "I pick up, then go up and down."]
+    assert [episode.step(Reply(reply)).messages[0].content for reply in replies] == ["6", "5", "7"]
+
+
 def test_words_cannot_name_what_is_no_single_action(kit, games):
     options = {"id": "counting_games:Count-v0", "options": {"space": "bits"}, "actions": ["a", "b", "c"]}
     with pytest.raises(ConfigurationError, match="or a parse function"):

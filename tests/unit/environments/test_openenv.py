@@ -100,13 +100,13 @@ async def test_many_episodes_at_once_have_their_own_state():
 
 async def test_json_actions_are_filled_from_the_reply():
     async with serving() as (server, url):
-        game = host(url, action={"message": "{json}", "kind": "move", "deep": {"said": "<{reply}>"}})
+        game = host(url, action={"message": "{json}", "kind": "move", "deep": {"said": ["<{reply}>", None]}})
         episode = await game.start(task(3))
         assert "Reply with a JSON object" in (await game.step(episode, Reply("hello"))).messages[0].content
         server.fault = _silent_observation
         await game.step(episode, Reply('I do {"n": [1]} now'))
         assert server.received[-1]["data"] == {
-            "message": {"n": [1]}, "kind": "move", "deep": {"said": '<I do {"n": [1]} now>'}
+            "message": {"n": [1]}, "kind": "move", "deep": {"said": ['<I do {"n": [1]} now>', None]}
         }  # fmt: skip
         await game.close(episode)
 
@@ -167,6 +167,20 @@ async def test_a_servers_fault_fails_the_episode_under_its_name_and_leaks_nothin
         with anyio.fail_after(60):
             while server.open:
                 await anyio.lowlevel.checkpoint()
+
+
+@pytest.mark.parametrize("scheme", ["ws", "http"])
+async def test_the_name_of_a_host_is_not_changed(scheme, monkeypatch):
+    game, asked = host(f"{scheme}://http-games:8000/"), []
+
+    async def connect(url, **_):
+        asked.append(url)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(game.environment, "_connect", connect)
+    with pytest.raises(PlugInError):
+        await game.start(task(1))
+    assert asked == ["ws://http-games:8000/ws"]
 
 
 async def test_no_server_is_a_failure_that_says_so():
