@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from html import escape
 from numbers import Integral
 from pathlib import Path
+from socket import gethostname
 from typing import Any, Self
 
 import anyio
@@ -134,12 +135,16 @@ class Run:
 
     def stop(self) -> None:
         """Stop the run as Ctrl-C does: its processes finish what they must, and :func:`afterplay.train` resumes it.
-        Blocks until they have ended; harmless when they have."""
+        Blocks until they have ended; harmless when they have. Raises :class:`AfterplayError` for a run that another
+        machine has started."""
         if self._supervised is not None:
             self._supervised.stop()
             return
-        pid = (read_json(self._directory.lock_file) or {}).get("pid")
+        holder = read_json(self._directory.lock_file) or {}
+        pid, host = holder.get("pid"), holder.get("host", gethostname())
         if self.alive and isinstance(pid, int):
+            if host != gethostname():
+                raise AfterplayError(f"{self.directory} runs on {host}, as process {pid}: stop it there")
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
             while self.alive:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import anyio
@@ -70,7 +71,7 @@ class RunIsAlive(AfterplayError):
 @contextmanager
 def run_lock(directory: RunDirectory, mark: bool = True) -> Iterator[int]:
     """Hold the directory's lock; yields its file descriptor. The kernel frees it when the last holder is gone.
-    ``mark`` writes our process id into it, for the error message of others.
+    ``mark`` writes our process id and host into it, for the error message of others and for who stops the run.
 
     Raises :class:`RunIsAlive`, which names the process.
     """
@@ -91,7 +92,7 @@ def run_lock(directory: RunDirectory, mark: bool = True) -> Iterator[int]:
     try:
         if mark:
             os.ftruncate(lock.descriptor, 0)
-            holder = orjson.dumps({"pid": os.getpid(), "started_at": time.time()})
+            holder = orjson.dumps({"pid": os.getpid(), "host": gethostname(), "started_at": time.time()})
             left_out(partial(os.write, lock.descriptor, holder), directory.path)
         yield lock.descriptor
     finally:

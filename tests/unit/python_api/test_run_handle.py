@@ -64,6 +64,16 @@ def test_a_stopped_run_is_no_failure(run: Run) -> None:
     run.stop()
 
 
+def test_a_run_of_another_machine_is_not_stopped_by_the_number_of_its_process(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.kill", lambda *args: pytest.fail("a process of this machine got a signal"))
+    with run_lock(RunDirectory(run.directory)):
+        monkeypatch.setattr("afterplay.run.gethostname", lambda: "here")
+        with pytest.raises(AfterplayError, match="stop it there"):
+            run.stop()
+
+
 def test_a_run_warns_while_most_of_its_rollouts_fail(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     alive = iter([True, True, False])
     monkeypatch.setattr(Run, "alive", property(lambda self: next(alive)))
