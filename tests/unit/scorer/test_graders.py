@@ -374,6 +374,7 @@ def test_forms_of_numbers(text: str, value: Any) -> None:
 def test_long_replies_are_graded_in_time() -> None:
     n = 200_000
     hostile = ("1 000 " * n, r"\frac" * n, "$" * n, "A, " * n, "A " * n, "(" * n, "answer " * n, "9" * n, "\n" * n)
+    hostile += (r"\boxed{" * n, r"\text{A" * n)
     for text in (*hostile, "1," * n, "1 " * n, "1/" * n, "answer" + " " * n, "A" + "\n" * n, "(" * n + "a" + ")" * n):
         normal(text, case=False, punctuation=False)
         last_number(text)
