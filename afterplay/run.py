@@ -141,7 +141,7 @@ class Run:
             self._supervised.stop()
             return
         holder = read_json(self._directory.lock_file) or {}
-        pid, machine = holder.get("pid"), holder.get("machine")
+        pid, machine = holder.get("pid"), holder.get("machine", socket.gethostname())
         if self.alive and isinstance(pid, int):
             if machine != socket.gethostname():
                 raise AfterplayError(

@@ -15,7 +15,7 @@ import yaml
 from actors.environments.base import Environment
 from afterplay.source import PlugIn, plug_in
 from pipeline.config import RunConfig
-from pipeline.config.load import ENVIRONMENT_PREFIX, dump_yaml, example, flat, loads, parse_yaml
+from pipeline.config.load import ENVIRONMENT_PREFIX, dump_yaml, example, flat, loads, parse_yaml, plain
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.run_directory import RunDirectory, write_bytes_atomically
 
@@ -86,7 +86,7 @@ def read_run_file(
 
 def assignments(overrides: Mapping[str, Any]) -> list[str]:
     """The same overrides as arguments of ``--set``."""
-    return [f"{key}={json.dumps(_copied(value))}" for key, value in _flat(overrides).items()]  # JSON is YAML
+    return [f"{key}={json.dumps(plain(_copied(value)))}" for key, value in _flat(overrides).items()]  # JSON is YAML
 
 
 def _sections(config: Config) -> tuple[dict[str, Any], str]:

@@ -204,9 +204,12 @@ def status(run_directory: Run) -> None:
 @app.command()
 def plot(
     run_directories: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The picture of several runs.")] = Path(
-        "curves.png"
-    ),
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="The picture. Default: curves.png, of one run in its directory."
+        ),
+    ] = None,
 ) -> None:
     """Draw curves.png from the metrics.jsonl of a run, or the curves of several runs over each other. Works while a run
     is alive.
@@ -223,10 +226,11 @@ def plot(
         if len(directories) > 1 and not directory.metrics_file.exists():
             raise ConfigurationError(f"not drawn: {directory.path} has no steps yet")
     if len(directories) == 1:
-        output = directories[0].curves_file
+        output = output or directories[0].curves_file
         if problem := draw(directories[0].metrics_file, output):
             raise ConfigurationError(problem)
     else:
+        output = output or Path("curves.png")
         named = [f"{number}: {directory.path.name[-20:]}" for number, directory in enumerate(directories, 1)]
         draw_runs(dict(zip(named, (d.metrics_file for d in directories), strict=True)), output)
     typer.echo(str(output))

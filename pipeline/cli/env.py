@@ -295,15 +295,12 @@ def _talk(who: str, text: str) -> None:
 
 def _options(sets: list[str] | None, option: str = "--set") -> dict[str, Any]:
     """``["a=1", "b=[x]"]`` as a dictionary. Raises :class:`ConfigurationError`."""
-    import yaml
+    from pipeline.config.load import parse_yaml
 
     options: dict[str, Any] = {}
     for text in sets or ():
         key, equals, value = text.partition("=")
         if not (key and equals):
             raise ConfigurationError(f"{option} {text}: expected option=value")
-        try:
-            options[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigurationError(f"{option} {text}: expected a YAML value, got an error: {error}") from error
+        options[key] = parse_yaml(value, f"{option} {text}")
     return options

@@ -158,9 +158,12 @@ def _changed(config: RunConfig) -> dict[str, Any]:
 def _difference(value: Any, default: Any) -> Any:
     if isinstance(value, str) and value.startswith("/"):
         return Path(value).name  # no folders of this machine
-    if not isinstance(value, dict) or not isinstance(default, dict):
+    if isinstance(value, list):
+        return [_difference(inner, None) for inner in value]
+    if not isinstance(value, dict):
         return value
-    return {key: _difference(inner, default.get(key)) for key, inner in value.items() if inner != default.get(key)}
+    usual = default if isinstance(default, dict) else {}
+    return {key: _difference(inner, usual.get(key)) for key, inner in value.items() if inner != usual.get(key)}
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

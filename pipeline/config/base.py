@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, SerializeAsAny, model_validator
 from pydantic_core import CoreSchema, core_schema
 
 NUMBERS = (int, float, int | None, float | None)
+PATHS = (Path, Path | None)
 
 
 class Section(BaseModel):
@@ -19,8 +22,8 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_meant(cls, values: Any) -> Any:
-        """``values`` with one text as a list of it where a list is expected (``report_to: wandb``), and with ``true``
-        as text where a number is: Python takes it for 1."""
+        """``values`` with one text as a list of it where a list is expected (``report_to: wandb``), with ``true`` as
+        text where a number is, because Python takes it for 1, and with the home folder for the ``~`` of a path."""
         if not isinstance(values, dict):
             return values
 
@@ -28,6 +31,8 @@ class Section(BaseModel):
             kind = cls.model_fields[key].annotation if key in cls.model_fields else None
             if isinstance(value, bool) and kind in NUMBERS:
                 return str(value).lower()
+            if isinstance(value, str | Path) and kind in PATHS:
+                return Path(os.path.expanduser(value))
             one = isinstance(value, str) and get_origin(kind) is tuple and get_args(kind)[1:] == (...,)
             return [value] if one else value
 

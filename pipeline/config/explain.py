@@ -99,7 +99,7 @@ def _with_data_at_home(section: EnvironmentConfig) -> EnvironmentConfig:
     splits = data.splits
     if data.path is None and data.name is None:
         splits = {name: str(Path(str(place)).expanduser().absolute()) for name, place in splits.items()}
-    path = None if data.path is None else data.path.expanduser().absolute()
+    path = None if data.path is None else data.path.absolute()
     return section.model_copy(update={"tasks_from": data.model_copy(update={"path": path, "splits": splits})})
 
 

@@ -58,6 +58,10 @@ class _Loader(yaml.SafeLoader):
             seen[key] = line
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_str(self, node: yaml.ScalarNode) -> str:
+        text = str(self.construct_scalar(node))  # JSON, which is YAML, may write one character as a pair of escapes
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         text = self.construct_scalar(node)
         return int(text, 0) if text.lstrip("+-").startswith(("0o", "0x")) else int(text)
@@ -81,6 +85,7 @@ for _tag, _pattern, _first in _RESOLVERS:
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_tag, re.compile(_pattern), list(_first))
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_yaml_str)
 
 
 def _refusal(node: yaml.Node, problem: str) -> yaml.YAMLError:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from pipeline.config.advantages import AdvantageConfig
 from pipeline.config.base import Section
@@ -56,7 +56,7 @@ class RunSection(Section):
     id: str | None = Field(None, pattern=r"^[A-Za-z0-9._-]+$", max_length=64)
     """Identity that the learner stamps on published weights. Actors sample only from weights of their own run. None:
     ``afterplay run`` makes a new one at each start; roles that you start yourself stamp versions without a run."""
-    directory: Annotated[Path, AfterValidator(Path.expanduser)] = Path("runs")
+    directory: Path = Path("runs")
     """Parent of the run directory, which is ``directory/name``. ``~`` is your home folder."""
     total_steps: int = Field(100, ge=1)
     """Length of the run, in updates of the learner."""

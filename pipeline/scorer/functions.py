@@ -196,9 +196,9 @@ class Call:
 
     def _listed(self, values: object, n: int) -> list[Outcome] | ScoreFailure:
         """An outcome for each of ``n`` trajectories, or why the values are none."""
-        if isinstance(values, str | bytes) or not (isinstance(values, Sequence) or hasattr(values, "tolist")):
+        listed = values.tolist() if hasattr(values, "tolist") else values
+        if isinstance(listed, str | bytes) or not isinstance(listed, Sequence):
             return self._wrong(f"a list of {n} numbers", values)
-        listed: list[object] = list(values)  # type: ignore[call-overload]
         if len(listed) != n:
             return self._wrong(f"a list of {n} numbers", f"{len(listed)} of them")
         return [self._checked(value) for value in listed]
@@ -320,6 +320,8 @@ def call_in_worker(path: str, every: list[tuple[bytes, ...]], many: bool, option
             import asyncio
 
             value = asyncio.run(value)
+        if many and hasattr(value, "tolist"):
+            value = value.tolist()
         if many and not isinstance(value, str) and hasattr(value, "__iter__"):
             return [_plain(v) for v in value]
         return _plain(value)

@@ -12,7 +12,7 @@ import importlib.util
 import logging
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -161,8 +161,8 @@ _FENCE = "```"
 
 
 def json_schema(trajectory: Trajectory, schema: Mapping[str, Any] | None = None, after: str | None = None) -> float:
-    """The reply, or the last fenced block in it, is JSON that satisfies the schema (of the options, else ``schema`` of
-    the payload). References to other documents are not followed."""
+    """The reply, or else the last fenced block in it, is JSON that satisfies the schema (of the options, else
+    ``schema`` of the payload). References to other documents are not followed."""
     import jsonschema
     from jsonschema.validators import validator_for
     from referencing import Registry
@@ -175,20 +175,25 @@ def json_schema(trajectory: Trajectory, schema: Mapping[str, Any] | None = None,
         validator.check_schema(rule)
     except jsonschema.SchemaError as error:
         raise SchemaError(f"expected a JSON schema, got one that is not: {error.message}") from error
-    try:
-        value = orjson.loads(_json_text(given(trajectory, after)))
-    except orjson.JSONDecodeError:
-        return 0.0
-    return float(validator(rule, registry=Registry()).is_valid(value))
+    for text in _json_texts(given(trajectory, after)):
+        try:
+            value = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            continue
+        return float(validator(rule, registry=Registry()).is_valid(value))
+    return 0.0
 
 
-def _json_text(text: str) -> str:
+def _json_texts(text: str) -> Iterator[str]:
+    """All of the text, what lies between its first and its last fence (a block whose texts have fences themselves), and
+    the last block."""
+    yield text.strip()
     parts = text.split(_FENCE)
     if len(parts) < 3:
-        return text.strip()
-    block = parts[-2] if len(parts) % 2 else parts[-1]
-    first, _, rest = block.partition("\n")
-    return rest if first.strip().isalpha() else block
+        return
+    for block in (_FENCE.join(parts[1:-1]), parts[-2] if len(parts) % 2 else parts[-1]):
+        first, _, rest = block.partition("\n")
+        yield rest if first.strip().isalpha() else block
 
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -279,6 +284,9 @@ FLOAT_SHARE = Fraction(1, 10**12)
 """Share of an answer that is a JSON float within which the nearest float to a number lies."""
 _LETTER = r"[*_(\[\"'$]{0,4}\s{0,3}([A-Z])(?![A-Za-z'])"
 _NOUN = r"(?i:answer|choice|option|solution)"
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s{0,3}\{")
+_LATEX = re.compile(r"\\(?:text|math)[a-z]{0,6}\s?\{([^{}]{0,200})\}|\\(?=[()\[\]])")
+_BRACES = str.maketrans("{}", "()")
 _STATED = (
     re.compile(
         rf"{_NOUN}(?i:\s{{0,3}}[:=]|\s{{1,3}}(?:is|was|must\sbe|should\sbe|would\sbe|has\sto\sbe)\s?:?)\s{{0,3}}"
@@ -370,9 +378,9 @@ def choice(
 
 
 def chosen_letter(text: str, letters: str) -> str | None:
-    """The last letter that is chosen (``the answer is B``), else named (``option B``), else marked (``(B)``, a line
-    ``B.``), else alone. None for one of several (``A or B``); a letter that is denied (``not A``, ``A is wrong``) does
-    not count.
+    r"""The last letter that is chosen (``the answer is B``, ``\boxed{B}``), else named (``option B``), else marked
+    (``(B)``, a line ``B.``), else alone. None for one of several (``A or B``); a letter that is denied (``not A``, ``A
+    is wrong``) does not count.
 
     >>> [chosen_letter(t, "ABCD") for t in ("The answer is (B), as option A is false", "A. no. C", "b", "A or B")]
     ['B', 'C', 'B', None]
@@ -380,6 +388,8 @@ def chosen_letter(text: str, letters: str) -> str | None:
     text = text.strip()
     if len(text) == 1:
         text = text.upper()
+    if "\\" in text:
+        text = _LATEX.sub(r"\1", _BOX.sub("answer: {", text)).translate(_BRACES)
     for pattern in _STATED:
         chosen: str | None = None
         behind = 0

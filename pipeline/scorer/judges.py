@@ -130,12 +130,18 @@ class Judge(ServedPart):
 
     def _read(self, answer: Any) -> float:
         try:
-            text = answer["choices"][0]["message"]["content"]
-        except (KeyError, IndexError, TypeError):
+            choice = answer["choices"][0]
+            text, cut = choice["message"]["content"], choice.get("finish_reason") == "length"
+        except (KeyError, IndexError, TypeError, AttributeError):
             text = None
         if not isinstance(text, str):
             raise EngineProtocolError(f"expected choices[0].message.content as text, got {str(answer)[:200]}")
         found = deque(self._score.finditer(text), maxlen=1)
+        if cut and found and text[: found[0].start()].strip():  # a score on the way to another, or half of one
+            raise EngineProtocolError(
+                f"expected a whole reply, got one that was cut at the limit of tokens, in which {found[0].group(0)!r} "
+                f"stands: give the judge more (extra: {{max_tokens: {4 * REPLY_TOKENS_MAX}}})"
+            )
         low, high = self._section.scale
         try:
             score = float(found[0].group(1)) if found else math.nan

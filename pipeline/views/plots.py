@@ -38,7 +38,7 @@ def draw(metrics_file: Path, picture: Path) -> str | None:
     if not read_lines(metrics_file):
         return f"not drawn: {metrics_file} has no steps yet"
     try:
-        drawn = png_of(figure(metrics_file, picture.parent.name))
+        drawn = png_of(figure(metrics_file, metrics_file.resolve().parent.name))
     except ImportError as error:
         return f"not drawn: {error}. Install matplotlib"
     write_bytes_atomically(picture, drawn)

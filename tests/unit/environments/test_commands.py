@@ -25,6 +25,7 @@ from actors.rendering.tokenizer import load_tokenizer
 from actors.rollout.agent_loop import MultiTurn
 from learner.models.tiny import TinyOptions, write_tiny_model
 from pipeline.cli.app import app
+from pipeline.cli.env import _options
 from pipeline.config.load import load
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError
@@ -88,6 +89,13 @@ def test_wrong_names_and_options_are_refused():
     assert isinstance(invoke("play", "number_guess", "--set", "hihg=3").exception, ConfigurationError)
     assert isinstance(invoke("play", "number_guess", "--set", "high").exception, ConfigurationError)
     assert isinstance(invoke("play", "number_guess", "--expert").exception, ConfigurationError)
+
+
+def test_options_are_read_as_a_run_file_reads_them():
+    sets = ["a=1e-3", "b=on", "c=2026-01-02", "d=[1, x]", "e=010"]
+    assert _options(sets) == {"a": 0.001, "b": "on", "c": "2026-01-02", "d": [1, "x"], "e": 10}
+    with pytest.raises(ConfigurationError, match=r"--body x=\[1, line 1"):
+        _options(["x=[1"], "--body")
 
 
 def test_a_pipe_plays_to_the_end(monkeypatch):

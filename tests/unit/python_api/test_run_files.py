@@ -109,9 +109,12 @@ def test_overrides_are_also_arguments_of_a_command() -> None:
         "learner__learning_rate": 1e-6,
         "engine__args": ["--seed=1"],
         "model": {"chat_template": None},
+        "sampling": {"stop": ["🛑"]},
+        "run__directory": Path("there"),
     }
     config = loads("", overrides=assignments(given))
     assert (config.run.name, config.learner.learning_rate, config.engine.args) == ("x", 1e-6, ("--seed=1",))
+    assert config.sampling.stop == ("🛑",) and config.run.directory == Path("there")
 
 
 def test_the_written_file_is_the_configuration_that_was_checked(

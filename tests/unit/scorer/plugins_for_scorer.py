@@ -4,6 +4,8 @@ import sys
 import threading
 import time
 
+import numpy as np
+
 
 def length(trajectory):
     return float(trajectory.n_sampled)
@@ -150,6 +152,14 @@ def batch_too_short(trajectories):
 
 def batch_with_text(trajectories):
     return ["high" if number_of(t) == 1 else 1.0 for t in trajectories]
+
+
+def batch_array(trajectories):
+    return np.array([number_of(t) for t in trajectories], np.float32)
+
+
+def batch_mean(trajectories):
+    return np.mean([number_of(t) for t in trajectories])
 
 
 def length_text(trajectories):

@@ -87,6 +87,10 @@ def test_a_tolerance_is_a_share_of_the_answer() -> None:
         ("The answer is not A.", None), ("The answer is A or B", None), ("The answer is A, B, or C", None),
         ("Answer: A, B", None), ("The answer is A/B", None), ("The answer is C: A and B fail", "C"),
         (r"The answer is $\boxed{B}$", "B"), ("I rule out A. I go with B.", "B"), ("My answer would be D", "D"),
+        (r"Option A gives 3, option B gives 4. The answer is $\boxed{C}$.", "C"), (r"(A) is 3. \boxed{\text{C}}", "C"),
+        (r"Option A is too small. \fbox{C) Paris}", "C"), (r"\boxed{A}. Wait, \boxed{\textbf{(B)}}", "B"),
+        (r"Option A is small, so the answer is \(C\)", "C"), (r"(A) is 3, so the answer is $\mathrm{C}$.", "C"),
+        (r"\boxed{A \text{ or } B}", None), (r"So $\boxed{A, B}$.", None), (r"\boxed{A}, as option B is false", "A"),
     ],
 )  # fmt: skip
 def test_choice_finds_the_letter(reply: str, letter: str | None) -> None:
@@ -116,7 +120,8 @@ def test_regex_searches_or_matches_the_whole() -> None:
     ("reply", "score"),
     [
         ('{"a": 1}', 1), ('{"a": "x"}', 0), ("no JSON", 0), ('Here:\n```json\n{"a": 2}\n```\nDone', 1), ("{}", 0),
-        ('```\n{"a": 3}\n```', 1),
+        ('```\n{"a": 3}\n```', 1), ('{"a": 4, "code": "```python\\nprint()\\n```"}', 1), ('{"a": "```1```"}', 0),
+        ('```json\n{"a": 5, "code": "use ```x```"}\n```', 1), ('```json\n{"a": "x"}\n```\n```json\n{"a": 6}\n```', 1),
     ],
 )  # fmt: skip
 def test_json_schema_checks_the_reply(reply: str, score: float) -> None:
@@ -369,6 +374,7 @@ def test_forms_of_numbers(text: str, value: Any) -> None:
 def test_long_replies_are_graded_in_time() -> None:
     n = 200_000
     hostile = ("1 000 " * n, r"\frac" * n, "$" * n, "A, " * n, "A " * n, "(" * n, "answer " * n, "9" * n, "\n" * n)
+    hostile += (r"\boxed{" * n, r"\text{A" * n)
     for text in (*hostile, "1," * n, "1 " * n, "1/" * n, "answer" + " " * n, "A" + "\n" * n, "(" * n + "a" + ")" * n):
         normal(text, case=False, punctuation=False)
         last_number(text)

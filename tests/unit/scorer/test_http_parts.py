@@ -72,8 +72,8 @@ async def serving(*answers: Any) -> AsyncIterator[Server]:
         await runner.cleanup()
 
 
-def spoken(text: str) -> dict[str, Any]:
-    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
+def spoken(text: str, finish_reason: str = "stop") -> dict[str, Any]:
+    return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": finish_reason}]}
 
 
 @pytest.fixture(autouse=True)
@@ -141,6 +141,8 @@ async def test_what_passes_is_tried_again(faults: list[Any]) -> None:
         ({"choices": []}, "protocol", 1),
         (spoken("no idea"), "protocol", 1), (spoken("Score: 11"), "protocol", 1), (spoken("Score: -1"), "protocol", 1),
         ({"choices": [{"message": {"content": None}}]}, "protocol", 1),
+        (spoken("Style alone has a score: 2. As to its content", "length"), "protocol", 1),
+        (spoken("Good. Score: 1", "length"), "protocol", 1),
         (lambda _: web.Response(body=b"[" + b"0," * 9_000_000 + b"0]"), "protocol", 1),
     ],
 )  # fmt: skip
@@ -156,6 +158,15 @@ async def test_a_judge_that_fails_gives_no_reward_and_its_kind_of_failure(
         assert verdict.reward is None and verdict.rewards["it"] is None
         assert [(name, failure) for name, _, failure in seen] == [("it", reason)]
         assert len(server.bodies) == requests
+
+
+async def test_a_judge_that_may_say_nothing_but_its_score_is_heard() -> None:
+    answer = spoken(" 7", "length")
+    async with (
+        serving(answer) as server,
+        scoring("judges", server.url, score_pattern=r"(\d+)", extra={"max_tokens": 1}) as scorer,
+    ):
+        assert (await scorer.score(said("x"))).reward == 0.7
 
 
 async def test_a_server_that_is_not_there_is_unavailable() -> None:

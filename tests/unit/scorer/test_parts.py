@@ -40,10 +40,11 @@ async def score_all(stage: Scorer, n: int, environment: str = "q") -> list[Verdi
     return [verdicts[number] for number in range(n)]
 
 
+@pytest.mark.parametrize("path", ["batch_of_numbers", "batch_array"])
 @pytest.mark.parametrize("worker", [False, True])
-async def test_a_batch_function_scores_each_once(monkeypatch: pytest.MonkeyPatch, worker: bool) -> None:
+async def test_a_batch_function_scores_each_once(monkeypatch: pytest.MonkeyPatch, worker: bool, path: str) -> None:
     monkeypatch.setattr("pipeline.scorer.scorer.BATCH_MAX", 4)
-    batch = {"path": "batch_of_numbers", "per": "batch", "worker": worker}
+    batch = {"path": path, "per": "batch", "worker": worker}
     verdicts = await score_all(scorer(batch), 10)
     assert [verdict.reward for verdict in verdicts] == list(range(10))
 
@@ -53,7 +54,7 @@ async def test_a_batch_function_scores_each_once(monkeypatch: pytest.MonkeyPatch
     [
         ("batch_with_holes", "missing", {0, 2, 4}), ("batch_too_short", "type", {0, 1, 2, 3, 4}),
         ("raises", "raised", {0, 1, 2, 3, 4}), ("length_text", "type", {0, 1, 2, 3, 4}),
-        ("batch_with_text", "type", {1}),
+        ("batch_with_text", "type", {1}), ("batch_mean", "type", {0, 1, 2, 3, 4}),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("worker", [False, True])

@@ -31,7 +31,7 @@ from pipeline.supervisor.plan import plan
 from pipeline.supervisor.processes import HealthAnswer
 from pipeline.supervisor.restarts import Machine, Rule
 from pipeline.supervisor.run import run_lock
-from pipeline.views.plots import draw
+from pipeline.views.plots import draw, figure
 from pipeline.views.step_lines import MetricsTail, Pace, describe, read_lines, step_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -262,7 +262,7 @@ def test_a_run_in_a_folder_that_may_only_be_read_has_a_status(tmp_path, monkeypa
     assert "not running" in " ".join(invoke("status", str(directory.path)).output.split())
 
 
-def test_the_picture_is_drawn_from_full_partial_and_odd_lines(tmp_path):
+def test_the_picture_is_drawn_from_full_partial_and_odd_lines(tmp_path, monkeypatch):
     directory = RunDirectory(tmp_path)
     write_lines(
         directory, line(0), line(1), line(1, reward_mean=None), {"step": 2}, line(3, seconds=None, signals=None)
@@ -270,6 +270,13 @@ def test_the_picture_is_drawn_from_full_partial_and_odd_lines(tmp_path):
     result = invoke("plot", str(tmp_path))
     assert (result.exit_code, result.output.strip()) == (0, str(tmp_path / "curves.png"))
     assert directory.curves_file.read_bytes().startswith(b"\x89PNG")
+    elsewhere = tmp_path / "elsewhere" / "one.png"
+    elsewhere.parent.mkdir()
+    with monkeypatch.context() as patch:
+        titles = []
+        patch.setattr("pipeline.views.plots.figure", lambda file, name: titles.append(name) or figure(file, name))
+        assert invoke("plot", str(tmp_path), "-o", str(elsewhere)).output.strip() == str(elsewhere)
+    assert elsewhere.read_bytes().startswith(b"\x89PNG") and titles == [tmp_path.name]
 
 
 def test_a_run_without_steps_has_no_picture_and_says_so(tmp_path):

@@ -213,6 +213,19 @@ def test_resolving_fixes_what_several_processes_must_know(tmp_path, monkeypatch)
     assert resolve(config) == config
 
 
+def test_a_path_may_begin_at_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = loads(
+        "environments: {q: {name: question, tasks_from: {kind: huggingface, path: ~/data}}}\n"
+        "scorer: {functions: [{path: exact}]}\n"
+        "loss: {supervised: {weight: 1, source: file, demonstrations: ~/shown.jsonl}}\n"
+        "learner: {reference: {source: folder, folder: ~/model}}\nstage: {curve: ~/keys}\nrun: {directory: ~/runs}"
+    )
+    paths = (config.environments["q"].tasks_from.path, config.loss.supervised.demonstrations, config.stage.curve)
+    assert [str(path) for path in paths] == ["/home/me/data", "/home/me/shown.jsonl", "/home/me/keys"]
+    assert (str(config.learner.reference.folder), str(config.run.directory)) == ("/home/me/model", "/home/me/runs")
+
+
 @pytest.mark.parametrize(
     "text",
     [

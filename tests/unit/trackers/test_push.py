@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.cli.push import push, upload, write_folder
+from pipeline.cli.push import card, push, upload, write_folder
 from pipeline.cli.replay import open_run
 from pipeline.errors import AfterplayError, ConfigurationError
 from pipeline.runtime.run_directory import write_json_atomically
@@ -46,6 +46,17 @@ def test_the_folder_has_the_model_and_a_card_with_curves_scores_configuration_an
     assert configuration["environments"] == {"guess": {"name": "number_guess"}}
     with pytest.raises(ConfigurationError, match="new or empty folder"):
         write_folder(config, directory, "latest", tmp_path / "out")
+
+
+def test_the_card_names_no_folder_of_the_machine(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "some", [Rollout(0, 0, 1.0, "sums/1", step=1)])
+    data = f"{{kind: jsonl, splits: {{train: {tmp_path}/a.jsonl, eval: {tmp_path}/b.jsonl}}}}"
+    overrides = [f"environments.guess.tasks_from={data}", f"environments.guess.options={{files: [{tmp_path}/c.txt]}}"]
+    text = card(*open_run(run, overrides), 2, False)
+    configuration = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    section = configuration["environments"]["guess"]
+    assert str(tmp_path) not in text and section["options"] == {"files": ["c.txt"]}
+    assert section["tasks_from"]["splits"] == {"train": "a.jsonl", "eval": "b.jsonl"}
 
 
 @pytest.mark.parametrize(
