@@ -215,7 +215,7 @@ def test_arms_can_be_chosen_and_keep_the_order_of_the_protocol(
     runs = Runs(read_plan(), "locks", tmp_path, threading.Event(), ["groups", "off"])
     assert [*runs.arms] == ["off", "groups"]
     runs = Runs(read_plan(), "locks", tmp_path, threading.Event(), ["groups_pilot", "pilot"])
-    rivals = [arm for arm, own in read_plan().arms.items() if own.rival]
+    rivals = [arm for arm in runs.family.arms if read_plan().arms[arm].rival]
     assert [*runs.arms] == [*rivals, "groups", "pilot", "groups_pilot"]
     with pytest.raises(SystemExit):
         main(["--directory", str(tmp_path), "--families", "babyai", "--arms", "off", "groups_wide"])
