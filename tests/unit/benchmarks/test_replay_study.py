@@ -219,7 +219,7 @@ def test_arms_can_be_chosen_and_keep_the_order_of_the_protocol(
     assert [*runs.arms] == [*rivals, "groups", "pilot", "groups_pilot"]
     with pytest.raises(SystemExit):
         main(["--directory", str(tmp_path), "--families", "babyai", "--arms", "off", "groups_wide"])
-    assert "--arms groups_wide: there are epochs, groups, groups_both" in capsys.readouterr().err
+    assert "--arms groups_wide: there are eighth, epochs, groups, groups_both" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_is_tried_again_and_does_not_stop_the_others(
