@@ -32,7 +32,7 @@ class Section(BaseModel):
             if isinstance(value, bool) and kind in NUMBERS:
                 return str(value).lower()
             if isinstance(value, str | Path) and kind in PATHS:
-                return Path(os.path.expanduser(value))
+                return os.path.expanduser(value)
             one = isinstance(value, str) and get_origin(kind) is tuple and get_args(kind)[1:] == (...,)
             return [value] if one else value
 

@@ -224,6 +224,7 @@ def test_a_path_may_begin_at_the_home_folder(monkeypatch):
     paths = (config.environments["q"].tasks_from.path, config.loss.supervised.demonstrations, config.stage.curve)
     assert [str(path) for path in paths] == ["/home/me/data", "/home/me/shown.jsonl", "/home/me/keys"]
     assert (str(config.learner.reference.folder), str(config.run.directory)) == ("/home/me/model", "/home/me/runs")
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
 
 
 @pytest.mark.parametrize(
