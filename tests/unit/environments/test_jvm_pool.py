@@ -4,7 +4,9 @@ import gc
 import shutil
 import signal
 import threading
+import time
 
+import psutil
 import pytest
 
 from actors.environments import Reply
@@ -19,6 +21,8 @@ def test_a_java_process_that_hangs_is_ended_and_replaced(kit, monkeypatch):
         episode = environment.start(kit.task(1))
         java = environment._pool._processes[0].main._gateway.java_process
         java.send_signal(signal.SIGSTOP)
+        while psutil.Process(java.pid).status() != psutil.STATUS_STOPPED:  # else it may still answer the step
+            time.sleep(0.001)
         failures = []
 
         def step():
