@@ -322,7 +322,7 @@ def call_in_worker(path: str, every: list[tuple[bytes, ...]], many: bool, option
             value = asyncio.run(value)
         if many and hasattr(value, "tolist"):
             value = value.tolist()
-        if many and not isinstance(value, str) and hasattr(value, "__iter__"):
+        if many and isinstance(value, Sequence) and not isinstance(value, str | bytes):
             return [_plain(v) for v in value]
         return _plain(value)
     except BaseException as error:

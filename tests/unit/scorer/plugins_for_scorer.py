@@ -186,3 +186,19 @@ def fails_once_for_each_first_slot(trajectories):
 
 def never_for_the_first_slot(trajectories):
     return [None if t.trajectory_id.split(".")[1] == "0" else 1.0 for t in trajectories]
+
+
+def by_index(trajectories):
+    return {index: 0.5 for index in range(len(trajectories))}
+
+
+def different(trajectories):
+    return {0.25 + 0.5 * index for index in range(len(trajectories))}
+
+
+def one_by_one(trajectories):
+    return (0.5 for _ in trajectories)
+
+
+def packed(trajectories):
+    return bytes(len(trajectories))

@@ -97,6 +97,21 @@ async def test_no_function_ends_the_stage_or_another_trajectory(name: str, reaso
     assert 0 < len(verdict.failures[0].details) < 10_000
 
 
+@pytest.mark.parametrize("name", ["by_index", "different", "one_by_one", "packed"])
+async def test_a_value_that_is_no_list_is_a_failure_in_a_worker_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of a mapping, and elements of a set in their order, would be taken for rewards."""
+
+    async def run_sync(function: Any, *args: Any, **options: Any) -> Any:
+        return function(*args)
+
+    monkeypatch.setattr("anyio.to_process.run_sync", run_sync)
+    stage = scorer({"path": name, "per": "group", "worker": True})
+    members = [trajectory(), trajectory()]
+    verdicts = await stage.score_group(members, [await stage.score(member) for member in members])
+    assert [verdict.reward for verdict in verdicts] == [None, None]
+    assert {f.reason for verdict in verdicts for f in verdict.failures} == {"type"}
+
+
 async def test_tasks_that_a_function_left_running_are_ended() -> None:
     verdict = await scorer({"path": "leaves_tasks"}).score(trajectory())
     (left,) = resolve(f"{PLUGINS}:leaves_tasks").__globals__["LEFT"]
