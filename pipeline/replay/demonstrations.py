@@ -97,9 +97,14 @@ def _task(value: Mapping[str, Any]) -> Task:
     return Task(task_id or f"{environment}/{seed}", environment, seed, value.get("payload") or {})
 
 
+def _objects(values: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(values, list) or not values or not all(isinstance(value, dict) for value in values):
+        raise SchemaError(f"expected {name} as a list of JSON objects, at least one, got {values!r:.200}")
+    return values
+
+
 def _turns(values: Any, temperature: float, version: int) -> tuple[tuple[Turn, ...], bool]:
-    if not isinstance(values, list) or not values:
-        raise SchemaError("expected turns as a list of at least one")
+    values = _objects(values, "turns")
     recorded = [value.get("logprobs") is not None for value in values]
     if any(recorded) != all(recorded):
         raise SchemaError("expected logprobs in every turn or in none, got some")
@@ -117,7 +122,7 @@ def _turns(values: Any, temperature: float, version: int) -> tuple[tuple[Turn, .
 
 def _rendered(values: Any, tools: Any, render: Render, temperature: float) -> tuple[Turn, ...]:
     messages = []
-    for value in values:
+    for value in _objects(values, "messages"):
         extra = {k: v for k, v in value.items() if k not in ("role", "content")}
         if not isinstance(value["role"], str) or not isinstance(value["content"], str):
             raise SchemaError(f"expected role and content as text, got {value!r:.200}")
@@ -126,6 +131,8 @@ def _rendered(values: Any, tools: Any, render: Render, temperature: float) -> tu
         messages.append(Message(value["role"], value["content"], extra))
     turns, start = [], 0
     ends = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    if not ends:
+        raise SchemaError("expected a message of the role assistant, which is what is trained, got none")
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise SchemaError(f"expected tools as a list of schemas, got {tools!r:.200}")
     rendered = render(messages, tools) if tools else render(messages)

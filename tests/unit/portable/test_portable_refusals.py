@@ -118,6 +118,22 @@ def test_a_wrong_line_is_named_and_nothing_of_its_file_is_imported(make_run, tmp
     assert "line 2" in refuses_unharmed(run, file, "d.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("conversation", "words"),
+    [
+        ({"messages": "hello"}, "messages as a list of JSON objects, at least one, got 'hello'"),
+        ({"messages": [["user", "2+3?"]]}, "messages as a list of JSON objects"),
+        ({"messages": []}, "messages as a list of JSON objects"),
+        ({"messages": [{"role": "user", "content": "2+3?"}]}, "a message of the role assistant"),
+        ({"turns": ["5"]}, "turns as a list of JSON objects"),
+    ],
+)
+def test_a_conversation_of_another_form_is_told_what_was_expected(make_run, tmp_path, conversation, words):
+    run = make_run()
+    file = write_lines(tmp_path / "d.jsonl", {"environment": "a", "seed": 1, "reward": 1.0, **conversation})
+    assert "line 1" in refuses_unharmed(run, file, words)
+
+
 @pytest.mark.parametrize("damage", ["text", "cut", "version"])
 def test_a_store_that_is_not_whole_is_refused_unharmed(make_run, tmp_path, damage):
     run = make_run()
