@@ -97,8 +97,8 @@ class TaskSampler:
             section = self._environments.get(name)
             if section is None:
                 continue
-            n = section.tasks or (len(own[TRAIN]) if TRAIN in own else 1)
-            if not any(self._seed_at(name, i) is not None for i in range(min(n, TRIES_MAX))):
+            n = section.tasks or (len(own[TRAIN]) if TRAIN in own else None)  # None: there are seeds behind all splits
+            if n is not None and all(self._seed_at(name, i) is None for i in range(n)):
                 raise ConfigurationError(
                     f"environments.{name}: expected tasks to train on, but its splits {', '.join(own)} leave none of "
                     f"the {n} seeds from {section.seed} on: set another seed, or more tasks"

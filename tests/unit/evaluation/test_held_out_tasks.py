@@ -183,6 +183,13 @@ def test_no_training_left_is_refused() -> None:
         sampler.learn(decode_splits({"a": {"eval": [[0, 5, 1]]}}))
 
 
+@pytest.mark.parametrize("tasks", [None, 5001])
+def test_seeds_behind_those_that_are_held_out_are_trained(tasks: int | None) -> None:
+    sampler = TaskSampler({"a": EnvironmentConfig(tasks=tasks)}, 0)
+    sampler.learn(decode_splits({"a": {"eval": [[0, 5000, 1]]}}))
+    assert sampler.draw().seed == 5000
+
+
 def test_a_host_tells_the_splits_of_its_environment() -> None:
     class Fixed:
         splits = {"train": range(3), "eval": [5, 7]}  # noqa: RUF012
