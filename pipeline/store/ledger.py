@@ -34,7 +34,7 @@ UNION ALL SELECT 'groups.' || state, count(*) FROM groups GROUP BY 1
 UNION ALL SELECT CASE state WHEN 'dropped' THEN 'trajectories.dropped.' || reason WHEN 'imported' THEN 'pool.imported'
     ELSE 'trajectories.' || state END, count(*) FROM trajectories GROUP BY 1
 UNION ALL SELECT 'replays.trained', count(*) FROM group_replays WHERE chosen = 1
-UNION ALL SELECT name, value FROM rolled_up
+UNION ALL SELECT iif(name = 'trajectories.imported', 'pool.imported', name), value FROM rolled_up
 UNION ALL SELECT 'evaluations.tasks_ended', count(*) FROM groups WHERE state = 'evaluated'
 UNION ALL SELECT 'evaluations.tasks_ended', value FROM rolled_up WHERE name = 'groups.evaluated'
 UNION ALL SELECT 'pool', count(*) FROM pool WHERE row_id NOT IN (SELECT row_id FROM payloads)

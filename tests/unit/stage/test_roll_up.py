@@ -12,10 +12,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeline.schema import TrajectoryStatus
+from pipeline.replay.transfer import PoolWriter
+from pipeline.schema import Order, Task, TrajectoryStatus
 from pipeline.stage import core
 from pipeline.store.ledger import Ledger, read_ledger
 from pipeline.store.store import ReplayStore
+from tests.support.simulated_roles import rollout
 from tests.unit.stage.test_store_that_went_back import StoredStage
 
 FALLBACKS = st.lists(st.sampled_from(["train", "durable", "restart", "learner lost", "damaged"]), max_size=12)
@@ -125,6 +127,27 @@ def counted(path: Path) -> dict[str, int]:
         return {table: connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in TABLES}
     finally:
         connection.close()
+
+
+def test_imports_that_left_the_pool_are_rolled_up_as_what_they_were_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "ROLL_UP_GROUPS", 1)
+    monkeypatch.setattr(core, "RETAIN_GROUPS", 1)
+    path = tmp_path / "replay.sqlite"
+    replay = {"enabled": True, "mode": "mix", "capacity": 1}
+    sections: dict[str, Any] = {"replay": replay, "checkpoint": {"keep": 1, "every": 1}}
+    stage = StoredStage(path, **sections)
+    stage.store.close()
+    answers = (rollout(Order(f"x{n}", "x", Task(f"a/{n}", "a", n), 0, 0, 0, 10.0), 0) for n in range(3))
+    with ReplayStore(path) as store:
+        PoolWriter(stage.config, store, 0).add([(answer.scored(1.0, {}), None) for answer in answers])
+    stage = StoredStage(path, **sections)
+    stage.train(6, durable=True)
+    stage.store.close()
+    ledger = read_ledger(path, rows=True)
+    assert ledger.pool["imported"] == ledger.rows["pool.imported"] == 3
+    assert ledger.audit() == []
 
 
 def test_rows_stop_growing_and_pages_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
