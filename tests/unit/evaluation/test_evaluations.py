@@ -184,6 +184,18 @@ def test_over_its_time_it_ends_with_what_it_has(tmp_path: Any) -> None:
     assert stage.core.evaluations.best is None
 
 
+def test_time_in_which_no_stage_ran_does_not_end_an_evaluation(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "r.sqlite", seconds_max=5.0)
+    stage.version(0, 0)
+    stage.answer(stage.evaluating()[0], reward=1.0)
+    stage.now = 100.0
+    stage.restart()
+    assert not stage.results and stage.core.evaluations.next_deadline() == 105.0
+    stage.now = 106.0
+    stage.round()
+    assert [result["status"] for result in stage.results] == ["timed_out"]
+
+
 def test_what_was_missed_while_one_played_falls_out_and_is_counted(tmp_path: Any) -> None:
     stage = Stage(tmp_path / "r.sqlite", slots=200)
     stage.sections["run"] = {"total_steps": 100}
