@@ -181,3 +181,7 @@ class ScorerConfig(Section):
     def by_group(self) -> bool:
         """True if a function must see a whole group."""
         return any(function.per == "group" for function in self.functions)
+
+    def needs_group(self, environment: str) -> bool:
+        """True if trajectories of this environment have a part that must see their whole group."""
+        return any(function.per == "group" and function.applies_to(environment) for function in self.functions)

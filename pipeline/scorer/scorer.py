@@ -126,6 +126,7 @@ class Scorer:
             self._build_services(config, retried or (lambda name: None))
         self._slots = anyio.CapacityLimiter(config.concurrency)
         self._observe = observe or (lambda name, seconds, failure: None)
+        self.needs_group = config.needs_group
         self.names = config.names
         """Names of all parts, that of the environment's score first."""
 
@@ -159,10 +160,6 @@ class Scorer:
     def immediate(self) -> bool:
         """True if there is nothing but the environment's score, so that :meth:`score_now` is enough."""
         return not (self._parts or self._together)
-
-    def needs_group(self, environment: str) -> bool:
-        """True if trajectories of this environment have a part that must see their whole group."""
-        return any(part.section.applies_to(environment) for part in self._together)
 
     def score_now(self, trajectory: Trajectory) -> Verdict:
         """The environment's own score, without waiting."""

@@ -157,7 +157,7 @@ class EvaluationRollouts(StagePart):
             return
         log.warning("evaluation: rollout %d of %s failed %d times and is excluded", order.key.slot,
                     group.task.task_id, self._attempts_max)  # fmt: skip
-        if self._config.scorer.by_group:
+        if self._config.scorer.needs_group(group.task.environment):
             # a function that must see all of them never will
             reason = "a rollout failed, and a reward function needs all"
             self._end(group, GroupState.EVALUATED, Count.EVALUATIONS_TASKS_ENDED, reason)

@@ -402,6 +402,23 @@ def test_a_reward_function_of_whole_groups_never_waits_for_a_rollout_that_was_gi
     assert stage.core.journal.counters["trajectories.dropped.cancelled"] == 1
 
 
+def test_a_rollout_that_was_given_up_ends_no_other_where_functions_of_whole_groups_are_of_other_environments(
+    tmp_path: Any,
+) -> None:
+    stage = Stage(tmp_path / "r.sqlite", slots=200, temperature=None, samples=3)
+    stage.sections["environments"]["b"] = {"max_seconds": 10}
+    functions = [{"path": "tests.nowhere:group", "per": "group", "environments": ["b"]}]
+    stage.restart(scorer={"functions": functions})
+    stage.version(0, 0)
+    failing, *others = [o for o in stage.evaluating() if o.group_id == stage.evaluating()[0].group_id]
+    for _ in range(2):
+        (order,) = (o for o in stage.evaluating() if (o.group_id, o.slot) == (failing.group_id, failing.slot))
+        stage.answer(order, status=TrajectoryStatus.ERROR)
+    for order in others:
+        stage.answer(order, reward=1.0)
+    assert stage.core.journal.counters["trajectories.evaluated"] == 2
+
+
 @pytest.mark.slow
 def test_the_curves_hold_the_evaluations(tmp_path: Any) -> None:
     pytest.importorskip("matplotlib", reason="install matplotlib to draw curves")
