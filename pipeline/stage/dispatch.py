@@ -313,7 +313,6 @@ class Dispatch(StagePart):
         self._journal.group(group)
         self._journal.count(Count.GROUPS_ROLLED_BACK)
         if group.dropped:
-            self._replays.count_dropped(group)
             return
         for record in self._members(group):
             record.state = TrajectoryState.HELD
