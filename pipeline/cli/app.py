@@ -55,7 +55,7 @@ app = typer.Typer(
   afterplay plot runs/tiny                    draw the curves
   afterplay show runs/tiny                    list and print rollouts, or write them as an HTML page
   afterplay retrain runs/tiny                 make its last steps again and compare them bit for bit
-  afterplay eval runs/tiny --checkpoint best  evaluate a checkpoint on held-out tasks
+  afterplay eval runs/NAME --checkpoint best  evaluate a checkpoint on held-out tasks
   afterplay compare A.yaml B.yaml --reach 0.8 tokens, updates and time to a success rate, over seeds
   afterplay report runs/tiny --to wandb       send its numbers to an experiment tracker
 
@@ -285,8 +285,8 @@ def evaluate(
     own engines, actors and replay stage in a folder below the run, so a live run is not affected. The exit code is 0 if
     every environment has a score, else 1.
 
-      afterplay eval runs/tiny --checkpoint best
-      afterplay eval runs/tiny --tasks 200 --sampled --samples 8 --pass-at 1 --pass-at 8
+      afterplay eval runs/NAME --checkpoint best
+      afterplay eval runs/NAME --tasks 200 --sampled --samples 8 --pass-at 1 --pass-at 8
       afterplay eval @questions --split eval
     """
     from pipeline.supervisor.evaluate import EvaluationRequest, evaluate_checkpoint
