@@ -366,7 +366,7 @@ def _explain_usage(error: Any) -> int:
     """Print one sentence about wrong options or arguments; returns the exit code. A command without its arguments has
     printed its help already."""
     if type(error).__name__ != "NoArgsIsHelpError":
-        message = " ".join(error.format_message().split()).rstrip(".")
+        message = " ".join(error.format_message().split()).rstrip(".").replace(": Value error, ", ": ")
         command = "afterplay" if error.ctx is None else error.ctx.command_path
         print(f"afterplay: {message[:1].lower()}{message[1:]}; see {command} --help", file=sys.stderr)
     return int(error.exit_code)

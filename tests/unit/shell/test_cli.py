@@ -140,9 +140,19 @@ def test_two_runs_are_drawn_over_each_other(tmp_path):
     assert invoke("plot", str(tmp_path / "a"), str(tmp_path / "none")).exit_code != 0
 
 
-def test_a_refusal_is_one_message_and_exit_code_2():
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", TINY, "--set", "run.sed=1"], "--set run.sed=1: unknown key run.sed; did you mean run.seed?"),
+        (
+            ["--log-format", "xml", "run", TINY],
+            "invalid value for '--log-format': 'xml' is not one of 'text', 'json'; see afterplay --help",
+        ),
+    ],
+)
+def test_a_refusal_is_one_message_and_exit_code_2(arguments, message):
     result = subprocess.run(
-        [sys.executable, "-m", "pipeline.cli.app", "run", TINY, "--set", "run.sed=1"],
+        [sys.executable, "-m", "pipeline.cli.app", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -150,7 +160,7 @@ def test_a_refusal_is_one_message_and_exit_code_2():
         check=False,
     )
     assert result.returncode == ExitCode.CONFIGURATION
-    assert result.stderr == "afterplay: --set run.sed=1: unknown key run.sed; did you mean run.seed?\n"
+    assert result.stderr == f"afterplay: {message}\n"
 
 
 def test_environments_are_listed():
