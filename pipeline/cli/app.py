@@ -207,7 +207,10 @@ def plot(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="The picture. Default: curves.png, of one run in its directory."
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="The picture, such as a .png, .pdf or .svg. Default: curves.png, of one run in its directory.",
         ),
     ] = None,
 ) -> None:
