@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from pathlib import Path
 
@@ -200,6 +201,8 @@ def write_package(name: str, folder: Path) -> list[Path]:
     if name in names_of(GROUP, BUILT_IN):
         raise ConfigurationError(f"there is already an environment {name!r} (afterplay env list): choose another name")
     cls = "".join(w.capitalize() for w in name.split("_"))
+    if keyword.iskeyword(cls) or re.search(rf"import .*\b{cls}\b", _ENVIRONMENT):
+        raise ConfigurationError(f"the class {cls} would take a name that its file needs: choose another name")
     words = {"name": name, "dashed": name.replace("_", "-"), "cls": cls, "module": f"afterplay_{name}"}
     files = {
         "pyproject.toml": _PYPROJECT,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import anyio
+import numpy as np
 
 from actors.environments.base import Environment, Episode, Reply, Step
 from actors.environments.plugins import build
@@ -123,7 +124,7 @@ class EnvironmentHost:
         if not isinstance(step, Step):
             raise self._wrong(STEP, "step() to return a Step", step)
         messages = self._messages(STEP, step.messages, "Step.messages")
-        if not isinstance(step.done, bool):
+        if not isinstance(step.done, bool | np.bool_):
             raise self._wrong(STEP, "Step.done to be True or False", step.done)
         if not messages and not step.done:
             raise self._wrong(STEP, "Step.messages to say something unless the episode is done", messages)
@@ -131,7 +132,7 @@ class EnvironmentHost:
         if not isinstance(step.signals, Mapping):
             raise self._wrong(STEP, "Step.signals to be a mapping of names to numbers", step.signals)
         signals = {str(name): self._number(value, f"Step.signals[{name!r}]") for name, value in step.signals.items()}
-        return Step(messages, reward, step.done, signals)
+        return Step(messages, reward, bool(step.done), signals)
 
     async def close(self, episode: Episode) -> None:
         """Free the episode. A failure here is logged: the rollout is over, and its result stands. A call that needs a

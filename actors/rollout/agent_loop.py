@@ -33,6 +33,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from numbers import Real
 from typing import Any, Protocol
 
 from actors.environments.base import Episode, Reply, Step
@@ -247,9 +248,10 @@ def checked_answer(answer: Any) -> Answer:
     if not isinstance(answer.signals, Mapping):
         raise wrong("Answer.signals to be a mapping of names to numbers", answer.signals)
     for name, value in (("reward", answer.reward), *answer.signals.items()):
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not isinstance(value, Real) or not math.isfinite(value):
             raise wrong(f"Answer's {name} to be a finite number", value)
-    return answer
+    signals = {name: float(value) for name, value in answer.signals.items()}
+    return replace(answer, reward=float(answer.reward), signals=signals)
 
 
 def checked_history(messages: Any) -> tuple[Message, ...]:

@@ -55,7 +55,7 @@ app = typer.Typer(
   afterplay plot runs/tiny                    draw the curves
   afterplay show runs/tiny                    list and print rollouts, or write them as an HTML page
   afterplay retrain runs/tiny                 make its last steps again and compare them bit for bit
-  afterplay eval runs/tiny --checkpoint best  evaluate a checkpoint on held-out tasks
+  afterplay eval runs/NAME --checkpoint best  evaluate a checkpoint on held-out tasks
   afterplay compare A.yaml B.yaml --reach 0.8 tokens, updates and time to a success rate, over seeds
   afterplay report runs/tiny --to wandb       send its numbers to an experiment tracker
 
@@ -207,7 +207,10 @@ def plot(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="The picture. Default: curves.png, of one run in its directory."
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="The picture, such as a .png, .pdf or .svg. Default: curves.png, of one run in its directory.",
         ),
     ] = None,
 ) -> None:
@@ -285,8 +288,8 @@ def evaluate(
     own engines, actors and replay stage in a folder below the run, so a live run is not affected. The exit code is 0 if
     every environment has a score, else 1.
 
-      afterplay eval runs/tiny --checkpoint best
-      afterplay eval runs/tiny --tasks 200 --sampled --samples 8 --pass-at 1 --pass-at 8
+      afterplay eval runs/NAME --checkpoint best
+      afterplay eval runs/NAME --tasks 200 --sampled --samples 8 --pass-at 1 --pass-at 8
       afterplay eval @questions --split eval
     """
     from pipeline.supervisor.evaluate import EvaluationRequest, evaluate_checkpoint
@@ -366,7 +369,7 @@ def _explain_usage(error: Any) -> int:
     """Print one sentence about wrong options or arguments; returns the exit code. A command without its arguments has
     printed its help already."""
     if type(error).__name__ != "NoArgsIsHelpError":
-        message = " ".join(error.format_message().split()).rstrip(".")
+        message = " ".join(error.format_message().split()).rstrip(".").replace(": Value error, ", ": ")
         command = "afterplay" if error.ctx is None else error.ctx.command_path
         print(f"afterplay: {message[:1].lower()}{message[1:]}; see {command} --help", file=sys.stderr)
     return int(error.exit_code)

@@ -41,7 +41,7 @@ def push(
     HF_TOKEN.
 
       afterplay push runs/tiny --out model
-      afterplay push runs/tiny --checkpoint best --to hf:USER/MODEL --private
+      afterplay push runs/NAME --checkpoint best --to hf:USER/MODEL --private
     """
     if to is None and out is None:
         raise ConfigurationError("push: expected --to hf:USER/MODEL or --out DIR, got neither")

@@ -16,6 +16,8 @@ from pipeline.runtime.run_directory import RunDirectory
 from pipeline.views.tables import counts_table, plain_console, table
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from pipeline.config import RunConfig
     from pipeline.replay.report import ReplayReport
 
@@ -38,16 +40,14 @@ def show(found: ReplayReport, config: RunConfig, run: Path) -> None:
         console.print(f"  {task_id}", style="dim")
     if len(retired) > TASKS_SHOWN:
         console.print(f"  and {len(retired) - TASKS_SHOWN} more (--json lists all)", style="dim")
-    console.print(
-        f"\npool: {found.entries} of {config.replay.capacity} trajectories of {len(found.pooled_tasks)} tasks, "
-        f"{found.n_bytes / 2**20:.1f} MiB, {found.unrecorded} without recorded log-probs, replayed {found.uses} times"
-    )
-    ages = [(f"{bound} and more", count) for bound, count in sorted(found.ages.items())]
-    console.print(table(("age", ">trajectories"), ages, "age of the pool in versions"))
-    largest = [(s.task_id, s.trajectories, f"{s.n_bytes / 1024:.1f}", s.bucket, s.visits) for s in found.pooled_tasks]
-    headings = ("task", ">trajectories", ">KiB", ">bucket", ">visits")
-    console.print(table(headings, largest[:TASKS_SHOWN], f"largest of {len(found.pooled_tasks)} pooled tasks"))
-    counts = {**value["states"], "pool and replays": found.counters}
+    if config.replay.mode == "groups":
+        console.print(
+            f"\nstored: {found.stored_groups} of {config.replay.groups.capacity} groups, "
+            f"replayed {found.stored_uses} times"
+        )
+    else:
+        _print_pool(found, config, console)
+    counts = {**value["states"], "stored and replayed": found.counters}
     console.print(counts_table({what: dict(sorted(states.items())) for what, states in counts.items()}))
     guard = value["guard"]
     console.print(
@@ -63,6 +63,18 @@ def show(found: ReplayReport, config: RunConfig, run: Path) -> None:
     console.print(
         table(("population", ">count", *(f">{kind}" for kind in kinds)), means, "bias audit: means, and tasks")
     )
+
+
+def _print_pool(found: ReplayReport, config: RunConfig, console: Console) -> None:
+    console.print(
+        f"\npool: {found.entries} of {config.replay.capacity} trajectories of {len(found.pooled_tasks)} tasks, "
+        f"{found.n_bytes / 2**20:.1f} MiB, {found.unrecorded} without recorded log-probs, replayed {found.uses} times"
+    )
+    ages = [(f"{bound} and more", count) for bound, count in sorted(found.ages.items())]
+    console.print(table(("age", ">trajectories"), ages, "age of the pool in versions"))
+    largest = [(s.task_id, s.trajectories, f"{s.n_bytes / 1024:.1f}", s.bucket, s.visits) for s in found.pooled_tasks]
+    headings = ("task", ">trajectories", ">KiB", ">bucket", ">visits")
+    console.print(table(headings, largest[:TASKS_SHOWN], f"largest of {len(found.pooled_tasks)} pooled tasks"))
 
 
 START = "start"
@@ -106,7 +118,7 @@ Target = Annotated[
 
 @app.command("inspect")
 def inspect_command(run: Run, as_json: Json = False) -> None:
-    """Show difficulty buckets, the pool and its ages, final states, the ESS guard and the bias audit.
+    """Show difficulty buckets, the stored groups or the pool and its ages, final states, the ESS guard and the audit.
 
     Read-only; works while the run is alive. The audit compares the mean length, duration, reward and age of sampled,
     stored, trained and replayed trajectories, and how many tasks they are of. Differences show how selection has
@@ -135,7 +147,7 @@ def export_command(
     compress: Annotated[bool, typer.Option("--compress/--plain", help="Compress every trajectory with zlib.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
 ) -> None:
-    """Write the stored trajectories of a run to one portable, checksummed file. Works while the run is alive.
+    """Write the pool of a run with replay.mode: mix to one portable, checksummed file. Works while the run is alive.
 
     afterplay replay export runs/tiny pool.afterplay
     afterplay replay export runs/tiny pool.afterplay --plain --force

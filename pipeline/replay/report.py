@@ -87,11 +87,13 @@ class ReplayReport:
     ages: Counter[int] = field(default_factory=Counter)
     """Entries by lower bound of their age class."""
     pooled_tasks: list[TaskReport] = field(default_factory=list)
+    stored_groups: int = 0
+    stored_uses: int = 0
     trajectories: Counter[str] = field(default_factory=Counter)
     groups: Counter[str] = field(default_factory=Counter)
     orders: Counter[str] = field(default_factory=Counter)
     counters: Counter[str] = field(default_factory=Counter)
-    """``pool.*``, ``replays.*`` and ``tasks.*`` of the ledger."""
+    """``pool.*``, ``stored_groups.*``, ``replays.*`` and ``tasks.*`` of the ledger."""
     started: bool = False
     """True if mixing has begun."""
     factor: float = 1.0
@@ -121,6 +123,11 @@ class ReplayReport:
                      "visits": s.visits}
                     for s in self.pooled_tasks
                 ],
+            },
+            "stored_groups": {
+                "groups": self.stored_groups,
+                "capacity": config.replay.groups.capacity,
+                "uses": self.stored_uses,
             },
             "states": {
                 "trajectories": dict(self.trajectories),
@@ -169,12 +176,15 @@ def examine_run(path: Path) -> ReplayReport:
             found.ages[max(bound for bound in AGES if bound <= age)] += 1
             found.unrecorded += not recorded
             found.uses += uses
+        found.stored_groups, found.stored_uses = read(
+            "SELECT count(*), coalesce(sum(uses), 0) FROM stored_groups"
+        ).fetchone()
         ended = "CASE WHEN state IN ('dropped', 'cancelled') THEN state || '.' || reason ELSE state END"
         for table, counts in (("trajectories", found.trajectories), ("groups", found.groups)):
             counts.update(dict(read(f"SELECT {ended}, count(*) FROM {table} GROUP BY 1")))
         found.orders.update(dict(read("SELECT state, count(*) FROM orders GROUP BY 1")))
         for name, value in read("SELECT name, value FROM counters"):
-            if name.startswith(("pool.", "replays.", "tasks.", "groups.zero_variance_")):
+            if name.startswith(("pool.", "stored_groups.", "replays.", "tasks.", "groups.zero_variance_")):
                 found.counters[name] += value
         for name, query in _POPULATION.items():
             count, tokens, seconds, reward, age = read(

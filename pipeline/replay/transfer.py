@@ -247,9 +247,14 @@ def export_run(
 ) -> int:
     """Write every trajectory of the pool as of one moment; returns how many. The run may be active.
 
-    Raises :class:`ConfigurationError` if ``file`` already exists (unless ``replace``), :class:`StoreError` for a
-    store that is missing or not ours.
+    Raises :class:`ConfigurationError` for a run that keeps groups, and if ``file`` already exists (unless ``replace``),
+    :class:`StoreError` for a store that is missing or not ours.
     """
+    if config.replay.mode == "groups":
+        raise ConfigurationError(
+            "expected a run with replay.mode: mix, whose pool has single trajectories, got groups: stored groups are "
+            "not exported"
+        )
     with reading(store_path(config, directory)) as store:
         header = Header(
             run=config.run.name,

@@ -338,7 +338,7 @@ class ReplayStore:
             if (n_bytes := wal.stat().st_size) > WAL_BYTES_MAX:
                 return (
                     f"{wal} has {size(n_bytes)} and grows while {users_of(self.path)} reads the replay store: end that "
-                    "reader, or read a copy (afterplay replay export)"
+                    "reader, or let it read a copy"
                 )
         return ""
 

@@ -122,8 +122,9 @@ def _check_epochs(config: RunConfig, splits: Mapping[str, TaskSplit]) -> None:
     if not known or config.replay.enabled or len(known) < len(limits) or sum(known) >= needed:
         return
     steps = sum(known) // config.groups.groups_per_step
+    remedy = f"run.total_steps: {steps}" if steps else f"groups.groups_per_step to at most {sum(known)}"
     raise ConfigurationError(
         f"run.total_steps={config.run.total_steps} needs {needed} tasks (groups.groups_per_step="
-        f"{config.groups.groups_per_step}), but tasks_from.epochs allows {sum(known)}: set run.total_steps: {steps}, "
+        f"{config.groups.groups_per_step}), but tasks_from.epochs allows {sum(known)}: set {remedy}, "
         "or more epochs, or none"
     )

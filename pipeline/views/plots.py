@@ -7,6 +7,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.errors import ConfigurationError
 from pipeline.runtime.metrics import PHASES
 from pipeline.runtime.run_directory import write_bytes_atomically
 from pipeline.store.evaluation_results import results_by_updates
@@ -38,18 +39,26 @@ def draw(metrics_file: Path, picture: Path) -> str | None:
     if not read_lines(metrics_file):
         return f"not drawn: {metrics_file} has no steps yet"
     try:
-        drawn = png_of(figure(metrics_file, metrics_file.resolve().parent.name))
+        drawn = figure(metrics_file, metrics_file.resolve().parent.name)
     except ImportError as error:
         return f"not drawn: {error}. Install matplotlib"
-    write_bytes_atomically(picture, drawn)
+    _write(drawn, picture)
     return None
 
 
-def png_of(figure: Figure) -> bytes:
+def png_of(figure: Figure, form: str = "png") -> bytes:
     """The picture as a file."""
     data = BytesIO()
-    figure.savefig(data, format="png")
+    figure.savefig(data, format=form)
     return data.getvalue()
+
+
+def _write(figure: Figure, picture: Path) -> None:
+    """Write the picture in the form that its name ends in. Raises :class:`ConfigurationError` for an unknown one."""
+    form = picture.suffix[1:].lower() or "png"
+    if form not in figure.canvas.get_supported_filetypes():
+        raise ConfigurationError(f"expected a picture that ends in .png, .pdf or .svg, got {picture}")
+    write_bytes_atomically(picture, png_of(figure, form))
 
 
 def _figure(height: float = 7.2) -> Figure:
@@ -113,7 +122,7 @@ def draw_runs(metrics_files: Mapping[str, Path], picture: Path) -> None:
             else:
                 _plot(axis, lines, key, name, colour)
         _dress(axis)
-    write_bytes_atomically(picture, png_of(figure))
+    _write(figure, picture)
 
 
 def draw_resources(
@@ -130,7 +139,7 @@ def draw_resources(
         for mark in marks:
             axis.axvline(mark, color=_GREY, lw=0.5, ls=":")
         _dress(axis, "seconds")
-    write_bytes_atomically(picture, png_of(figure))
+    _write(figure, picture)
 
 
 def _series(lines: Iterable[Line], key: str, within: str | None = None) -> tuple[list[int], list[float]]:
@@ -144,11 +153,16 @@ def _series(lines: Iterable[Line], key: str, within: str | None = None) -> tuple
     return [p[0] for p in points], [p[1] for p in points]
 
 
+def look(number: int) -> dict[str, str]:
+    """Colour and line style of a curve: no two of 36 curves look alike."""
+    return {"color": _COLOURS[number % len(_COLOURS)], "ls": ("-", "--", ":", "-.")[number // len(_COLOURS) % 4]}
+
+
 def _plot(axis: Any, lines: list[Line], key: str, label: str, colour: int, within: str | None = None) -> None:
     steps, values = _series(lines, key, within)
     if steps:
         marker = "o" if len(steps) < 40 else None
-        axis.plot(steps, values, label=label, color=_COLOURS[colour % len(_COLOURS)], lw=1.8, marker=marker, ms=3)
+        axis.plot(steps, values, label=label, lw=1.8, marker=marker, ms=3, **look(colour))
 
 
 def _ratio_band(axis: Any, lines: list[Line]) -> None:
@@ -221,9 +235,9 @@ def draw_comparison(
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     for number, (name, rows) in enumerate(curves.items()):
         tokens, means, lows, highs = zip(*rows, strict=True) if rows else ((), (), (), ())
-        colour = _COLOURS[number % len(_COLOURS)]
-        left.plot(tokens, means, color=colour, lw=2, label=name)
-        left.fill_between(tokens, lows, highs, color=colour, alpha=0.15, lw=0)
+        style = look(number)
+        left.plot(tokens, means, lw=2, label=name, **style)
+        left.fill_between(tokens, lows, highs, color=style["color"], alpha=0.15, lw=0)
     left.axhline(target, color=_GREY, lw=0.9, ls="--")
     left.set_title(f"{value}: mean over seeds and 95 % interval")
     _dress(left, "generated tokens")
@@ -238,4 +252,4 @@ def draw_comparison(
     right.set_title(f"cost relative to {base}, 95 % interval")
     right.grid(alpha=0.25, lw=0.6)
     right.spines[["top", "right"]].set_visible(False)
-    write_bytes_atomically(picture, png_of(figure))
+    _write(figure, picture)

@@ -21,7 +21,7 @@ from learner.process.preflight import check_own_functions, with_options
 from pipeline.cli.app import app
 from pipeline.cli.replay import START
 from pipeline.config import RunConfig
-from pipeline.config.load import dump_yaml, load, loads, model_at, parse_yaml
+from pipeline.config.load import dump_yaml, loads, model_at, parse_yaml
 from pipeline.errors import Findings
 from pipeline.tasks.source import TaskSource
 from tests.unit.test_pages import PAGES, has
@@ -120,8 +120,6 @@ COMPILED = {
     "self.": "the body of a method of the user's class",
 }
 """Texts of blocks that are compiled and not run, and the reason."""
-NAMES = {"config.environments": lambda: {"config": load(ROOT / "configs" / "questions.yaml", environment={})}}
-"""Texts of blocks that need names from elsewhere, and the names."""
 
 
 @each("python")
@@ -132,9 +130,6 @@ def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     names: dict[str, Any] = {"__name__": "page"}
-    for text, given in NAMES.items():
-        if text in block.text:
-            names |= given()
     monkeypatch.setitem(sys.modules, "page", type(sys)("page"))
     exec(code, names)
     for value in names.values():

@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -171,6 +172,26 @@ def test_environment_is_found_in_a_module_and_as_an_entry_point(monkeypatch: pyt
 def test_what_cannot_be_built_says_what_was_expected(name: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         build(name, **options)
+
+
+class _Computed(Environment):
+    """What its steps say is computed with NumPy."""
+
+    def start(self, task: Task) -> Episode:
+        return _ComputedEpisode()
+
+
+class _ComputedEpisode(Episode):
+    messages = (Message("user", "x"),)
+
+    def step(self, reply: Reply) -> Step:
+        return Step((), np.float32(0.5), np.bool_(True), {"n": np.int64(2)})
+
+
+async def test_numpys_numbers_and_truth_values_are_those_of_a_step() -> None:
+    host = EnvironmentHost("c", EnvironmentConfig(name="c"), environment=_Computed())
+    step = await host.step(await host.start(Task("c/0", "c", 0)), Reply("a"))
+    assert step == Step((), 0.5, True, {"n": 2.0}) and step.done is True
 
 
 class _Slow(Environment):

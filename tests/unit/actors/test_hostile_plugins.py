@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from actors.environments import Environment, Episode, Reply, Step
-from actors.rollout.agent_loop import AgentEpisode, AgentLoop, Answer, Game, Opening
+from actors.rollout.agent_loop import AgentEpisode, AgentLoop, Answer, Game, Opening, checked_answer
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
 from actors.tools import Tool, ToolResult
@@ -324,6 +324,11 @@ async def test_a_hostile_loop_fails_its_own_episode_and_both_are_closed(
     assert trajectory.failure is not None and trajectory.failure.boundary == "agent loop", trajectory.failure
     assert len(trajectory.failure.message) < 5000 and len(trajectory.failure.details) < 25_000
     assert loop.closed == (how != "no episode")
+
+
+def test_numpys_numbers_are_those_of_an_answer() -> None:
+    answer = checked_answer(Answer(reward=np.float32(0.5), done=True, signals={"n": np.int64(2)}))
+    assert [type(value) for value in (answer.reward, *answer.signals.values())] == [float, float]
 
 
 async def test_a_loop_whose_service_fails_is_served_again_and_the_actor_lives(

@@ -210,7 +210,7 @@ def test_a_new_project_has_a_test_that_passes_and_a_run_file_that_is_right(tmp_p
     assert "2 passed" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["Paint", "arithmetic", "babyai", "../x", "", "paint_", "p__q"])
+@pytest.mark.parametrize("name", ["Paint", "arithmetic", "babyai", "../x", "", "paint_", "p__q", "none", "episode"])
 def test_a_new_name_must_be_new_and_a_name(tmp_path, name):
     assert isinstance(invoke("new", name, "--folder", str(tmp_path / "n")).exception, ConfigurationError)
     assert not (tmp_path / "n").exists()

@@ -1,5 +1,7 @@
 """The commands of ``afterplay replay``: what they take, print and refuse."""
 
+import sqlite3
+from contextlib import closing
 from typing import Any
 
 import orjson
@@ -8,6 +10,7 @@ from typer.testing import CliRunner
 
 from pipeline.cli.app import app
 from pipeline.errors import ConfigurationError
+from pipeline.store.store import ReplayStore, store_path
 from pipeline.supervisor.run import run_lock
 from tests.support.tokens import flattened
 from tests.unit.portable.conftest import demonstration, pooled, write_lines
@@ -51,6 +54,18 @@ def test_the_commands_import_text_inspect_and_export(make_run, tmp_path, words):
     with run_lock(run.directory):
         assert "is running: stop it first" in str(invoke("replay", "import", run.path, file).exception)
         assert invoke("replay", "inspect", run.path).exit_code == 0
+
+
+def test_stored_groups_are_shown_and_not_exported_as_an_empty_pool(make_run, tmp_path):
+    run = make_run(mode="groups")
+    path = store_path(run.config, run.directory)
+    with ReplayStore(path, "NORMAL"), closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("INSERT INTO stored_groups VALUES (3, x'00', '[]', 0.5, 1, 2, 0)")
+    shown = invoke("replay", "inspect", run.path).output
+    assert "stored: 1 of 512 groups, replayed 2 times" in shown and "pool:" not in shown
+    refused = invoke("replay", "export", run.path, tmp_path / "pool").exception
+    assert isinstance(refused, ConfigurationError) and "replay.mode: mix" in str(refused)
+    assert not (tmp_path / "pool").exists()
 
 
 def test_a_run_that_has_not_started_is_named_by_its_file(tmp_path):

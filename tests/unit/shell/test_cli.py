@@ -31,7 +31,7 @@ from pipeline.supervisor.plan import plan
 from pipeline.supervisor.processes import HealthAnswer
 from pipeline.supervisor.restarts import Machine, Rule
 from pipeline.supervisor.run import run_lock
-from pipeline.views.plots import draw, figure
+from pipeline.views.plots import draw, figure, look
 from pipeline.views.step_lines import MetricsTail, Pace, describe, read_lines, step_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -140,9 +140,31 @@ def test_two_runs_are_drawn_over_each_other(tmp_path):
     assert invoke("plot", str(tmp_path / "a"), str(tmp_path / "none")).exit_code != 0
 
 
-def test_a_refusal_is_one_message_and_exit_code_2():
+def test_a_picture_has_the_form_that_its_name_ends_in(tmp_path):
+    write_lines(RunDirectory(tmp_path), line(1))
+    assert invoke("plot", str(tmp_path), "-o", str(tmp_path / "curves.pdf")).exit_code == 0
+    assert (tmp_path / "curves.pdf").read_bytes().startswith(b"%PDF")
+    refused = invoke("plot", str(tmp_path), "-o", str(tmp_path / "curves.txt"))
+    assert isinstance(refused.exception, ConfigurationError) and "curves.txt" in str(refused.exception)
+
+
+def test_no_two_runs_of_a_picture_look_alike():
+    assert len({tuple(look(number).values()) for number in range(36)}) == 36
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", TINY, "--set", "run.sed=1"], "--set run.sed=1: unknown key run.sed; did you mean run.seed?"),
+        (
+            ["--log-format", "xml", "run", TINY],
+            "invalid value for '--log-format': 'xml' is not one of 'text', 'json'; see afterplay --help",
+        ),
+    ],
+)
+def test_a_refusal_is_one_message_and_exit_code_2(arguments, message):
     result = subprocess.run(
-        [sys.executable, "-m", "pipeline.cli.app", "run", TINY, "--set", "run.sed=1"],
+        [sys.executable, "-m", "pipeline.cli.app", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -150,7 +172,7 @@ def test_a_refusal_is_one_message_and_exit_code_2():
         check=False,
     )
     assert result.returncode == ExitCode.CONFIGURATION
-    assert result.stderr == "afterplay: --set run.sed=1: unknown key run.sed; did you mean run.seed?\n"
+    assert result.stderr == f"afterplay: {message}\n"
 
 
 def test_environments_are_listed():

@@ -136,16 +136,20 @@ def test_when_all_passes_are_over_a_further_one_begins(data: Path) -> None:
         assert sampler.draw_where(lambda drawn: DrawOutcome.TAKE) is not None
 
 
-def test_a_run_longer_than_its_passes_is_refused(data: Path) -> None:
+@pytest.mark.parametrize(
+    ("batch", "remedy"), [(4, r"set run\.total_steps: 12"), (60, r"set groups\.groups_per_step to at most 51")]
+)
+def test_a_run_longer_than_its_passes_is_refused_with_values_that_fit(data: Path, batch: int, remedy: str) -> None:
     config = {
         "run": {"total_steps": 100},
-        "groups": {"groups_per_step": 4},
+        "groups": {"groups_per_step": batch},
         "environments": {"q": environment(kind="jsonl", path=data, epochs=3).model_dump()},
         "scorer": {"functions": [{"path": "exact"}]},
     }
-    with pytest.raises(ConfigurationError, match=r"set run\.total_steps: 12"):
+    with pytest.raises(ConfigurationError, match=remedy):
         open_sources(RunConfig.model_validate(config))
-    sources = open_sources(RunConfig.model_validate({**config, "run": {"total_steps": 12}}))
+    fitting = {**config, "run": {"total_steps": 12}, "groups": {"groups_per_step": 4}}
+    sources = open_sources(RunConfig.model_validate(fitting))
     for source in sources.values():
         source.close()
 
