@@ -7,6 +7,7 @@ Dimensions: B rows, T padded length, S sampled tokens of a micro-batch, H hidden
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -525,9 +526,8 @@ class Policy(Backbone):
             return self.adapters.snapshot(dtype, self.ranks)
 
     def _head(self) -> Head:
-        config, layer = self.model.config, self.model.get_output_embeddings()
-        scaling = getattr(config, "logits_scaling", None)
-        scale = 1.0 / scaling if scaling else getattr(config, "logit_scale", None) or 1.0
-        return Head(
-            layer.weight, getattr(layer, "bias", None), float(scale), getattr(config, "final_logit_softcapping", None)
-        )
+        config, layer = self.model.config.get_text_config(), self.model.get_output_embeddings()
+        scales = [getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier")]
+        scaling = getattr(config, "logits_scaling", None) or 1.0
+        scale = math.prod(scales) * (scaling if config.model_type == "hyperclovax" else 1.0 / scaling)
+        return Head(layer.weight, getattr(layer, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
