@@ -10,7 +10,7 @@ from learner.data.microbatch import Form
 from learner.data.rows import Batch
 from learner.metrics import LearnerMetrics
 from learner.observability.timing import StepTimes, Stopwatch, utilisation
-from learner.policy.policy import Policy, peak_flops
+from learner.policy.policy import Policy, peak_flops, peak_of
 from learner.process.recorder import Update, record_step, step_line
 from learner.training.trainer import Trainer
 from pipeline.config.learner import LoraConfig
@@ -146,3 +146,11 @@ def test_utilisation_memory_and_form_reach_metrics_and_the_line(kit):
     line = step_line(update)
     assert line["mfu"] == 0.25 and line["rows_form"] == "padded" and line["rows_padded"]["configured"] == 1
     assert [Form(packed=True).name, Form(packed=True, shared_min=4).name] == ["packed", "shared"]
+
+
+@pytest.mark.parametrize(
+    "chip, teraflops",
+    [("A10G", 70), ("A10", 125), ("A100", 312), ("L4", 121), ("L40", 181), ("L40S", 362), ("H20", 148)],
+)
+def test_a_chip_is_not_taken_for_one_whose_name_begins_alike(chip, teraflops):
+    assert peak_of(f"NVIDIA {chip}") == 1e12 * teraflops
