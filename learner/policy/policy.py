@@ -74,19 +74,20 @@ def pass_cost(model: Any) -> PassCost:
     sent to."""
     config = model.config.get_text_config()
     output = model.get_output_embeddings()
+    modules = list(model.get_decoder().modules())  # no tower of images or sounds, which text does not pass
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
     active = float((getattr(config, "num_experts_per_tok", None) or experts) / experts)
     weights = 0.0
-    for module in model.modules():
+    for module in modules:
         if isinstance(module, torch.nn.Embedding) or module is output:
             continue
         for name, p in module.named_parameters(recurse=False):
             if p.ndim > 1:
                 is_expert = (p.ndim > 2 and not isinstance(module, torch.nn.Conv1d)) or "expert" in name
                 weights += p.numel() * (active if is_expert else 1.0)
-    pairs, states = Counter[int | None](), sum(map(_state_operations, model.modules()))
+    pairs, states = Counter[int | None](), sum(map(_state_operations, modules))
     sizes = heads_of(config)
-    for module in model.modules():
+    for module in modules:
         if hasattr(module, "is_causal") and hasattr(module, "layer_idx"):
             heads, size = sizes[module.layer_idx]
             widths = getattr(module, "qk_head_dim", size) + getattr(module, "v_head_dim", size)
