@@ -20,7 +20,7 @@ from actors.environments.plugins import make_source
 from actors.metrics import ActorMetrics
 from actors.process.actor import Actor
 from actors.rendering.renderer import Renderer
-from actors.rendering.tokenizer import json_of, load_tokenizer
+from actors.rendering.tokenizer import load_tokenizer
 from actors.rollout.services import Services
 from pipeline.config import RunConfig
 from pipeline.config.rollouts import ANSWERS_BYTES_MAX, OUTBOX_BYTES_MAX
@@ -33,6 +33,7 @@ from pipeline.runtime.http import AnswerMemory
 from pipeline.runtime.plugin_limits import interrupting_blocks
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.progress import RoleState
+from pipeline.runtime.run_directory import vocabulary_size
 from pipeline.runtime.witness import open_witness
 from pipeline.schema.codec import Limits
 from pipeline.transport.zeromq import open_link
@@ -65,9 +66,7 @@ async def main(ctx: RoleContext) -> None:
     }
     renderer = await anyio.to_thread.run_sync(_renderer, config, ctx.directory.model)
     patience = PausableTimeout(pauses=True) if config.engine.colocate == "sleep" else None
-    model = json_of(ctx.directory.model / "config.json")
-    size = model.get("vocab_size") or (model.get("text_config") or {}).get("vocab_size")
-    connect = connector(config, size if isinstance(size, int) and size > 0 else None, patience)
+    connect = connector(config, vocabulary_size(ctx.directory.model), patience)
     pool = EnginePool(
         [connect(url) for url in addresses.fixed],
         connect=connect,

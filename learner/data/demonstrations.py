@@ -14,7 +14,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError, StoreError, TrainingError
 from pipeline.replay.demonstrations import Render, read_demonstrations
 from pipeline.runtime.plugins import load_main
-from pipeline.runtime.run_directory import read_json
+from pipeline.runtime.run_directory import vocabulary_size
 from pipeline.schema import Trajectory
 from pipeline.schema.codec import Limits, decode_trajectory
 from pipeline.store.archive import is_archive, read_archive
@@ -56,7 +56,7 @@ def load_demonstrations(
         raise ConfigurationError(f"expected a file of demonstrations, got {file}, which is not a file")
     model = config.model
     render = render or load_main(RENDERER)(model_folder, model.chat_template, model.trust_remote_code)
-    vocabulary = (read_json(model_folder / "config.json") or {}).get("vocab_size")
+    vocabulary = vocabulary_size(model_folder)
     demonstrations, failures = [], 0
     for trajectory in _trajectories(file, render, Limits(tokens_max=config.stage.tokens_max)):
         if trajectory.reward is None or trajectory.reward < config.replay.success_threshold:
@@ -67,7 +67,7 @@ def load_demonstrations(
         except TrainingError as error:
             raise StoreError(f"{file}: {error}") from error
         largest = max((int(row.token_ids.max()) for row in rows), default=0)
-        if isinstance(vocabulary, int) and largest >= vocabulary:
+        if vocabulary is not None and largest >= vocabulary:
             raise StoreError(
                 f"{file}: expected token ids below the model's vocabulary of {vocabulary}, got {largest}: the file is "
                 "of another tokenizer"

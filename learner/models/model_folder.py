@@ -53,7 +53,8 @@ class ModelFolder:
 
     def read(self, device: torch.device) -> Any:
         """The model in float32 on ``device``; each weight goes there from its file."""
-        return AutoModelForCausalLM.from_pretrained(self._path, device_map={"": device}, **self._options)
+        model = AutoModelForCausalLM.from_pretrained(self._path, device_map={"": device}, **self._options)
+        return _that_can_be_saved(model)
 
     def empty(self) -> Any:
         """The model in float32 with its buffers, and its weights on the meta device: :meth:`fill` reads them."""
@@ -64,7 +65,7 @@ class ModelFolder:
         model.tie_weights()
         if model.can_generate() and (self._path / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(self._path)
-        return model.eval()
+        return _that_can_be_saved(model.eval())
 
     @torch.no_grad()
     def fill(self, model: Any, device: torch.device) -> None:
@@ -165,6 +166,19 @@ class ModelFolder:
             weights: dict[str, str] = orjson.loads(index.read_bytes())["weight_map"]
             return {name: self._path / file for name, file in weights.items()}
         return {}
+
+
+def _that_can_be_saved(model: Any) -> Any:
+    """``model``. transformers reads a ``generation_config.json`` that contradicts itself, and refuses to write it: of
+    such a one only the ids of tokens stay."""
+    if model.can_generate():
+        try:
+            model.generation_config.validate(strict=True)
+        except ValueError as error:
+            log.warning("checkpoints have only the token ids of generation_config.json: %s", error)
+            kept = {k: v for k, v in model.generation_config.to_dict().items() if k.endswith("token_id")}
+            model.generation_config = GenerationConfig(**kept)
+    return model
 
 
 def _results(group: Group) -> list[str]:

@@ -8,6 +8,7 @@ them. What is in none is ``other``: counting, messages, the event loop.
 from __future__ import annotations
 
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -90,7 +91,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Largest memory of this process since its start: allocated on the GPU, or resident."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 @dataclass(frozen=True, slots=True)

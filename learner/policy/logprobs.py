@@ -27,7 +27,8 @@ class Head:
     weight_VH: Tensor
     bias_V: Tensor | None = None
     scale: float = 1.0
-    """Cohere's ``logit_scale``, or one over Granite's ``logits_scaling``."""
+    """Cohere's ``logit_scale``, Falcon-H1's ``lm_head_multiplier``, HyperCLOVA X's ``logits_scaling``, or one over
+    Granite's."""
     softcap: float | None = None
     """Gemma's ``final_logit_softcapping``."""
 

@@ -7,6 +7,7 @@ Dimensions: B rows, T padded length, S sampled tokens of a micro-batch, H hidden
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -58,7 +59,9 @@ PEAK_TERAFLOPS = {
     "A100": 312.0,
     "A800": 312.0,
     "L40S": 362.0,
+    "L40": 181.0,
     "L4": 121.0,
+    "A10G": 70.0,
     "A10": 125.0,
     "RTX 4090": 165.0,
     "MI300X": 1307.0,
@@ -71,19 +74,20 @@ def pass_cost(model: Any) -> PassCost:
     sent to."""
     config = model.config.get_text_config()
     output = model.get_output_embeddings()
+    modules = list(model.get_decoder().modules())  # no tower of images or sounds, which text does not pass
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
     active = float((getattr(config, "num_experts_per_tok", None) or experts) / experts)
     weights = 0.0
-    for module in model.modules():
+    for module in modules:
         if isinstance(module, torch.nn.Embedding) or module is output:
             continue
         for name, p in module.named_parameters(recurse=False):
             if p.ndim > 1:
                 is_expert = (p.ndim > 2 and not isinstance(module, torch.nn.Conv1d)) or "expert" in name
                 weights += p.numel() * (active if is_expert else 1.0)
-    pairs, states = Counter[int | None](), sum(map(_state_operations, model.modules()))
+    pairs, states = Counter[int | None](), sum(map(_state_operations, modules))
     sizes = heads_of(config)
-    for module in model.modules():
+    for module in modules:
         if hasattr(module, "is_causal") and hasattr(module, "layer_idx"):
             heads, size = sizes[module.layer_idx]
             widths = getattr(module, "qk_head_dim", size) + getattr(module, "v_head_dim", size)
@@ -525,9 +529,8 @@ class Policy(Backbone):
             return self.adapters.snapshot(dtype, self.ranks)
 
     def _head(self) -> Head:
-        config, layer = self.model.config, self.model.get_output_embeddings()
-        scaling = getattr(config, "logits_scaling", None)
-        scale = 1.0 / scaling if scaling else getattr(config, "logit_scale", None) or 1.0
-        return Head(
-            layer.weight, getattr(layer, "bias", None), float(scale), getattr(config, "final_logit_softcapping", None)
-        )
+        config, layer = self.model.config.get_text_config(), self.model.get_output_embeddings()
+        scales = [getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier")]
+        scaling = getattr(config, "logits_scaling", None) or 1.0
+        scale = math.prod(scales) * (scaling if config.model_type == "hyperclovax" else 1.0 / scaling)
+        return Head(layer.weight, getattr(layer, "bias", None), scale, getattr(config, "final_logit_softcapping", None))

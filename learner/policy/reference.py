@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -121,6 +121,8 @@ class ServerReference:
         self._config = config
         self._interrupt = interrupt
         self._check_ids = check_ids
+        self.on_answer: Callable[[], None] = lambda: None
+        """Called after each row: the pass makes progress."""
 
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """See :meth:`Reference.logprobs`. Raises :class:`TrainingError` for tokens that were
@@ -148,6 +150,7 @@ class ServerReference:
         async def one(row: Row, offset: int) -> None:
             async with limit:
                 out[offset : offset + row.n_sampled] = await self._row(http, row)
+                self.on_answer()
 
         async def watch_interrupt() -> None:
             while not self._interrupt.is_set():

@@ -125,6 +125,9 @@ def _trial_model(model: Any, device: torch.device) -> Any:
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = len(kinds), min(text.vocab_size, _TRIAL_TOKENS), None
     if getattr(text, "layer_types", None):
         text.layer_types = kinds
+    for name, value in list(vars(config).items()):  # tokens that stand for images and sounds
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
+            setattr(config, name, text.vocab_size - 1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return type(model)(config).to(device=device, dtype=next(model.parameters()).dtype).eval()

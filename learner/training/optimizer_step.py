@@ -115,6 +115,7 @@ class OptimizerSteps:
                 totals.applied.append((step, sums))
         totals.last_step.grad_norm = norm
         totals.optimizer_steps += 1
+        totals.supervised_tokens += totals.last_step.supervised_tokens
 
     def _supervise(self, totals: StepTotals) -> Tensor | None:
         """Add the gradient of the demonstrations that this optimizer step draws; this rank's part of their mean

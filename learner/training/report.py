@@ -99,7 +99,7 @@ class StepReport:
     supervised_loss: float = 0.0
     """Mean cross-entropy over supervised tokens before the step, nats, without its weight; 0 without any."""
     supervised_tokens: int = 0
-    """Supervised tokens of the last optimizer step."""
+    """Supervised tokens of all optimizer steps."""
     tokens_by_trajectory: Sequence[int] = ()
     """Sampled tokens that passed through the loss in the first epoch, by ``Row.trajectory_index``; none behind the last
     trajectory that has some."""
@@ -229,6 +229,8 @@ class StepTotals:
     """Optimizer steps, skipped ones too: each draws other demonstrations."""
     optimizer_steps: int = 0
     """Optimizer steps applied."""
+    supervised_tokens: int = 0
+    """Supervised tokens of these."""
     microbatches: int = 0
     tokens_padding: int = 0
     tokens_shared: int = 0
@@ -277,7 +279,7 @@ class StepTotals:
             kl_loss=rules.kl_coef * last.kl if rules.kl_in_loss else 0.0,
             kl_coefficient=rules.kl_coef,
             supervised_loss=last.supervised,
-            supervised_tokens=last.supervised_tokens,
+            supervised_tokens=self.supervised_tokens,
             tokens_by_trajectory=np.bincount(values.trajectory_indices).tolist(),
             grad_norm=last.grad_norm,
             learning_rate=self.learning_rate * (self.lr_factors[-1] if self.lr_factors else 1.0),

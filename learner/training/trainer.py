@@ -28,7 +28,7 @@ from learner.losses.policy_losses import loss_rules
 from learner.losses.policy_losses import needed_scores as needed_by_loss
 from learner.observability.timing import Stopwatch, peak_memory_bytes, utilisation
 from learner.policy.policy import Policy
-from learner.policy.reference import FrozenCopy, Reference
+from learner.policy.reference import FrozenCopy, Reference, ServerReference
 from learner.policy.routers import require_routers
 from learner.training.critic import Critic
 from learner.training.optimizer import learning_rate, make_optimizer
@@ -77,12 +77,15 @@ class Trainer:
         self._steps = OptimizerSteps(policy, config, self.optimizer, demonstrations)
 
     def on_layer(self, call: Callable[[], None]) -> None:
-        """Call ``call`` after each layer of a pass of any of its models, in the thread of the pass."""
+        """Call ``call`` after each layer of a pass of any of its models, and each answer of a reference server, in the
+        thread of the pass."""
         self.policy.on_layer = call
         if self.critic is not None:
             self.critic.backbone.on_layer = call
         if isinstance(self.reference, FrozenCopy):
             self.reference.backbone.on_layer = call
+        if isinstance(self.reference, ServerReference):
+            self.reference.on_answer = call
 
     def train(self, batch: Batch, policy_version: int) -> StepReport:
         """Score the tokens, estimate advantages, and make the update. Raises as :meth:`step`."""

@@ -18,7 +18,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import AfterplayError, ConfigurationError, StoreError
 from pipeline.replay.demonstrations import Render, import_id, read_demonstrations
 from pipeline.replay.replay import Replay
-from pipeline.runtime.run_directory import RunDirectory, read_json
+from pipeline.runtime.run_directory import RunDirectory, vocabulary_size
 from pipeline.schema import TokenSpan, Trajectory, VersionSpan
 from pipeline.schema.codec import Limits, decode_trajectory, encode_trajectory
 from pipeline.schema.counters import Count
@@ -59,7 +59,7 @@ class Importer:
         self._config, self._directory, self._render = config, directory, render
         self._path = store_path(config, directory)
         self._limits = Limits(tokens_max=config.stage.tokens_max)
-        self._vocabulary = (read_json(directory.model / "config.json") or {}).get("vocab_size")
+        self._vocabulary = vocabulary_size(directory.model)
         self._origin, self._version = "", 0
         """History of the store (empty: it has none), and the newest policy version."""
         if self._path.exists():
@@ -116,7 +116,7 @@ class Importer:
             )
         spans = (span.token_ids for turn in trajectory.turns for span in (turn.context, turn.completion))
         largest = max((int(ids.max()) for ids in spans if len(ids)), default=0)
-        if isinstance(self._vocabulary, int) and largest >= self._vocabulary:
+        if self._vocabulary is not None and largest >= self._vocabulary:
             raise StoreError(
                 f"{file}: expected token ids below the model's vocabulary of {self._vocabulary}, got {largest}: the "
                 "file is of another tokenizer"

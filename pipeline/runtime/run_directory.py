@@ -194,6 +194,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def vocabulary_size(model: Path) -> int | None:
+    """Token ids of the model in a folder are below this; None where its ``config.json`` does not say."""
+    facts = read_json(model / "config.json") or {}
+    size = (facts.get("text_config") or facts).get("vocab_size")
+    return size if isinstance(size, int) and size > 0 else None
+
+
 def take_index(
     directory: RunDirectory,
     role: str,

@@ -4,7 +4,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import learner.checkpoints.checkpoint as checkpoints
 from learner.checkpoints.checkpoint import (
@@ -16,11 +16,13 @@ from learner.checkpoints.checkpoint import (
 )
 from learner.checkpoints.shards import set_random_state
 from learner.data.rows import Batch
+from learner.models.model_folder import ModelFolder
 from learner.policy.policy import Policy
 from learner.process.recorder import MetricsLog
 from learner.process.role import choose_version
 from learner.process.session import LearnerProgress
 from learner.training.trainer import Trainer
+from learner.weights.publisher import write_weights
 from pipeline.errors import StoreError, TrainingError
 from pipeline.runtime.folders import CONTENTS, find_damage, write_contents
 
@@ -61,6 +63,19 @@ def test_stopping_and_resuming_equals_never_stopping_bit_for_bit(kit, tmp_path, 
     train(resumed, kit, 3)
     expected, came = straight.policy.snapshot("float32"), resumed.policy.snapshot("float32")
     assert all(torch.equal(expected[name], came[name]) for name in expected)
+
+
+def test_a_model_whose_generation_config_contradicts_itself_is_saved_and_published(kit, tmp_path, initial):
+    facts = '{"do_sample": false, "temperature": 0.6, "eos_token_id": [2, 5]}'
+    (initial / "generation_config.json").write_text(facts)
+    folder = ModelFolder(initial)
+    policy = Policy(folder.read(torch.device("cpu")), kit.learner_config(), torch.device("cpu"))
+    trainer = Trainer(policy, kit.run_config())
+    path = save_checkpoint(tmp_path / "c", trainer, state_of(trainer), initial, keep=1)
+    write_weights(policy.model, tmp_path / "v1", policy.snapshot("float32"))
+    folder.empty().generation_config.save_pretrained(tmp_path / "empty")
+    for saved in (path / "model", tmp_path / "v1", tmp_path / "empty"):
+        assert GenerationConfig.from_pretrained(saved).eos_token_id == [2, 5]
 
 
 def test_without_the_optimizer_a_checkpoint_is_smaller_and_resumes_with_a_fresh_one(kit, tmp_path, initial, caplog):

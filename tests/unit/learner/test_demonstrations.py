@@ -124,6 +124,16 @@ def test_files_that_cannot_be_trained_are_refused(game, tmp_path, content, error
         load_demonstrations(file, config, directory.model)
 
 
+def test_ids_beyond_the_vocabulary_are_refused_where_the_text_part_of_a_model_has_a_config_of_its_own(game) -> None:
+    config, directory = game.run()
+    directory.model.mkdir()
+    (directory.model / "config.json").write_text('{"text_config": {"vocab_size": 5}}')
+    file = game.file.with_name("ids.jsonl")
+    file.write_bytes(line(turns=[{"context_ids": [1], "completion_ids": [6]}]))
+    with pytest.raises(StoreError, match="vocabulary of 5, got 6"):
+        load_demonstrations(file, config, directory.model, lambda *messages: None)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(0, 3))
 def test_every_pass_takes_every_trajectory_once_and_a_step_depends_on_its_number_alone(kit, n, batch, seed) -> None:

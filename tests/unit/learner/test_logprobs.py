@@ -1,9 +1,13 @@
+import numpy as np
 import pytest
 import torch
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from learner.data.rows import Row
 from learner.policy.logprobs import Head, Tile, sampled_logprobs
+from learner.policy.policy import Policy
 
 
 def reference(hidden, head, targets, temperatures):
@@ -109,3 +113,33 @@ def test_no_tensor_is_larger_than_a_tile_and_a_logit_costs_at_most_sixty_bytes(d
         logprobs.sum().backward()
     assert traffic.largest == 128 * 512
     assert traffic.n_bytes <= 60 * s * v
+
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "initializer_range": 0.5, "pad_token_id": 0,
+}  # fmt: skip
+CAPPED = SMALL | {
+    "head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+    "layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 1.0,
+}  # fmt: skip
+STATES = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+
+
+@pytest.mark.parametrize(
+    "family, options",
+    [
+        ("Gemma4Config", {"text_config": CAPPED, "vision_config": None, "audio_config": None}),
+        ("HyperCLOVAXConfig", SMALL | {"logits_scaling": 0.25}),
+        ("FalconH1Config", SMALL | STATES | {"lm_head_multiplier": 0.25}),
+    ],
+)
+def test_the_policy_has_the_log_probabilities_of_the_models_own_logits(kit, family, options):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, family)(**options)).eval()
+    ids = np.random.default_rng(0).integers(1, 64, 9)
+    with torch.no_grad():
+        every = model(input_ids=torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1)
+    policy = Policy(model, kit.learner_config(packing="padded"), torch.device("cpu"))
+    came, _ = policy.score_rows([Row.plain("x", ids)])
+    np.testing.assert_allclose(came, every[torch.arange(8), torch.from_numpy(ids[1:])], rtol=1e-4, atol=1e-4)

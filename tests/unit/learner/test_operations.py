@@ -58,3 +58,13 @@ def test_recurrent_and_convolved_layers_cost_their_weights_and_their_state() -> 
     for name, p in mamba.model.layers.named_parameters():
         chosen += 0 if p.ndim == 1 else p.numel() // (2 if "experts" in name and "shared" not in name else 1)
     assert pass_cost(mamba).token == 2 * chosen + 2 * 2 * (4 * 8 * 8), "twice four heads' state of 8 by 8"
+
+
+def test_a_tower_of_images_costs_text_nothing() -> None:
+    text = SMALL | dict(FAMILIES["Gemma 3"].options)
+    tower = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "image_size": 8, "patch_size": 2}
+    both = transformers.Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(both)
+        assert any("vision" in name for name, _ in model.named_parameters())
+        assert pass_cost(model) == pass_cost(made("Gemma 3"))

@@ -116,7 +116,7 @@ def test_imported_demonstrations_without_advantage_are_learned_all_the_same(kit)
         torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-6)
 
 
-def test_each_optimizer_step_draws_its_own_demonstrations_and_adds_their_gradient(kit) -> None:
+def test_each_optimizer_step_draws_and_counts_its_own_demonstrations_and_adds_their_gradient(kit) -> None:
     demonstrations = Demonstrations(tuple((row,) for row in ones(kit.make_rows(5, seed=3))))
     rows = kit.make_rows(4)
     loss = {"supervised": {"weight": 0.25, "source": "file", "demonstrations": "x", "batch": 2}}
@@ -136,9 +136,10 @@ def test_each_optimizer_step_draws_its_own_demonstrations_and_adds_their_gradien
     spy = lambda self, seed, step, batch: seen.append(step) or draw(self, seed, step, batch)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Demonstrations, "draw", spy)
-        several.step(Batch(0, (), rows), 0)
-        several.step(Batch(1, (), rows), 1)
+        reports = [several.step(Batch(update, (), rows), update) for update in (0, 1)]
     assert seen == list(range(8))
+    drawn = [sum(row.n_sampled for row in demonstrations.draw((0, 1), step, 2)) for step in seen]
+    assert [report.supervised_tokens for report in reports] == [sum(drawn[:4]), sum(drawn[4:])]
 
 
 def test_a_step_whose_cross_entropy_is_not_finite_is_skipped_and_counted(kit, monkeypatch) -> None:

@@ -1,6 +1,7 @@
 """Model FLOP utilisation, peak memory and form of rows: counted by the trainer, recorded as metrics."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from prometheus_client import CollectorRegistry
 from learner.data.microbatch import Form
 from learner.data.rows import Batch
 from learner.metrics import LearnerMetrics
-from learner.observability.timing import StepTimes, Stopwatch, utilisation
-from learner.policy.policy import Policy, peak_flops
+from learner.observability.timing import StepTimes, Stopwatch, peak_memory_bytes, utilisation
+from learner.policy.policy import Policy, peak_flops, peak_of
 from learner.process.recorder import Update, record_step, step_line
 from learner.training.trainer import Trainer
 from pipeline.config.learner import LoraConfig
@@ -146,3 +147,18 @@ def test_utilisation_memory_and_form_reach_metrics_and_the_line(kit):
     line = step_line(update)
     assert line["mfu"] == 0.25 and line["rows_form"] == "padded" and line["rows_padded"]["configured"] == 1
     assert [Form(packed=True).name, Form(packed=True, shared_min=4).name] == ["packed", "shared"]
+
+
+@pytest.mark.parametrize("platform, unit", [("linux", 1024), ("darwin", 1)])
+def test_the_peak_of_a_process_is_in_bytes_on_every_system(monkeypatch, platform, unit):
+    monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=3))
+    monkeypatch.setattr("sys.platform", platform)
+    assert peak_memory_bytes(torch.device("cpu")) == 3 * unit
+
+
+@pytest.mark.parametrize(
+    "chip, teraflops",
+    [("A10G", 70), ("A10", 125), ("A100", 312), ("L4", 121), ("L40", 181), ("L40S", 362), ("H20", 148)],
+)
+def test_a_chip_is_not_taken_for_one_whose_name_begins_alike(chip, teraflops):
+    assert peak_of(f"NVIDIA {chip}") == 1e12 * teraflops

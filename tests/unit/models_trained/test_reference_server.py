@@ -14,6 +14,7 @@ from aiohttp import web
 from learner.distributed.ranks import Interrupt
 from learner.observability.timing import Stopwatch
 from learner.policy.reference import ServerReference
+from learner.training.trainer import Trainer
 from pipeline.config.learner import LearnerConfig, LoraConfig, ReferenceConfig
 from pipeline.errors import (
     ConfigurationError,
@@ -23,7 +24,7 @@ from pipeline.errors import (
     Interrupted,
     TrainingError,
 )
-from tests.unit.learner.conftest import make_rows
+from tests.unit.learner.conftest import make_rows, run_config, tiny_policy
 
 WATCH = Stopwatch(torch.device("cpu"))
 
@@ -141,6 +142,14 @@ def test_every_sampled_token_gets_its_own_number(server, monkeypatch):
     assert server.most <= 2
     assert {body["model"] for body in server.bodies} == {"ref"}
     assert "seed" not in server.bodies[0]
+
+
+def test_each_answer_is_progress_of_the_learner(server):
+    answers, reference = [], reference_of(server)
+    trainer = Trainer(tiny_policy(), run_config(loss={"kl": "loss"}), reference)
+    trainer.on_layer(lambda: answers.append(len(server.bodies)))
+    reference.logprobs(rows_at_one(9), WATCH)
+    assert len(answers) == 9
 
 
 def test_a_server_with_another_tokenizer_is_refused_before_it_scores_a_token(server):

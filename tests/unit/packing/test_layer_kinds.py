@@ -185,6 +185,18 @@ def test_an_empty_model_is_tried_with_a_layer_of_each_kind(kit, family):
     assert policy.form == Form(packed=True, shared_min=SHARED_TOKENS_MIN)
 
 
+def test_an_empty_model_is_tried_though_its_tokens_of_images_are_beyond_the_vocabulary_of_the_trial(kit):
+    text = SMALL | HEADS | MIXED | {"vocab_size": 2000, "global_head_dim": 8, "num_kv_shared_layers": 0}
+    ids = {"image_token_id": 1999, "video_token_id": 1998, "audio_token_id": 1997}
+    config = transformers.Gemma4Config(
+        text_config=text | {"hidden_size_per_layer_input": 0}, vision_config=None, audio_config=None, **ids
+    )
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    policy = Policy(model, kit.learner_config(packing="packed"), torch.device("cpu"))
+    assert policy.form == Form(packed=True, shared_min=SHARED_TOKENS_MIN)
+
+
 @pytest.mark.parametrize("kind", PADDED_FAMILIES)
 def test_layers_that_hand_on_a_state_are_padded_untouched_and_named(policy_of, kit, caplog, kind):
     model = model_of(kind)

@@ -107,10 +107,11 @@ def test_other_formats_and_schemas_are_refused_with_what_they_are(make_run, tmp_
         ({"turns": [{"completion_ids": [1]}]}, "'context_ids' is missing"),
     ],
 )  # fmt: skip
-def test_a_wrong_line_is_named_and_nothing_of_its_file_is_imported(make_run, tmp_path, change, words):
+@pytest.mark.parametrize("facts", ['{"vocab_size": 50}', '{"text_config": {"vocab_size": 50}}'])
+def test_a_wrong_line_is_named_and_nothing_of_its_file_is_imported(make_run, tmp_path, change, words, facts):
     run = make_run()
     run.directory.model.mkdir()
-    (run.directory.model / "config.json").write_text('{"vocab_size": 50}')
+    (run.directory.model / "config.json").write_text(facts)
     file = write_lines(tmp_path / "d.jsonl", demonstration(1), demonstration(2) | change)
     message = refuses_unharmed(run, file, words)
     assert "line 2" in message or "environment" in message or "vocabulary" in message
