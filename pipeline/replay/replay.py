@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -59,13 +59,21 @@ class Planner:
         self._index = TaskIndex()
         self._priorities = Priorities()
         self._by_priority = config.replay.task_sampling == "priority"
+        self._held_out: Callable[[Task], bool] = lambda task: False
+
+    def learn(self, held_out: Callable[[Task], bool]) -> None:
+        """``held_out`` tells which tasks are not for training: those of imports may be."""
+        self._held_out = held_out
+        self._pool.touched.update(entry.task.task_id for entry in self._pool)
+        self.reindex()
 
     def reindex(self) -> None:
         """Bring the index up to date with the tasks that changed; ``difficulty`` forgets those without entries."""
         for task_id in sorted(self._pool.touched):
             task_entries = self._pool.task_entries(task_id)
             self._difficulty.settle(task_id, pooled=task_entries is not None)
-            if task_entries is None or task_entries.entries[0].task.environment not in self._environments:
+            task = None if task_entries is None else task_entries.entries[0].task
+            if task_entries is None or task is None or not self._trains(task):
                 self._index.discard(task_id)
                 self._priorities.discard(task_id)
             elif self._by_priority:
@@ -76,6 +84,9 @@ class Planner:
             else:
                 self._index.put(task_id, self._difficulty.bucket(task_id))
         self._pool.touched.clear()
+
+    def _trains(self, task: Task) -> bool:
+        return task.environment in self._environments and not self._held_out(task)
 
     def retired(self, batch: Collection[str]) -> Task | None:
         """A retired task that is not in this batch; None when there is none."""
@@ -221,6 +232,12 @@ class Replay:
         for entry in self.pool:
             self.difficulty.meet(entry.task)
         self._planner.reindex()
+
+    def learn(self, sampler: TaskSampler) -> None:
+        """The sampler knows the splits of environments: no held-out task is trained, and retired tasks that are not
+        trained are not retested. Call it before anything is drawn."""
+        self.difficulty.learn(sampler.trains)
+        self._planner.learn(sampler.holds_out)
 
     @property
     def share(self) -> float:

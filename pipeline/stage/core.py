@@ -306,7 +306,7 @@ class StageCore:
         if self._splits is None:
             self._splits = splits
             self.sampler.learn(splits)
-            self.replay.difficulty.learn(self.sampler.trains)
+            self.replay.learn(self.sampler)
             self.evaluations.learn(splits)
         elif splits != self._splits:
             raise WireError(

@@ -10,7 +10,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any
 
-from pipeline.config.rollouts import EnvironmentConfig
+from pipeline.config.rollouts import HELD_OUT_SEED, EnvironmentConfig
 from pipeline.config.tasks import TRAIN
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Task
@@ -115,6 +115,11 @@ class TaskSampler:
         else:
             inside = section.seed <= seed and (section.tasks is None or seed < section.seed + section.tasks)
         return inside and task.task_id == f"{name}/{seed}" and not is_held_out(own, seed)
+
+    def holds_out(self, task: Task) -> bool:
+        """True if the task has a seed that is held out for evaluation."""
+        held_out = task.seed >= HELD_OUT_SEED or is_held_out(self._splits.get(task.environment, {}), task.seed)
+        return task.environment not in self._sources and held_out
 
     def trainable(self, name: str) -> int | None:
         """Number of different tasks that an environment has for training; None: no end. Counted once, in a second for

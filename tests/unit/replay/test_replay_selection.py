@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.config.rollouts import HELD_OUT_SEED
 from pipeline.replay.priorities import Priorities
 from pipeline.replay.replay import Replay
 from pipeline.replay.selection import TaskIndex, choose, draw_normal, draw_uniform, log_priority, sampling_correction
 from pipeline.tasks.sampler import TaskSampler
+from pipeline.tasks.splits import Seeds
 
 CHI2_999 = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32, 8: 26.12, 9: 27.88, 10: 29.59}
 """99.9 % quantiles by degrees of freedom."""
@@ -198,6 +200,18 @@ def test_within_a_batch_tasks_are_drawn_without_replacement(make):
     experience = pooled(make, config, [(i, 1) for i in range(6)])
     for _ in range(20):
         assert sorted(p.task.seed for p in draws(experience, config, 6)) == list(range(6))
+
+
+@pytest.mark.parametrize("sampling", ["priority", "uniform"])
+def test_no_held_out_task_of_an_import_is_trained(make, sampling):
+    config = make.config(batch=2, task_ratio=1.0, task_sampling=sampling, tasks=10)
+    experience = Replay(config, entries=[make.entry(i, i) for i in (3, 12, HELD_OUT_SEED)])
+    sampler = TaskSampler(config.environments, 0)
+    sampler.learn({"a": {"train": Seeds.of(range(10)), "eval": Seeds.of(range(10, 14))}})
+    experience.learn(sampler)
+    planned = [experience.next_group(sampler, progress=0.5, version=0) for _ in range(40)]
+    assert {p.task.seed for p in planned if p.k} == {3}
+    assert {p.task.seed for p in planned} <= set(range(10))
 
 
 def test_the_pool_is_drawn_by_variance_of_success_times_freshness(make):
