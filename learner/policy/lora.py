@@ -138,9 +138,11 @@ def _targets_as_given() -> Iterator[None]:
 
 
 def _targets(model: Any, ends: tuple[str, ...]) -> set[str]:
-    """Full names of the layers that get adapters."""
-    output = model.get_output_embeddings()
-    linear = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not output}
+    """Full names of the layers that get adapters. Towers of images and sounds, which text does not pass, get none."""
+    output, decoder = model.get_output_embeddings(), set(model.get_decoder().modules())
+    linear = {
+        n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m in decoder and m is not output
+    }
     chosen = linear if not ends else {n for n in linear if any(n == end or n.endswith(f".{end}") for end in ends)}
     unused = [end for end in ends if not any(n == end or n.endswith(f".{end}") for n in linear)]
     if unused or not chosen:

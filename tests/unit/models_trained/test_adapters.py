@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3Config
 
 from learner.data.microbatch import collate
 from learner.policy.lora import Adapters
@@ -12,6 +12,7 @@ from learner.policy.policy import Policy
 from learner.weights.publisher import write_weights
 from pipeline.config.learner import LoraConfig
 from pipeline.errors import ConfigurationError, StoreError
+from tests.support.families import FAMILIES, SMALL
 from tests.unit.learner.conftest import learner_config, make_rows, tiny_model, tiny_policy
 from tests.unit.models_trained.conftest import LORA, lora_policy
 
@@ -39,6 +40,16 @@ def test_without_targets_every_linear_layer_but_the_output_gets_one():
     policy = lora_policy(targets=())
     names = {name.rpartition(".lora_")[0].rpartition(".")[2] for name, _ in policy.named_parameters}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_a_tower_of_images_gets_no_adapter():
+    text = SMALL | dict(FAMILIES["Gemma 3"].options)
+    tower = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 8, "patch_size": 2}
+    both = Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4)
+    model = AutoModelForCausalLM.from_config(both)
+    Adapters(model, LoraConfig(rank=2))
+    adapted = [name for name, _ in model.named_parameters() if ".lora_" in name]
+    assert adapted and not any("vision" in name or "projector" in name for name in adapted)
 
 
 def test_a_layer_that_is_not_there_is_named():
