@@ -1,7 +1,8 @@
-"""Runs on real SLURM clusters on loopback: one loses a node and is then preempted, of the other two nodes stand still.
+"""Runs on real SLURM clusters on loopback: one loses a node and is then preempted, nodes of the others stand still.
 
     python -m benchmarks.slurm
     python -m benchmarks.slurm --scene stopped
+    python -m benchmarks.slurm --scene first
 
 ``configs/tiny.yaml`` is submitted by ``afterplay run --on slurm``. In the scene ``lost`` it has two engines and two
 actors. After some steps the second node is lost with its processes, which come back on the first. Later the node
@@ -11,6 +12,10 @@ urgent job has ended. That step is set while the job waits in the queue: a fast 
 In ``stopped`` the job has three of four nodes, each with an address of its own. First all processes of the third node
 stand still: another node takes its actor. Then those of the second, which has an engine: the run drains and resumes
 with the fourth node. The old processes go on while the new ones work.
+
+In ``first`` the first of three nodes stands still, of which the job has two: supervisor, replay stage and the lock of
+the run directory are there. SLURM starts the job again on the other two, where it finds the lock and goes back into the
+queue. Then the first node goes on, its old processes end, and the next start resumes.
 
 Needs the programs of SLURM and munge (Debian: ``slurm-wlm munge``). Prints and writes what was found; the exit code is
 0 if nothing was lost.
@@ -30,6 +35,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pipeline.launchers.slurm import WATCH
 from pipeline.runtime.run_directory import RunDirectory, read_json
 from pipeline.store.ledger import read_ledger
 from tests.support.slurm_cluster import SlurmCluster, missing_programs
@@ -86,7 +92,7 @@ class Job:
     def places(self) -> dict[str, str]:
         """The node of each process that runs."""
         lines = self.cluster.command("squeue", "-h", "-s", "-j", self.number, "-o", "%j %N").splitlines()
-        return {name: node for name, node in (line.split() for line in lines) if name not in ("batch", "extern")}
+        return {name: node for name, node in (line.split() for line in lines) if name not in ("batch", "extern", WATCH)}
 
     def phases(self) -> dict[str, str]:
         """The phase of each process, as the supervisor writes it."""
@@ -115,11 +121,12 @@ class Job:
         self.until(f"step {step}", lambda: (lines := self.steps()) and lines[-1]["step"] >= step)
 
     def tail(self) -> str:
-        """Nodes and phases of the processes, and the end of what the job and they printed."""
+        """The job, nodes and phases of the processes, and the end of what the job and they printed."""
         steps = self.cluster.command("squeue", "-h", "-s", "-j", self.number, "-o", "%i %j %N %M")
         files = [self.directory.path / "slurm.log", *sorted(self.directory.logs.glob("*.log"))]
         printed = "\n".join(f"--- {f.name}\n{f.read_text()[-2500:]}" for f in files if f.exists())
-        return f"steps\n{steps}\nphases {self.phases()}\n{printed}"
+        job = self.cluster.command("scontrol", "-o", "show", "job", self.number)
+        return f"{job}nodes {self.cluster.states()}\nsteps\n{steps}\nphases {self.phases()}\n{printed}"
 
 
 def prove(folder: Path, steps: int = STEPS, lost_at: int = LOST_AT, preempted_at: int = PREEMPTED_AT) -> dict[str, Any]:
@@ -218,6 +225,33 @@ def prove_stopped(folder: Path) -> dict[str, Any]:
         return {"places": before} | facts | accounts(job, began)
 
 
+def prove_first(folder: Path) -> dict[str, Any]:
+    """The scene ``first``; times, steps and accounts as JSON values."""
+    began = time.monotonic()
+    with SlurmCluster(folder / "cluster", nodes=3, own_addresses=True) as cluster:
+        job = Job(cluster, folder / "runs", 2, "engine.host=0.0.0.0")
+        job.until_step(LOST_AT)
+        job.until("the end of the preflight", lambda: "preflight" not in job.places())
+        before, at = job.places(), time.monotonic()
+        old = cluster.stop_node("n1")
+        job.until("the job in the queue", lambda: job.state == "PENDING")
+        down_seconds, step = time.monotonic() - at, job.steps()[-1]["step"]
+        job.end_at(step + STEPS)
+        again = "goes back into the queue, and continues from"
+        cluster.command("scontrol", "update", f"jobid={job.number}", "starttime=now")
+        job.until("a start that finds the lock", lambda: again in (job.directory.path / "slurm.log").read_text())
+        job.until("the job in the queue again", lambda: job.state == "PENDING")
+        assert job.steps()[-1]["step"] == step
+        cluster.continue_node("n1")
+        # SLURM drains a node, and holds the job, if it starts the job there beside its old steps.
+        job.until("the end of the old steps", lambda: not any(Path(f"/proc/{pid}").exists() for pid in old))
+        cluster.command("scontrol", "update", f"jobid={job.number}", "starttime=now")
+        places = job.until("all processes", lambda: (p := job.places()).keys() >= before.keys() and p)
+        job.until("the end", lambda: job.state == "COMPLETED")
+        found = {"places": before, "down_seconds": round(down_seconds, 1), "stopped_after_step": step}
+        return found | {"resumed": places} | accounts(job, began)
+
+
 def accounts(job: Job, began: float) -> dict[str, Any]:
     """Updates, staleness and accounts of a job that has ended."""
     lines, ledger = job.steps(), read_ledger(job.directory.store_file, rows=True)
@@ -250,7 +284,7 @@ def problems(found: dict[str, Any]) -> list[str]:
             "a role did not drain": set(found["drained"]) >= {"actor-0", "actor-1", "learner", "replay"},
             "nothing was learned": found["solved_last"] > found["solved_first"],
         }
-    else:
+    elif "actor" in found:
         checks |= {
             "no actor was on the third node": found["actor"]["lost"] == ["actor-2"],
             "an old process disturbed the new one": found["actor"]["restarts"] == {"actor-2": 1},
@@ -259,7 +293,11 @@ def problems(found: dict[str, Any]) -> list[str]:
     return [sentence for sentence, holds in checks.items() if not holds]
 
 
-SCENES = {"lost": (prove, RESULTS / "slurm.json"), "stopped": (prove_stopped, RESULTS / "slurm-stopped.json")}
+SCENES = {
+    "lost": (prove, RESULTS / "slurm.json"),
+    "stopped": (prove_stopped, RESULTS / "slurm-stopped.json"),
+    "first": (prove_first, RESULTS / "slurm-first.json"),
+}
 
 
 def main() -> int:

@@ -38,7 +38,7 @@ class EvaluationConfig(Section):
     False: only the evaluations at the start and at the end are exact; the others run beside training, and their results
     list the versions that sampled them."""
     seconds_max: float = Field(3600.0, gt=0)
-    """Time limit of one evaluation, in seconds; after a restart of the replay stage it begins anew. Rollouts that are
+    """Time limit of one evaluation, in seconds; after a restart of the replay stage it starts again. Rollouts that are
     not finished by then, or that failed ``groups.attempts_max`` times, are missing from the result; they never count
     as 0."""
     keep_best: str | None = None

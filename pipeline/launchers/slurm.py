@@ -7,7 +7,8 @@ its node: SIGTERM is passed on to the process, and its exit code is that of the 
 SIGTERM means drain. SLURM sends it some time before the limit of the job (``--signal=B:TERM@SECONDS``), and before a
 preemption where the cluster has ``PreemptParameters=send_user_signal``. A drained job puts itself back into the queue
 and resumes from the run directory; ``scancel`` ends it for good. A job that loses a node other than the first
-continues without it (``--no-kill``), unless engines or GPUs were there: then it drains, to get another node.
+continues without it (``--no-kill``), unless engines or GPUs were there: then it drains, to get another node. SLURM also
+keeps a job that has lost its first node; a step on the others (:func:`watch`) puts it back into the queue.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -48,6 +50,9 @@ COMMAND_SECONDS_MAX = 60.0
 """For one command of SLURM."""
 RETRY_SECONDS = 1.0
 """Between two attempts to ask SLURM's controller."""
+WATCH = "watch"
+WATCH_SECONDS = 30.0
+"""Name of the step that watches the first node, and the time between two looks."""
 RESTARTS = "AFTERPLAY_JOB_RESTARTS"
 """Environment variable of this start of a job and of its steps: how often SLURM had started the job before."""
 SCRIPT, FILE, LOG = "slurm.sh", "slurm.yaml", "slurm.log"
@@ -133,11 +138,14 @@ def run_job(job: str, request: Launch) -> int:
     """Run to the end on the nodes of ``job``. If the run was stopped before, or ended because a node was lost, the job
     goes back into the queue."""
     directory = RunDirectory(request.config.run.path.absolute())
-    os.environ[RESTARTS] = restarts = job_facts(job).get("Restarts", "0")
+    facts = job_facts(job)
+    os.environ[RESTARTS] = restarts = facts.get("Restarts", "0")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     code, lost = ExitCode.FINISHED, set[str]()
     try:
         inventory = job_inventory()
+        if facts.get("BatchFlag") == "1" and len(inventory.nodes) > 1:
+            start_watch(inventory, directory.path / LOG)
         cluster = Cluster(inventory, partial(step_command, inventory))
         code = run(request.config, request.fresh, cluster=cluster)
         lost = {node.name for node in inventory.nodes} - set(nodes_of(job))
@@ -164,6 +172,37 @@ def job_facts(job: str) -> dict[str, str]:
 def goes_back(facts: Mapping[str, str]) -> bool:
     """True for a batch job that may be requeued and that nobody has cancelled."""
     return (facts.get("JobState"), facts.get("BatchFlag"), facts.get("Requeue")) == ("RUNNING", "1", "1")
+
+
+def start_watch(inventory: Inventory, log: Path) -> None:
+    """Start :func:`watch` on all nodes but the first. It ends with the job."""
+    first, *others = (node.name for node in inventory.nodes)
+    subprocess.Popen(
+        [
+            "srun", "--overlap", "--no-kill", f"--nodes={len(others)}", f"--ntasks={len(others)}",
+            "--ntasks-per-node=1", f"--exclude={first}", f"--job-name={WATCH}", "--cpu-bind=none", "--mem=0",
+            "--input=none", "--quiet", *module_command("pipeline.launchers.slurm", WATCH, str(log)),
+        ],
+    )  # fmt: skip
+
+
+def watch(log: Path) -> None:
+    """Once the first node is lost, and the supervisor with it, put the job back into the queue, or cancel it if it may
+    not go back: SLURM would keep it without anybody who ends it."""
+    job = os.environ[JOB]
+    while True:
+        time.sleep(WATCH_SECONDS)
+        with suppress(ConfigurationError):  # the controller does not answer
+            facts = job_facts(job)
+            if facts.get("JobState") != "RUNNING" or facts["BatchHost"] in node_names(facts):
+                continue
+            back = goes_back(facts)
+            with log.open("a") as file:
+                file.write(
+                    f"job {job} has lost its first node {facts['BatchHost']}, and "
+                    f"{'goes back into the queue' if back else 'is cancelled'}\n"
+                )
+            command_output(*(("scontrol", "requeue") if back else ("scancel",)), job)
 
 
 def job_inventory() -> Inventory:
@@ -266,7 +305,12 @@ def run_step(name: str, addresses: dict[str, str], pinned: bool, command: Sequen
 
 def nodes_of(job: str) -> list[str]:
     """Nodes that this start of a job has now. One that is lost leaves the list."""
-    nodes = job_facts(job).get("NodeList")
+    return node_names(job_facts(job))
+
+
+def node_names(facts: Mapping[str, str]) -> list[str]:
+    """The nodes in facts of a job."""
+    nodes = facts.get("NodeList")
     return command_output("scontrol", "show", "hostnames", nodes).splitlines() if nodes else []
 
 
@@ -283,10 +327,12 @@ def signal_steps(job: str, name: str, kind: str) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``describe``, or ``run NAME NODE=ADDRESS,… pinned|free VARIABLE=VALUE … -- COMMAND``."""
+    """``describe``, ``watch LOG``, or ``run NAME NODE=ADDRESS,… pinned|free VARIABLE=VALUE … -- COMMAND``."""
     if arguments[0] == "describe":
         describe_node()
         return ExitCode.FINISHED
+    if arguments[0] == WATCH:
+        watch(Path(arguments[1]))
     _, name, nodes, kind, *rest = arguments
     end = rest.index("--")
     addresses = dict(node.split("=", 1) for node in nodes.split(","))

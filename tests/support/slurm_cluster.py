@@ -132,12 +132,14 @@ class SlurmCluster:
         signal_all(tasks, signal.SIGKILL)
         return len(tasks)
 
-    def stop_node(self, node: str) -> None:
-        """Let a node stand still, as one that hangs: its daemon, the daemons of its steps, and their processes."""
+    def stop_node(self, node: str) -> set[int]:
+        """Let a node stand still, as one that hangs: its daemon, the daemons of its steps, and their processes. Returns
+        those of its steps."""
         self._stopped[node] = stopped = {self._daemons[node].pid}
         while (tasks := self.tasks(node)).keys() - stopped:  # until none has started another meanwhile
             stopped |= {*tasks, *tasks.values()} - {1}
             signal_all(stopped, signal.SIGSTOP)
+        return stopped - {self._daemons[node].pid}
 
     def continue_node(self, node: str) -> None:
         """Let it go on."""

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +131,7 @@ class Controller:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, restarts: int) -> None:
         self.restarts = restarts
+        self.facts = "Requeue=1 BatchFlag=1 BatchHost=n1"
         self.told: list[tuple[str, ...]] = []
         monkeypatch.setenv(slurm.RESTARTS, "")  # whatever a job sets is undone
         monkeypatch.delenv(slurm.RESTARTS)
@@ -138,7 +140,7 @@ class Controller:
 
     def answer(self, name: str, *arguments: str) -> str:
         if "job" in arguments:
-            return f"JobState=RUNNING Requeue=1 Restarts={self.restarts} BatchFlag=1 ReqNodeList=n9 NodeList=n[1-2]"
+            return f"JobState=RUNNING {self.facts} Restarts={self.restarts} ReqNodeList=n9 NodeList=n[1-2]"
         self.told.append((name, *arguments))
         return "n1\nn2\n" if "hostnames" in arguments else "7.3 actor-1\n"
 
@@ -147,6 +149,7 @@ def run_as(controller: Controller, monkeypatch: pytest.MonkeyPatch, run: Callabl
     """A job whose supervisor does ``run``; True if it went back into the queue."""
     monkeypatch.setattr(slurm, "job_inventory", lambda: Inventory((Node("n1"), Node("n2"))))
     monkeypatch.setattr(slurm, "run", lambda *_, **__: run())
+    monkeypatch.setattr(slurm, "start_watch", lambda *_: None)
     before = signal.getsignal(signal.SIGTERM)
     try:
         slurm.run_job("7", Launch(load(TINY, [f"run.directory={folder}"], environment={})))
@@ -186,6 +189,35 @@ def test_a_job_that_was_started_again_waits_for_the_lock_of_its_first_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, waits: bool
 ) -> None:
     assert run_as(Controller(monkeypatch, restarts), monkeypatch, lambda: ExitCode.BUSY, tmp_path) == waits
+
+
+@pytest.mark.parametrize(
+    ("facts", "restarts", "told"),
+    [
+        ("Requeue=1 BatchFlag=1 BatchHost=n1", 0, None),
+        ("Requeue=1 BatchFlag=1 BatchHost=n0", 1, None),
+        ("Requeue=1 BatchFlag=1 BatchHost=n0", 0, ("scontrol", "requeue", "7")),
+        ("Requeue=0 BatchFlag=1 BatchHost=n0", 0, ("scancel", "7")),
+    ],
+    ids=["it has it", "another start", "lost", "lost, --no-requeue"],
+)
+def test_a_job_without_its_first_node_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: str, restarts: int, told: tuple[str, ...] | None
+) -> None:
+    controller = Controller(monkeypatch, restarts)
+    controller.facts = facts
+    monkeypatch.setenv(slurm.JOB, "7")
+    monkeypatch.setenv(slurm.RESTARTS, "0")
+    looks = iter([None])
+
+    def sleep(_: float) -> None:
+        next(looks)  # StopIteration ends the watch
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with pytest.raises(StopIteration):
+        slurm.watch(tmp_path / "slurm.log")
+    assert [call for call in controller.told if call[-1] == "7"] == ([told] if told else [])
+    assert (tmp_path / "slurm.log").exists() == (told is not None)
 
 
 @pytest.mark.parametrize(
