@@ -129,6 +129,6 @@ class BigSumsEpisode(Episode):
         called = any(use.ok and use.text == str(self._answer) for use in reply.tool_calls)
         found = _INTEGER.findall(reply)
         number = found[-1].replace(",", "") if found else ""
-        right = number.removeprefix("-").isdigit() and len(number) < 200 and int(number) == self._answer
+        right = number.removeprefix("-").isdecimal() and len(number) < 200 and int(number) == self._answer
         reward = 1.0 if right else self._options.call_reward * called
         return Step(reward=reward, done=True, signals={"called": float(called), "right": float(right)})

@@ -107,7 +107,7 @@ def split_address(address: str) -> tuple[str, int]:
     """``tcp://host:port`` as host and port. Raises :class:`ConfigurationError`."""
     scheme, separator, rest = address.partition("://")
     host, colon, port = rest.rpartition(":")
-    if scheme != "tcp" or not separator or not colon or not host or not port.isdigit() or int(port) > 65535:
+    if scheme != "tcp" or not separator or not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigurationError(
             f"stage.address: expected ipc://, ipc://PATH or tcp://host:port, for example tcp://127.0.0.1:5555, got "
             f"{address!r}"

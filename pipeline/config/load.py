@@ -278,7 +278,7 @@ def _assign(data: dict[str, Any], parts: list[str], value: Any, place: str, sour
     for part, following in zip(parts, [*parts[1:], None], strict=True):
         key: str | int = part
         if isinstance(at, list):
-            if not part.isdigit() or int(part) >= len(at):
+            if not part.isdecimal() or int(part) >= len(at):
                 raise ConfigurationError(
                     f"{place}: expected a position from 0 to {len(at) - 1} in {_dotted(path)}, got {part!r}"
                 )

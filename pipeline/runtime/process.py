@@ -263,7 +263,7 @@ def parse_index(text: str, environment: Mapping[str, str] | None = None) -> int:
     >>> parse_index("3"), parse_index("HOSTNAME", {"HOSTNAME": "run-actor-12"})
     (3, 12)
     """
-    if text.isdigit():
+    if text.isdecimal():
         return int(text)
     value = (os.environ if environment is None else environment).get(text)
     if value is None:

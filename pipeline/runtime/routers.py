@@ -26,7 +26,7 @@ def routers_of(model: Any) -> dict[int, tuple[Any, int]]:
     for name, module in model.named_modules():
         for recorder in recorders:
             if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name:
-                layer = next((int(part) for part in name.split(".") if part.isdigit()), -1)
+                layer = next((int(part) for part in name.split(".") if part.isdecimal()), -1)
                 if layer < 0 or found.get(layer, (module,))[0] is not module:
                     raise ConfigurationError(f"expected one router in each layer of the model, got {name} too")
                 found[layer] = module, recorder.index

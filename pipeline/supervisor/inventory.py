@@ -103,7 +103,7 @@ def given_inventory(gpus: int | None, nodes: str, here: Inventory, gib: float | 
         if gpus is None:
             return here if size is None else replace(here, nodes=tuple(replace(n, gpu_bytes=size) for n in here.nodes))
         return Inventory((Node("a machine", _numbered(gpus), gpu_bytes=size),), "--gpus is 0")
-    parts = [f"node-{i}" for i in range(int(nodes))] if nodes.isdigit() else nodes.split(",")
+    parts = [f"node-{i}" for i in range(int(nodes))] if nodes.isdecimal() else nodes.split(",")
     found = []
     for part in parts:
         match = re.fullmatch(r"([A-Za-z0-9._-]+)(?::(\d+))?", part.strip())
@@ -178,7 +178,7 @@ def visible_gpus(there: Sequence[_Gpu], setting: str | None) -> tuple[str, ...]:
     uuids = [name for gpu in there for name in (gpu.uuid, *gpu.mig) if name]
     found: list[str] = []
     for name in (part.strip() for part in setting.split(",")):
-        if name.isdigit():
+        if name.isdecimal():
             exists = int(name) < len(there)
         else:
             exists = name.startswith(("GPU-", "MIG-")) and (not uuids or any(uuid.startswith(name) for uuid in uuids))
@@ -207,4 +207,4 @@ def _memory() -> int:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
         return there
-    return min(there, int(limit)) if limit.isdigit() else there
+    return min(there, int(limit)) if limit.isdecimal() else there

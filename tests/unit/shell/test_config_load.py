@@ -151,6 +151,13 @@ def test_errors_of_options_name_the_option():
     assert refusal(overrides=["run.sed=1"]).startswith("--set run.sed=1: unknown key run.sed")
     assert "expected section.key=value" in refusal(overrides=["run.seed"])
     assert "expected names between" in refusal(overrides=["run..seed=1"])
+
+
+@pytest.mark.parametrize("position", ["²", "-1", "one", "2"])
+def test_a_position_of_a_list_is_a_number_that_is_there(position):
+    assert f"expected a position from 0 to 1 in report_to, got {position!r}" in refusal(
+        "report_to: [jsonl, console]\n", overrides=[f"report_to.{position}=x"]
+    )
     assert "expected run.seed to be a section" in refusal("run: {seed: 1}", ["run.seed.deep=1"])
     assert refusal(environment={"AFTERPLAY__RUN__SEED": "x"}).startswith("environment variable AFTERPLAY__RUN__SEED")
 
