@@ -169,8 +169,8 @@ class ModelFolder:
 
 
 def _that_can_be_saved(model: Any) -> Any:
-    """``model``. transformers reads a ``generation_config.json`` that contradicts itself, and refuses to write it: of
-    such a one only the ids of tokens stay."""
+    """The model, with a generation config that transformers can write. It reads one that contradicts itself, but
+    refuses to write it: then only the token ids stay."""
     if model.can_generate():
         try:
             model.generation_config.validate(strict=True)

@@ -197,7 +197,7 @@ def watch(log: Path) -> None:
             if facts.get("JobState") != "RUNNING" or facts["BatchHost"] in node_names(facts):
                 continue
             back = goes_back(facts)
-            with log.open("a") as file:
+            with suppress(OSError), log.open("a") as file:  # the line matters less than the job
                 file.write(
                     f"job {job} has lost its first node {facts['BatchHost']}, and "
                     f"{'goes back into the queue' if back else 'is cancelled'}\n"

@@ -72,8 +72,7 @@ class Planner:
         for task_id in sorted(self._pool.touched):
             task_entries = self._pool.task_entries(task_id)
             self._difficulty.settle(task_id, pooled=task_entries is not None)
-            task = None if task_entries is None else task_entries.entries[0].task
-            if task_entries is None or task is None or not self._trains(task):
+            if task_entries is None or not self._trains(task_entries.entries[0].task):
                 self._index.discard(task_id)
                 self._priorities.discard(task_id)
             elif self._by_priority:

@@ -153,7 +153,7 @@ def _series(lines: Iterable[Line], key: str, within: str | None = None) -> tuple
     return [p[0] for p in points], [p[1] for p in points]
 
 
-def look(number: int) -> dict[str, str]:
+def curve_style(number: int) -> dict[str, str]:
     """Colour and line style of a curve: no two of 36 curves look alike."""
     return {"color": _COLOURS[number % len(_COLOURS)], "ls": ("-", "--", ":", "-.")[number // len(_COLOURS) % 4]}
 
@@ -162,7 +162,7 @@ def _plot(axis: Any, lines: list[Line], key: str, label: str, colour: int, withi
     steps, values = _series(lines, key, within)
     if steps:
         marker = "o" if len(steps) < 40 else None
-        axis.plot(steps, values, label=label, lw=1.8, marker=marker, ms=3, **look(colour))
+        axis.plot(steps, values, label=label, lw=1.8, marker=marker, ms=3, **curve_style(colour))
 
 
 def _ratio_band(axis: Any, lines: list[Line]) -> None:
@@ -235,7 +235,7 @@ def draw_comparison(
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     for number, (name, rows) in enumerate(curves.items()):
         tokens, means, lows, highs = zip(*rows, strict=True) if rows else ((), (), (), ())
-        style = look(number)
+        style = curve_style(number)
         left.plot(tokens, means, lw=2, label=name, **style)
         left.fill_between(tokens, lows, highs, color=style["color"], alpha=0.15, lw=0)
     left.axhline(target, color=_GREY, lw=0.9, ls="--")

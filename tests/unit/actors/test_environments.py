@@ -175,7 +175,7 @@ def test_what_cannot_be_built_says_what_was_expected(name: str, options: dict[st
 
 
 class _Computed(Environment):
-    """What its steps say is computed with NumPy."""
+    """An environment whose steps have NumPy values."""
 
     def start(self, task: Task) -> Episode:
         return _ComputedEpisode()

@@ -191,6 +191,7 @@ def test_a_job_that_was_started_again_waits_for_the_lock_of_its_first_node(
     assert run_as(Controller(monkeypatch, restarts), monkeypatch, lambda: ExitCode.BUSY, tmp_path) == waits
 
 
+@pytest.mark.parametrize("folder", [".", "lost"], ids=["", "without the log's folder"])
 @pytest.mark.parametrize(
     ("facts", "restarts", "told"),
     [
@@ -202,8 +203,14 @@ def test_a_job_that_was_started_again_waits_for_the_lock_of_its_first_node(
     ids=["it has it", "another start", "lost", "lost, --no-requeue"],
 )
 def test_a_job_without_its_first_node_does_not_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: str, restarts: int, told: tuple[str, ...] | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    facts: str,
+    restarts: int,
+    told: tuple[str, ...] | None,
+    folder: str,
 ) -> None:
+    log = tmp_path / folder / "slurm.log"
     controller = Controller(monkeypatch, restarts)
     controller.facts = facts
     monkeypatch.setenv(slurm.JOB, "7")
@@ -215,9 +222,9 @@ def test_a_job_without_its_first_node_does_not_stay(
 
     monkeypatch.setattr(time, "sleep", sleep)
     with pytest.raises(StopIteration):
-        slurm.watch(tmp_path / "slurm.log")
+        slurm.watch(log)
     assert [call for call in controller.told if call[-1] == "7"] == ([told] if told else [])
-    assert (tmp_path / "slurm.log").exists() == (told is not None)
+    assert log.exists() == (told is not None and log.parent.exists())
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from pipeline.supervisor.plan import plan
 from pipeline.supervisor.processes import HealthAnswer
 from pipeline.supervisor.restarts import Machine, Rule
 from pipeline.supervisor.run import run_lock
-from pipeline.views.plots import draw, figure, look
+from pipeline.views.plots import curve_style, draw, figure
 from pipeline.views.step_lines import MetricsTail, Pace, describe, read_lines, step_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -149,7 +149,7 @@ def test_a_picture_has_the_form_that_its_name_ends_in(tmp_path):
 
 
 def test_no_two_runs_of_a_picture_look_alike():
-    assert len({tuple(look(number).values()) for number in range(36)}) == 36
+    assert len({tuple(curve_style(number).values()) for number in range(36)}) == 36
 
 
 @pytest.mark.parametrize(
