@@ -54,7 +54,8 @@ class NcclGroup:
         """``failed`` gets the engine that does not join, and its error: the constructor would wait for it."""
         self.members = tuple(members)
         self.culprit = ""
-        """Engine of which a request failed first."""
+        """Engine of which a request failed first, before the group was closed: the abort fails those of all."""
+        self._closed = False
         self._device = device
         self._stream: Any = None
         if device.type == "cuda":
@@ -78,6 +79,7 @@ class NcclGroup:
 
     def close(self) -> None:
         """Abort the communicator."""
+        self._closed = True
         self._endpoint.shutdown()
 
     # vLLM's WeightSource
@@ -129,7 +131,8 @@ class NcclGroup:
             calls = {threads.submit(call, member): member for member in self.members}
             for done in as_completed(calls):
                 if done.exception() is not None:
-                    self.culprit = self.culprit or calls[done].url
+                    if not self._closed:
+                        self.culprit = self.culprit or calls[done].url
                     done.result()
         finally:
             threads.shutdown(wait=False, cancel_futures=True)

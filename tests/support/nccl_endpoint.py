@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -76,14 +76,14 @@ class NcclPeer:
         """As vLLM's communicator: the weight is not yet sent when it returns."""
         with self._came:
             self._tensors.append(tensor.clone())
-            self._came.notify()
+            self._came.notify_all()
         self.began.set()
 
     def destroy(self) -> None:
         self.closed += 1
         with self._came:
             self._closed = True
-            self._came.notify()
+            self._came.notify_all()
 
 
 _thread = threading.local()
@@ -109,6 +109,8 @@ class BroadcastEndpoint:
 
     def __init__(self, client: Any, source: Any, peers: Sequence[NcclPeer]) -> None:
         self._client, self._source, self._peers = client, source, peers
+        self._request: Future[Any] = Future()
+        self._request.set_result(None)
         size = 1 + sum(peer.workers for peer in peers)
         client.init_weight_transfer_engine({"packed": False, "rank_offset": 1, "world_size": size})
 
@@ -122,17 +124,21 @@ class BroadcastEndpoint:
         self._client.start_weight_update()
         requests = ThreadPoolExecutor(max_workers=1)
         try:
-            future = requests.submit(self._client.update_weights, info)
+            self._request = requests.submit(self._client.update_weights, info)
             for (name, tensor), told in zip(self._source, meta, strict=True):
                 assert (name, tensor.dtype, tuple(tensor.shape)) == (told.name, told.dtype, told.shape)
                 for peer in self._peers:
                     peer.broadcast(tensor, src=0)
                 _thread.work = _Work(self._peers)
-            future.result()
+            self._request.result()
         finally:
             requests.shutdown(wait=False)
         self._client.finish_weight_update()
 
     def shutdown(self) -> None:
-        for peer in self._peers:
+        """The abort fails the engines' requests, first that of a healthy one."""
+        first, *others = sorted(self._peers, key=lambda peer: bool(peer.fault))
+        first.destroy()
+        wait([self._request], 30)
+        for peer in others:
             peer.destroy()

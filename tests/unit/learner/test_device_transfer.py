@@ -79,9 +79,10 @@ class World:
 
 @pytest.fixture
 async def world(request, kit, tmp_path, monkeypatch):
-    """Two engines, or as many as the test asks for (indirectly)."""
-    engines = [await FakeEngine().start() for _ in range(getattr(request, "param", 2))]
-    w = World(kit, tmp_path, engines)
+    """Two engines, or as many as the test asks for (indirectly), and the time that an attempt may take."""
+    n, timeout = getattr(request, "param", (2, 60.0))
+    engines = [await FakeEngine().start() for _ in range(n)]
+    w = World(kit, tmp_path, engines, timeout)
     monkeypatch.setattr(vllm_transfer, "_client", lambda url, *_: w.peers[url])
     monkeypatch.setattr(
         nccl_transfer, "nccl_endpoint",

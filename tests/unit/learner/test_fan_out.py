@@ -22,7 +22,8 @@ from tests.unit.learner.test_device_transfer import (  # noqa: F401
     world,
 )
 
-SIX = pytest.mark.parametrize("world", [6], indirect=True)
+SIX = pytest.mark.parametrize("world", [(6, 60.0)], indirect=True, ids=["6"])
+SIX_IMPATIENT = pytest.mark.parametrize("world", [(6, 15.0)], indirect=True, ids=["6"])
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -184,6 +185,7 @@ async def test_the_others_of_a_group_get_the_version_in_the_same_publication(two
     async with working(world):
         done = await world.publisher.publish(1, world.weights())
         assert {engine.url for engine in others} <= set(done.live)
+        assert not any(world.keeper(i).state.failures for i in range(1, 6)), "nobody else is blamed"
         snapshot = world.policy.snapshot("bfloat16")
         assert all(same(world.peer(i).received[-1], snapshot) for i in range(1, 6))
         assert (bad.url in done.live) is (fault == "refuses"), "one that cannot join has a folder"
@@ -211,7 +213,7 @@ async def test_an_engine_that_started_again_joins_anew_before_the_next_pass(worl
     assert all(not keeper.state.failures for url, keeper in world.publisher.keepers.items() if url != again.url)
 
 
-@SIX
+@SIX_IMPATIENT
 async def test_an_engine_that_does_not_join_holds_up_nobody(two_groups, impatient, world, passes):  # noqa: F811
     world.peer(0).fault = "joins"
     world.peer(0).goes_on.clear()
