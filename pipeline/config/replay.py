@@ -81,7 +81,7 @@ class ReplayConfig(Section):
     again (ExGRPO). None: ``start_ratio`` decides."""
     task_ratio: float = Field(0.5, ge=0, le=1)
     """Share of an update's B groups that are replay groups: ``floor(B * task_ratio)``, or fewer if fewer tasks have
-    stored trajectories that may be replayed."""
+    stored trajectories that may be replayed. Where that is 0, nothing is replayed, and the run prints a note."""
     trajectories_per_task: int = Field(1, ge=1)
     """k: stored trajectories in a replay group, ``1 <= k < n_rollout``. The rest of the group is fresh."""
     max_trajectories_per_task: int = Field(5, ge=1)
