@@ -6,6 +6,7 @@
 .venv/bin/python scripts/check.py added            the parts that make test-all adds to those of make test
 .venv/bin/python scripts/check.py lint types unit  some of them
 
+Where ``thorough`` follows, ``unit`` leaves the properties to it, which tries each with more examples.
 A part that does not end within its limit prints where each of its threads stands, is ended, and counts as failed. Up to
 three failed tests of a part are repeated once. One that then passes is listed as unstable: its fault, in the code or in
 the test, shows up rarely and is still to be found. A property's failing example is kept, and fails again.
@@ -155,6 +156,8 @@ def main() -> int:
     if unknown:
         print(f"check: expected some of {', '.join((*GROUPS, *PARTS))}, got {', '.join(unknown)}", file=sys.stderr)
         return 2
+    if {"unit", "thorough"} <= set(names):
+        PARTS["unit"] = tuple("not slow and not hypothesis" if a == "not slow" else a for a in PARTS["unit"])
     results = []
     for name in names:
         print(f"\n==> {name}: {shlex.join(PARTS[name])}", flush=True)

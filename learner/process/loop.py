@@ -142,12 +142,14 @@ class LearnerLoop:
             await self._acquire_device()
         self.ctx.report(RoleState.TRAINING, "", step=update + 1, groups=len(groups))
         prefetched = self._prefetcher.take(update, groups)
+        trained = None
         try:
             async with anyio.create_task_group() as prefetching:
                 if update + 1 < self._config.run.total_steps:
                     prefetching.start_soon(self._prefetcher.prefetch, update + 1)
                 with anyio.CancelScope(shield=True):  # what is trained is reported, also while the process stops
-                    batch, report, choice = await anyio.to_thread.run_sync(self._train, update, groups, prefetched)
+                    trained = await anyio.to_thread.run_sync(self._train, update, groups, prefetched)
+                    batch, report, choice = trained
                     report.seconds["choose"] += scored - complete
                     facts = trained_facts(batch, report, choice, self._config.replay.ess_guard.level)
                     await self.session.consumed(update, facts)
@@ -156,7 +158,7 @@ class LearnerLoop:
             with self._clock.phase("publish"):
                 await self._start_publication(tasks, await self._snapshot())
         finally:
-            if self.trainer.updates > update:
+            if trained is not None:
                 times = self._clock.lap()
                 left_out = self._config.groups.groups_per_step - len(batch.groups)
                 done = Update(batch, report, times, self._last_publication, choice, self.writer.saved, left_out)

@@ -12,7 +12,6 @@ import logging
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -134,13 +133,19 @@ def record_path(folder: Path, update: int) -> Path:
 def write_record(folder: Path, record: UpdateRecord, keep: int) -> None:
     """Write ``folder/uNNNNNN.record`` and delete all but the newest ``keep``. Blocks. Where the disk does not take it,
     the update can be repeated without telling what differs."""
-    path = record_path(folder, record.update)
-    folder.mkdir(exist_ok=True)
-    write = partial(write_bytes_atomically, path, record.pack(), make_folder=False)
+    packed = record.pack()
+
+    def write() -> None:
+        folder.mkdir(exist_ok=True)
+        write_bytes_atomically(record_path(folder, record.update), packed, make_folder=False)
+
+    def remove_old() -> None:
+        for old in sorted(folder.glob("u*.record"))[:-keep]:
+            old.unlink(missing_ok=True)
+
     if reason := left_out(write, folder):
         log.warning("what update %d computed was not recorded: %s", record.update + 1, reason)
-    for old in sorted(folder.glob("u*.record"))[:-keep]:
-        old.unlink(missing_ok=True)
+    left_out(remove_old, folder)
 
 
 def read_record(folder: Path, update: int) -> UpdateRecord | None:

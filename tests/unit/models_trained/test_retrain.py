@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sqlite3
@@ -38,7 +39,7 @@ from learner.process import update_record
 from learner.process.bundle import SECTIONS, open_source, portable, portable_sections, write_bundle
 from learner.process.contributions import contributions
 from learner.process.retrain import OF_THE_MACHINE, RunSource, begin, configuration_at, retrain
-from learner.process.update_record import read_record
+from learner.process.update_record import UpdateRecord, read_record, write_record
 from learner.training.optimizer import bit_sums
 from learner.training.report import AppliedStep, StepTotals
 from pipeline.cli.app import app
@@ -614,3 +615,20 @@ def test_one_changed_word_is_found_by_the_sums_alone(words, data):
     other.view(np.uint32)[at] ^= 1 << data.draw(st.integers(0, 31))
     sums = [update_record._fletcher(a) for a in (array, other)]
     assert update_record._changed_word(*sums, len(words)) == at
+
+
+@pytest.mark.parametrize("call", ["mkdir", "unlink"])
+def test_a_record_that_the_disk_does_not_take_stops_no_update(tmp_path, monkeypatch, caplog, call):
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder, numbers = tmp_path / "updates", np.zeros((0, 7, 2), np.uint64)
+    records = [UpdateRecord(n, n, {}, [], (), numbers, {}) for n in range(3)]
+    if call == "unlink":
+        write_record(folder, records[0], 1)
+    monkeypatch.setattr(Path, call, refuse)
+    write_record(folder, records[1], 1)
+    assert call == "unlink" or "what update 2 computed was not recorded" in caplog.text
+    monkeypatch.undo()
+    write_record(folder, records[2], 1)
+    assert [file.name for file in folder.iterdir()] == ["u000002.record"]
