@@ -87,6 +87,8 @@ class Family:
     """First grid of multiples of the run file's learning rate."""
     tuning_seeds: tuple[int, ...]
     seeds: tuple[int, ...]
+    fixed: dict[str, float] = Field(default_factory=dict)
+    """Rates of arms that are compared with another rate than tuning chooses."""
     set: tuple[str, ...] = ()
     plays: int = 1
     """Plays of each task in a measurement."""
@@ -216,6 +218,8 @@ class Runs:
 
     def chosen(self, arm: str) -> float | None:
         """The arm's rate; None: its tuning is not finished."""
+        if arm in self.family.fixed:
+            return self.family.fixed[arm]
         tuned = self.tuned(arm)
         if tuned is None:
             return None
