@@ -88,7 +88,7 @@ class Family:
     tuning_seeds: tuple[int, ...]
     seeds: tuple[int, ...]
     fixed: dict[str, float] = Field(default_factory=dict)
-    """Rates of arms that are compared with another rate than tuning chooses."""
+    """Rates of arms that count as their best ones, whatever tuning chooses."""
     set: tuple[str, ...] = ()
     plays: int = 1
     """Plays of each task in a measurement."""
@@ -208,23 +208,24 @@ class Runs:
             found = {rate: self.finished(self.jobs(arm, rate, tuning=True)) for rate in rates}
             if self._open(found):
                 return found
-            chosen = best(found)
+            chosen = self._best_rate(arm, found)
             if rates[0] < chosen < rates[-1] or len(rates) == 1:
                 return found
-            wider = chosen / 2 if chosen == rates[0] else chosen * 2
+            wider = rates[0] / 2 if chosen <= rates[0] else rates[-1] * 2
             if not RATES_BOUND[0] <= wider <= RATES_BOUND[1]:
                 return found
             rates = sorted([*rates, wider])
 
     def chosen(self, arm: str) -> float | None:
         """The arm's rate; None: its tuning is not finished."""
-        if arm in self.family.fixed:
-            return self.family.fixed[arm]
         tuned = self.tuned(arm)
         if tuned is None:
             return None
         found = self.tuning(tuned)
-        return None if self._open(found) else best(found)
+        return None if self._open(found) else self._best_rate(tuned, found)
+
+    def _best_rate(self, arm: str, found: Mapping[float, Sequence[Result]]) -> float:
+        return self.family.fixed.get(arm) or best(found)
 
     def _open(self, found: Mapping[float, Sequence[Result]]) -> list[float]:
         """Rates whose unfinished runs can still change which one is :func:`best`. With fewer hits than another rate has
