@@ -174,8 +174,7 @@ class Row:
     recorded: bool = True
     """log μ was recorded. False: a demonstration, whose ``behaviour_logprobs`` are 0 and mean nothing."""
     replay_weight: float = 1.0
-    """Multiplies the loss of its tokens; denominators do not change. That of the replay, or of the group
-    (``groups.pilot``)."""
+    """Multiplies the loss of its tokens; denominators do not change."""
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -294,19 +293,15 @@ def build_batch(update: int, groups: Sequence[Group]) -> Batch:
             )
         for trajectory in group.trajectories:
             stored = group.stored_rollout(trajectory) if group.is_replayed(trajectory) else None
-            weight = group.plan.weight if stored is None else stored.weight
-            rows += trajectory_rows(trajectory, trajectory_index, stored, weight)
+            rows += trajectory_rows(trajectory, trajectory_index, stored)
             trajectory_index += 1
     return Batch(update, tuple(groups), tuple(rows))
 
 
-def trajectory_rows(
-    trajectory: Trajectory, trajectory_index: int, stored: StoredRollout | None = None, weight: float = 1.0
-) -> list[Row]:
+def trajectory_rows(trajectory: Trajectory, trajectory_index: int, stored: StoredRollout | None = None) -> list[Row]:
     """One row per branch that has sampled tokens, advantages 0.
 
-    ``stored``: facts of a trajectory from the pool; ``weight`` multiplies its loss. Raises :class:`TrainingError` for a
-    row that cannot be trained.
+    ``stored``: facts of a trajectory from the pool. Raises :class:`TrainingError` for a row that cannot be trained.
     """
     lessons = trajectory.lessons
     discarded = lessons is not None and not lessons.keep
@@ -332,7 +327,7 @@ def trajectory_rows(
             with_lessons=lessons is not None,
             discarded=discarded,
             recorded=trajectory.recorded,
-            replay_weight=weight,
+            replay_weight=stored.weight if stored is not None else 1.0,
         )
         for branch in source.branches()
         if len(tokens := _trimmed(branch))

@@ -90,19 +90,18 @@ def _check_estimator(config: RunConfig) -> list[str]:
             "advantage is 0 and nothing is learned: set groups.n_rollout to 2 or more, or an estimator without groups "
             "(reinforce_pp, remax, gae, distill)"
         )
-    if groups.zero_variance == "keep" and groups.pilot is None:
+    if groups.zero_variance == "keep":
         return problems
-    key, off = ("zero_variance", "keep") if groups.pilot is None else ("pilot", "null")
-    what, known = f"groups.{key} is {getattr(groups, key)}", COMPARING | {"remax"}
+    what, known = f"groups.zero_variance is {groups.zero_variance}", COMPARING | {"remax"}
     if name not in known and ":" not in name:
         problems.append(
-            f"{what}, but advantage.estimator {name} also learns from groups with equal rewards: set {key}: "
-            f"{off}, or one of the estimators {', '.join(sorted(known))}"
+            f"{what}, but advantage.estimator {name} also learns from groups with equal rewards: set zero_variance: "
+            f"keep, or one of the estimators {', '.join(sorted(known))}"
         )
     elif advantage.rewards != "outcome":
         problems.append(
             f"{what}, but advantage.rewards is {advantage.rewards}: turn rewards may differ when outcomes are equal, "
-            f"and the replay stage compares only outcomes. Set {key}: {off}"
+            "and the replay stage compares only outcomes. Set zero_variance: keep"
         )
     elif n == 1 and not advantage.orders_greedy:
         problems.append(f"{what}, but groups.n_rollout is 1, so the rewards of every group are equal")

@@ -179,12 +179,6 @@ class RunConfig(Section):
                     f"scorer: {part.known_as} names unknown environments: {', '.join(unknown)}; expected some of "
                     f"{', '.join(self.environments)}"
                 )
-        if self.groups.pilot is not None and (scorer.by_group or self.advantage.orders_greedy):
-            what = "scorer.functions has one with per: group" if scorer.by_group else "the group has a greedy rollout"
-            raise ValueError(
-                f"groups.pilot compares the rewards of {self.groups.pilot} rollouts before the others are ordered, but "
-                f"{what}, so that these alone say nothing: omit groups.pilot"
-            )
         if scorer.by_group and self.advantage.orders_greedy:
             raise ValueError(
                 f"scorer.functions has one with per: group, but advantage.estimator {self.advantage.estimator.name} "

@@ -53,11 +53,6 @@ class GroupsConfig(Section):
     ``replay.difficulty_half_life``), with a tenth of the groups drawn as by ``uniform``. Tasks that always or never
     succeed are then trained less often than others, and no weight corrects that (docs/REPLAY.md). Environments without
     a number of tasks are drawn as by ``uniform``."""
-    pilot: int | None = Field(None, ge=2)
-    """Rollouts of a new group that are ordered first. If their rewards differ, the others follow. If all are equal, the
-    others follow in half of the cases, and the loss of the group is multiplied by 2, so that the expected gradient
-    keeps its direction; in the other half a new group replaces it. It pays where most tasks always or never succeed
-    (docs/REPLAY.md). Groups with replays are ordered whole. None: every group is."""
     zero_variance: Literal["keep", "drop", "refill"] = "keep"
     """Treatment of a group whose rewards are all equal. Estimators that compare a group give it advantage 0. ``keep``:
     it is trained. ``drop``: the update is made from the other groups; an update without any group is counted and
@@ -68,13 +63,6 @@ class GroupsConfig(Section):
     refill_max: float = Field(2.0, ge=0)
     """Largest number of groups that ``refill`` replaces in one update, as a multiple of ``groups_per_step``. After
     that, groups with equal rewards are trained. 2 means that an update costs at most three times its groups."""
-
-    def check(self) -> None:
-        if self.pilot is not None and self.pilot >= self.n_rollout:
-            raise ValueError(
-                f"groups.pilot ({self.pilot}) must be below groups.n_rollout ({self.n_rollout}): it is the part of a "
-                "group that is ordered first"
-            )
 
     @property
     def trajectories_per_step(self) -> int:

@@ -25,11 +25,11 @@ _POPULATION = {
     "replayed": "SELECT r.group_number, t.n_sampled, t.duration_seconds, t.reward, r.age AS age_insert "
     "FROM group_replays r JOIN trajectories t USING (row_id) WHERE r.chosen = 1",
     "zero_variance": f"SELECT {_FACTS}, age_insert FROM trajectories WHERE state = 'dropped' AND "
-    "reason IN ('zero_variance', 'pilot')",
+    "reason = 'zero_variance'",
 }
 """The populations of the selection-bias audit. Age: versions that its oldest token was behind the newest one when
 it came (sampled, stored, zero_variance), or behind the weights that were updated when it was trained (trained,
-replayed). ``zero_variance``: left out because all rewards of its group, or of its pilot, were equal."""
+replayed). ``zero_variance``: left out because all rewards of its group were equal."""
 _TRAINED_AGES = """
 SELECT g.update_number, t.version_min, count(*), total(t.age_insert) FROM trajectories t
 JOIN groups g ON g.group_number = t.group_number WHERE t.state = 'trained' GROUP BY 1, 2"""

@@ -51,7 +51,6 @@ class Count(StrEnum):
     TRAJECTORIES_DROPPED_SCHEMA = "trajectories.dropped.schema", (_ENDED, "refused"), (_BAD, "schema")
     TRAJECTORIES_DROPPED_UNPUBLISHED = "trajectories.dropped.unpublished", (_ENDED, "refused"), (_BAD, "unpublished")
     TRAJECTORIES_DROPPED_ZERO_VARIANCE = "trajectories.dropped.zero_variance", (_ENDED, "zero_variance")
-    TRAJECTORIES_DROPPED_PILOT = "trajectories.dropped.pilot", (_ENDED, "pilot")
     PAYLOAD_BYTES = "payload.bytes"
 
     GROUPS_PLANNED = "groups.planned"
@@ -70,7 +69,6 @@ class Count(StrEnum):
     GROUPS_CANCELLED_RECONFIGURED = "groups.cancelled.reconfigured", ("groups_total", "cancelled")
     GROUPS_CANCELLED_UNTRAINED = "groups.cancelled.untrained", ("groups_total", "cancelled")
     GROUPS_CANCELLED_ZERO_VARIANCE = "groups.cancelled.zero_variance", ("groups_total", "zero_variance")
-    GROUPS_CANCELLED_PILOT = "groups.cancelled.pilot", ("groups_total", "pilot")
     GROUPS_CANCELLED_RESTORED = "groups.cancelled.restored", ("groups_total", "cancelled")
     GROUPS_CANCELLED_LOST = "groups.cancelled.lost", ("groups_total", "cancelled")
 

@@ -66,8 +66,6 @@ class GroupPlan:
     """Number of learner updates that were done when the group was admitted; staleness is counted from here."""
     baseline: float | None = None
     """Reward of the group's greedy rollout; None: none was ordered."""
-    weight: float = 1.0
-    """Factor on the loss of its fresh rollouts, 1 or more: see ``groups.pilot``."""
     left_out: bool = False
     """Its rewards were all equal and it is not trained: nothing of it is delivered, and its update is made without
     it."""
@@ -76,8 +74,6 @@ class GroupPlan:
         require_id("group_id", self.group_id)
         if self.baseline is not None:
             require_finite("baseline", self.baseline)
-        require_finite("weight", self.weight)
-        require(self.weight >= 1, "weight >= 1", self.weight)
         require(self.n_rollout >= 1, "n_rollout >= 1", self.n_rollout)
         require(0 <= self.n_fresh <= self.n_rollout, f"n_fresh in 0..{self.n_rollout}", self.n_fresh)
         require(

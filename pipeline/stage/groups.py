@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -99,22 +98,6 @@ def zero_variance(group: GroupRecord, *, with_baseline: bool) -> bool:
     return len(scored) > 1 and max(scored) - min(scored) <= EQUAL_REWARDS
 
 
-PILOT_CONTINUED = 0.5
-"""Share of the groups with a pilot of equal rewards that is continued. Its inverse, 2, is the largest weight of a
-group, and the largest mean number of pilots for each group that is continued, however hard or easy the tasks are. A
-smaller share saves more rollouts and adds more noise than they are worth (docs/REPLAY.md, "Pilots")."""
-
-
-def inclusion_probability(pilot: Sequence[float]) -> float:
-    """Probability that a group is continued whose first rollouts have these rewards.
-
-    Each group that is continued weighs the inverse (Horvitz and Thompson 1952), so the mean over admitted groups of
-    weight times gradient, 0 for those given up, is that of groups ordered whole, for every estimator that looks at one
-    group. Among the groups that an update is made of it is that times one factor, the inverse of the share of groups
-    that are continued."""
-    return 1.0 if max(pilot) - min(pilot) > EQUAL_REWARDS else PILOT_CONTINUED
-
-
 GROUPS_FREE = 4
 """Groups that may be given up one after another before new ones have to wait."""
 WAIT_SECONDS = 0.25
@@ -173,11 +156,7 @@ class Groups(StagePart):
         """Rebuild what is derived, from the groups in memory."""
         for group in self._records.values():
             if group.state is GroupState.COLLECTING:
-                if self._config.groups.pilot is None and group.weight is None:
-                    group.weight = 1.0
-                    self._journal.group(group)
                 self._want_all(group)
-                self._decide(group)
 
     def plan(self, planned: Planned) -> GroupRecord:
         """Admit a new group (the caller has checked the capacity)."""
@@ -186,8 +165,6 @@ class Groups(StagePart):
         slots = [Slot() for _ in range(self._config.groups.n_rollout - planned.k)]
         group = self._records[number] = GroupRecord(number, planned.task, admitted, self._clock.wall, slots)
         self._replays.pin(group, planned.candidates, planned.k)
-        if self._config.groups.pilot is not None and not planned.k:
-            group.weight = None
         if self._config.advantage.orders_greedy:
             group.greedy = Slot()
         self._journal.group(group)
@@ -200,33 +177,11 @@ class Groups(StagePart):
         return group
 
     def _want_all(self, group: GroupRecord) -> None:
-        """Order what is missing of the group; only of its pilot while that is not decided."""
-        for index, slot in enumerate(group.slots if group.weight is not None else self._pilot(group)):
+        for index, slot in enumerate(group.slots):
             if not slot.leased and slot.trajectory is None:
                 self.enqueue_slot(group, index)
         if group.greedy is not None and not group.greedy.leased and group.greedy.trajectory is None:
             self.enqueue_slot(group, group.greedy_index)
-
-    def _pilot(self, group: GroupRecord) -> list[Slot]:
-        return group.slots[: self._config.groups.pilot]
-
-    def _decide(self, group: GroupRecord) -> None:
-        """Continue the group, or give it up, once its pilot is scored. The chance depends only on the seed of the run
-        and the group's number, so a stage that comes back decides the same."""
-        if group.weight is not None:
-            return
-        rewards = [slot.trajectory.reward for slot in self._pilot(group) if slot.trajectory is not None]
-        scored = [reward for reward in rewards if reward is not None]
-        if len(scored) < len(self._pilot(group)):
-            return
-        self.backoff.succeeded()
-        probability = inclusion_probability(scored)
-        if random.Random(f"{self._config.run.seed}/pilot/{group.group_number}").random() >= probability:
-            self.given_up.append((group, CancelReason.PILOT))
-            return
-        group.weight = 1 / probability
-        self._journal.group(group)
-        self._want_all(group)
 
     def enqueue_slot(self, group: GroupRecord, slot: int) -> None:
         """The slot needs an order. Older groups are served first."""
@@ -300,8 +255,6 @@ class Groups(StagePart):
             self.backoff.succeeded()
             self._replays.finished(group)
             self._settle(group)
-        elif group.state is GroupState.COLLECTING:
-            self._decide(group)
 
     def _settle(self, group: GroupRecord) -> None:
         """A group is complete: it is trained, unless its rewards have zero variance."""
@@ -356,10 +309,7 @@ class Groups(StagePart):
     def cancel(self, group: GroupRecord, reason: CancelReason) -> list[OrderRecord]:
         """Give up an open group; returns the orders that actors must stop."""
         assert group.open, group
-        if reason is CancelReason.PILOT:
-            self._replays.finished(group)
-        finished = group.state is not GroupState.COLLECTING or reason is CancelReason.PILOT
-        self._replays.cancelled(group, finished=finished)
+        self._replays.cancelled(group, finished=group.state is not GroupState.COLLECTING)
         group.state, group.reason, group.ended_at = GroupState.CANCELLED, reason.value, self._clock.wall
         group.dropped = False
         self._staleness.cancel(group.group_number)
@@ -368,10 +318,10 @@ class Groups(StagePart):
         stopped = self._records.cancel_orders(group, reason.value)
         if self._config.scorer.by_group:
             self._journal.effect(GivenUp(group.group_number))
-        equal = reason in (CancelReason.ZERO_VARIANCE, CancelReason.PILOT)
-        if equal:
+        zero_variance = reason is CancelReason.ZERO_VARIANCE
+        if zero_variance:
             self._replays.count_dropped(group)
-        self._drop_held(group, Drop(reason.value) if equal else Drop.CANCELLED)
+        self._drop_held(group, Drop.ZERO_VARIANCE if zero_variance else Drop.CANCELLED)
         return stopped
 
     def _drop_held(self, group: GroupRecord, drop: Drop) -> None:
@@ -403,7 +353,7 @@ class Groups(StagePart):
 
     def _drop(self, record: TrajectoryRecord, drop: Drop) -> None:
         self._end_held(record, TrajectoryState.DROPPED, drop.value)
-        if drop in (Drop.ZERO_VARIANCE, Drop.PILOT) and record.reward is not None:
+        if drop is Drop.ZERO_VARIANCE and record.reward is not None:
             facts = record.facts
             self._journal.audit("zero_variance", reward=record.reward, tokens=facts.n_sampled,
                                 duration_seconds=facts.duration_seconds, age_versions=record.age_insert)  # fmt: skip

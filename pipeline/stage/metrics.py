@@ -38,7 +38,7 @@ POPULATIONS = ("sampled", "stored", "trained", "replayed", "zero_variance")
 
 _POPULATIONS = (
     "; population = sampled (all rollouts), stored, trained (fresh), replayed or zero_variance (left out because all "
-    "rewards of the group, or of its pilot, were equal)."
+    "rewards of the group were equal)."
 )
 
 

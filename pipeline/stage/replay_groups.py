@@ -87,9 +87,8 @@ class ReplayGroups(StagePart):
             self._journal.count(Count.REPLAYS_PLANNED, k)
 
     def finished(self, group: GroupRecord) -> None:
-        """All fresh rollouts of ``group``, or of its pilot, are scored: difficulty, retirement, pool."""
-        scored = (t for slot in group.slots if (t := slot.trajectory) is not None and t.reward is not None)
-        records = {record.row_id: record for record in scored}
+        """All fresh rollouts of ``group`` are scored: difficulty, retirement, pool."""
+        records = {slot.trajectory.row_id: slot.trajectory for slot in group.slots if slot.trajectory is not None}
         fresh = [_entry(group, record) for record in records.values()]
         outcome = self.replay.finished(group.task, fresh, version=self._staleness.policy_version)
         for entry in outcome.saved:
@@ -147,10 +146,8 @@ class ReplayGroups(StagePart):
         self._journal.replays(group)
 
     def _store(self, group: GroupRecord) -> None:
-        """``group`` was trained: it may come back whole, unless chance alone continued it: without its weight it would
-        stand for too little. One whose update is made again was stored the first time, and has its uses."""
-        if group.weight != 1.0:
-            return
+        """``group`` was trained: it may come back whole. One whose update is made again was stored the first time, and
+        has its uses."""
         records = [slot.trajectory for slot in group.slots if slot.trajectory is not None]
         if group.replays or group.dropped or len(records) < group.n_rollout:
             return

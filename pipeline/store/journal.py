@@ -35,7 +35,7 @@ Row = tuple[Any, ...]
 def group_row(g: GroupRecord) -> Row:
     return (
         g.group_number, orjson.dumps(task_header(g.task)), g.n_rollout, g.n_fresh, g.k, g.admitted_update,
-        g.task_index, g.state.value, g.update, g.late, g.dropped, g.weight, g.reason, g.planned_at, g.ended_at, True,
+        g.task_index, g.state.value, g.update, g.late, g.dropped, g.reason, g.planned_at, g.ended_at, True,
     )  # fmt: skip
 
 

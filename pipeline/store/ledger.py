@@ -21,7 +21,7 @@ ACCOUNTS = ("orders", "trajectories", "groups", "pool", "stored_groups", "replay
 COUNTED_ROWS = (
     *(f"orders.{state}" for state in (*ORDER_ENDS, "in_flight")),
     *(f"trajectories.{state}" for state in ("trained", "held", "baseline", "evaluated")),
-    *(f"trajectories.dropped.{reason}" for reason in ("failed", "aborted", "unscored", "zero_variance", "pilot")),
+    *(f"trajectories.dropped.{reason}" for reason in ("failed", "aborted", "unscored", "zero_variance")),
     *("groups.trained", "groups.zero_variance", "evaluations.tasks_ended", "replays.trained", "pool.imported"),
 )
 """Counters that rows can be compared with."""

@@ -89,7 +89,7 @@ _GROUPS = """
 SELECT g.group_number, g.state != 'cancelled', sum(max(o.ended_at - o.issued_at, 0))
 FROM groups g LEFT JOIN orders o ON o.group_number = g.group_number AND o.ended_at IS NOT NULL
 WHERE g.state IN ('trained', 'zero_variance') AND g.update_number BETWEEN :first AND :last
-    OR g.state = 'cancelled' AND g.reason IN ('zero_variance', 'pilot') AND g.ended_at BETWEEN :since AND :until
+    OR g.state = 'cancelled' AND g.reason = 'zero_variance' AND g.ended_at BETWEEN :since AND :until
 GROUP BY g.group_number, o.slot ORDER BY g.group_number, o.slot"""
 _BUSY = """
 SELECT coalesce(sum(min(coalesce(ended_at, :until), :until) - max(issued_at, :since)), 0)

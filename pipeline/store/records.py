@@ -97,8 +97,6 @@ class Drop(StrEnum):
     """Some of its tokens have a policy version that the learner cannot have published."""
     ZERO_VARIANCE = "zero_variance"
     """All rewards of its group were equal (``groups.zero_variance``)."""
-    PILOT = "pilot"
-    """All rewards of its group's pilot were equal (``groups.pilot``)."""
 
 
 class CancelReason(StrEnum):
@@ -116,8 +114,6 @@ class CancelReason(StrEnum):
     """The learner made its update without it."""
     ZERO_VARIANCE = "zero_variance"
     """Its rewards were all equal, and a new group replaces it (``groups.zero_variance: refill``)."""
-    PILOT = "pilot"
-    """The rewards of its pilot were all equal, its other rollouts were not ordered, and a new group replaces it."""
     RESTORED = "restored"
     """The store is an older copy, and an update that it does not know may have been made from the group."""
     LOST = "lost"
@@ -244,9 +240,6 @@ class GroupRecord:
     late: bool = False
     dropped: bool = False
     """Its rewards have zero variance: its trajectories are dropped, and its update is made without it."""
-    weight: float | None = 1.0
-    """Factor on the loss of its fresh rollouts: one divided by the probability that these were ordered. None: its pilot
-    (``groups.pilot``) has not decided if they are."""
     reason: str = ""
     ended_at: float | None = None
     orders: dict[OrderKey, OrderRecord] = field(default_factory=dict)
@@ -293,7 +286,6 @@ class GroupRecord:
             attempt=self.attempt,
             admitted_update=self.admitted_update,
             baseline=self.baseline,
-            weight=1.0 if self.weight is None else self.weight,
             left_out=self.dropped,
         )
 

@@ -124,8 +124,7 @@ def build(
 
 
 def _group(row: Sequence[Any]) -> GroupRecord:
-    number, task, _, n_fresh, k, admitted, task_index, state, update, late, dropped, weight, *ended = row
-    reason, planned_at, ended_at = ended
+    number, task, _, n_fresh, k, admitted, task_index, state, update, late, dropped, reason, planned_at, ended_at = row
     return GroupRecord(
         group_number=number,
         task=_task(task),
@@ -137,7 +136,6 @@ def _group(row: Sequence[Any]) -> GroupRecord:
         update=update,
         late=bool(late),
         dropped=bool(dropped),
-        weight=weight,
         reason=reason,
         ended_at=ended_at,
         k=k,

@@ -89,11 +89,11 @@ _TOTALS = ("counters", "rolled_up")
 
 _GROUP_COLUMNS = (
     "group_number, task, n_rollout, n_fresh, k, admitted_update, task_index, state, update_number, late, dropped, "
-    "weight, reason, planned_at, ended_at"
+    "reason, planned_at, ended_at"
 )
 
 _GROUP = f"""
-INSERT INTO groups VALUES ({",".join("?" * 17)}) ON CONFLICT (group_number) DO UPDATE SET
+INSERT INTO groups VALUES ({",".join("?" * 16)}) ON CONFLICT (group_number) DO UPDATE SET
 {", ".join(f"{c} = excluded.{c}" for c in _GROUP_COLUMNS.split(", ")[1:])},
 crc = excluded.crc - excluded.kept + kept"""
 

@@ -21,7 +21,7 @@ CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT RO
 CREATE TABLE groups (
     group_number INTEGER PRIMARY KEY, task BLOB NOT NULL, n_rollout INTEGER NOT NULL, n_fresh INTEGER NOT NULL,
     k INTEGER NOT NULL, admitted_update INTEGER NOT NULL, task_index INTEGER, state TEXT NOT NULL,
-    update_number INTEGER, late INTEGER NOT NULL, dropped INTEGER NOT NULL, weight REAL, reason TEXT NOT NULL,
+    update_number INTEGER, late INTEGER NOT NULL, dropped INTEGER NOT NULL, reason TEXT NOT NULL,
     planned_at REAL NOT NULL, ended_at REAL, kept INTEGER NOT NULL, crc INTEGER NOT NULL
 );
 CREATE INDEX groups_kept ON groups (group_number) WHERE kept = 1;
@@ -65,10 +65,10 @@ CREATE TABLE tasks (
     crc INTEGER NOT NULL
 ) WITHOUT ROWID;
 """
-STORE = Database("replay store", "store", "stage.store", application_id=0x41465250, version=8, tables=TABLES)
+STORE = Database("replay store", "store", "stage.store", application_id=0x41465250, version=9, tables=TABLES)
 """Its application id is ``AFRP``."""
 ROW_TABLES: dict[str, int | None] = {
-    "groups": 15, "group_replays": None, "orders": None, "trajectories": 9, "pool": None, "stored_groups": None,
+    "groups": 14, "group_replays": None, "orders": None, "trajectories": 9, "pool": None, "stored_groups": None,
     "tasks": None,
 }  # fmt: skip
 """Tables with a digest in the last column of each row, and the column that is also written alone: ``kept`` of groups,

@@ -277,7 +277,6 @@ def _audit_arrivals(
                 Drop.ABORTED: True,
                 Drop.UNSCORED: scored,
                 Drop.CANCELLED: group.state not in ("cancelled", "evaluated"),
-                Drop.PILOT: group.reason != CancelReason.PILOT,
                 Drop.ZERO_VARIANCE: not group.dropped and group.reason != CancelReason.ZERO_VARIANCE,
             }
             if unfounded.get(outcome.reason):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import sqlite3
@@ -16,7 +15,6 @@ from typing import Any, TypeVar
 import pytest
 
 from pipeline.config import RunConfig
-from pipeline.stage.groups import inclusion_probability
 from pipeline.store.ledger import Ledger, read_ledger
 from tests.support.simulated_roles import Faults
 from tests.support.simulation import Simulation
@@ -30,29 +28,6 @@ def blocks(schedules: int, per_test: int = PER_TEST) -> list[Any]:
     eighth runs in ``make test``."""
     count = max(1, int(os.environ.get("AFTERPLAY_SCHEDULES", schedules)) // per_test)
     return [pytest.param(i, marks=pytest.mark.slow) if i >= count / 8 else i for i in range(count)]
-
-
-def pilot_of(rng: random.Random, n_rollout: int) -> int | None:
-    """A pilot of a group of this size, or none."""
-    return rng.choice((None, 2, n_rollout - 1)) if n_rollout > 2 else None
-
-
-def pilots_add_up(sim: Simulation) -> None:
-    """Each pilot of equal rewards that was not continued has its rollouts counted; each trained group has the weight
-    that its pilot gives it."""
-    m, ledger = sim.config.groups.pilot, read_ledger(sim.path)
-    ended = ledger.groups.get("cancelled.pilot", 0)
-    assert ledger.trajectories.get("dropped.pilot", 0) == ended * (m or 0)
-    with sqlite3.connect(sim.path) as connection:
-        rows = connection.execute(
-            "SELECT group_number, weight, k, reward FROM groups JOIN trajectories t USING (group_number) WHERE "
-            "groups.state = 'trained' AND t.state = 'trained' AND slot < ? ORDER BY group_number, slot",
-            (m or 0,),
-        ).fetchall()
-    connection.close()
-    for (_, weight, k), members in itertools.groupby(rows, key=lambda row: row[:3]):
-        rewards = [row[3] for row in members]
-        assert weight == (1.0 if k else 1 / inclusion_probability(rewards))
 
 
 def ledger_at_the_end(sim: Simulation) -> Ledger:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import RunConfig
-from tests.simulation.schedules import PER_TEST, blocks, ledger_at_the_end, pilot_of, pilots_add_up, play
+from tests.simulation.schedules import PER_TEST, blocks, ledger_at_the_end, play
 from tests.support.simulation import Simulation
 
 
@@ -45,7 +45,6 @@ def config_of(rng: random.Random, _: int) -> RunConfig:
                 "groups_per_step": rng.randint(1, 4),
                 "attempts_max": rng.randint(1, 4),
                 "tasks": rng.choice(("uniform", "informative")),
-                "pilot": pilot_of(rng, n),
             },
             "staleness": {"max": eta},
             "checkpoint": {"every": rng.randint(1, 4)},
@@ -110,5 +109,4 @@ def check(sim: Simulation) -> int:
     assert sim.acknowledged <= set(stored) and set(fresh) <= set(stored)
     assert ledger.groups["trained"] == len(groups)
     assert ledger.trajectories["trained"] == len(fresh)
-    pilots_add_up(sim)
     return sim.replayed_total

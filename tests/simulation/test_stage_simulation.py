@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import RunConfig
-from tests.simulation.schedules import blocks, ledger_at_the_end, pilot_of, pilots_add_up, play
+from tests.simulation.schedules import blocks, ledger_at_the_end, play
 from tests.support.simulation import Simulation
 
 
@@ -20,7 +20,6 @@ def config_of(rng: random.Random, seed: int) -> RunConfig:
             "run": {"total_steps": rng.randint(3, 9), "seed": seed},
             "groups": {
                 "n_rollout": n,
-                "pilot": pilot_of(rng, n),
                 "groups_per_step": rng.randint(1, 4),
                 "attempts_max": rng.randint(1, 4),
                 "tasks": rng.choice(("uniform", "informative")),
@@ -56,4 +55,3 @@ def check(sim: Simulation) -> None:
     assert ledger.groups["trained"] == len(groups)
     assert ledger.trajectories["trained"] == len(trajectories)
     assert ledger.groups["collecting"] == ledger.groups["ready"] == ledger.groups["placed"] == 0
-    pilots_add_up(sim)

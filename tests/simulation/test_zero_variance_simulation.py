@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import RunConfig
-from tests.simulation.schedules import PER_TEST, blocks, ledger_at_the_end, pilot_of, pilots_add_up, play
+from tests.simulation.schedules import PER_TEST, blocks, ledger_at_the_end, play
 from tests.support.simulation import Simulation
 
 
@@ -29,7 +29,6 @@ def config_of(rng: random.Random, seed: int) -> RunConfig:
                 "attempts_max": rng.randint(1, 4),
                 "zero_variance": rng.choice(("drop", "refill", "refill")),
                 "refill_max": rng.choice((0.5, 1.0, 3.0)),
-                "pilot": pilot_of(rng, n) if estimator == "grpo" else None,
             },
             "staleness": {"max": rng.randint(0, 3)},
             "checkpoint": {"every": rng.randint(1, 4)},
@@ -73,7 +72,6 @@ def check(sim: Simulation) -> int:
     assert ledger.groups.get("trained", 0) == sum(bool(ids) for ids in _by_group(trained).values())
     fresh = ledger.trajectories.get("dropped.zero_variance", 0)
     assert (fresh > 0) == (dropped + refilled > 0)
-    pilots_add_up(sim)
     return dropped + refilled
 
 

@@ -90,7 +90,7 @@ class Run:
             self.rollout(OrderKey(number, slot, 0), "held")
         self.stored.groups[number] = StoredGroupOutcome("ready", None)
         if self.rng.random() < 0.2:
-            reason = self.rng.choice(["cancelled", "zero_variance", "pilot"])
+            reason = self.rng.choice(["cancelled", "zero_variance"])
             self.end(number, "dropped", StoredGroupOutcome("cancelled", None, reason), reason)
             return self.group()
         if self.rng.random() < 0.1:
@@ -209,7 +209,7 @@ def drop_good_trajectory(h: History, rng: random.Random) -> None:
     """As what it was not: its group was trained with another."""
     name, reason = (
         acked(h, rng, ("trained",)),
-        rng.choice(["unscored", "cancelled", "zero_variance", "pilot", "failed"]),
+        rng.choice(["unscored", "cancelled", "zero_variance", "failed"]),
     )
     outcome = dataclasses.replace(h.stored.rollouts[name], trajectory="dropped", reason=reason)
     h.stored.rollouts[name] = outcome

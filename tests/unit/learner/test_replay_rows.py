@@ -284,12 +284,6 @@ def test_fresh_and_chosen_share_one_advantage_group_with_the_stored_reward(kit):
     assert [len(part) for part in (batch.fresh, batch.replayed)] == [2, 1]
 
 
-def test_the_weight_of_a_group_is_that_of_its_fresh_rollouts_and_not_of_its_replays(kit):
-    group = group_of(kit, weight=0.25).with_planned_replays()
-    group = replace(group, plan=replace(group.plan, weight=2.0))
-    assert [row.replay_weight for row in build_batch(0, [group]).rows] == [2.0, 2.0, 0.25]
-
-
 @slow
 @given(data=st.data(), n_turns=st.integers(1, 4), replayed=st.booleans(), keep=st.booleans(), seed=st.integers(0, 99))
 def test_masks_lie_on_sampled_tokens_and_follow_them_through_every_change(kit, data, n_turns, replayed, keep, seed):
