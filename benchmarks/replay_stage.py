@@ -6,8 +6,7 @@ Time to open a stage whose trajectories are rolled up but for those of its newes
 
     python -m benchmarks.replay_stage --rolled-up 10000000 --known 1000000 --json opening.json
 
-CPU time of planning a replay group with so many tasks in the pool, or a fresh one with so many known tasks, and of
-changing a task:
+CPU time of planning a replay group with so many tasks in the pool, and of changing a task:
 
     python -m benchmarks.replay_stage --draws 50000 1000000 --json draws.json
 
@@ -42,7 +41,7 @@ from benchmarks.replay_ingest import bare, stage, trajectory
 from pipeline.config import RunConfig
 from pipeline.replay.difficulty import Difficulty
 from pipeline.replay.pool import Pool
-from pipeline.replay.replay import Planner, Replay
+from pipeline.replay.replay import Planner
 from pipeline.replay.selection import Draws
 from pipeline.replay.stored_groups import StoredGroups
 from pipeline.replay.transfer import PoolWriter
@@ -66,7 +65,6 @@ from pipeline.store.records import (
 )
 from pipeline.store.replay_records import PoolEntry, StoredGroup, TaskRecord
 from pipeline.store.store import ReplayStore
-from pipeline.tasks.sampler import TaskSampler
 from pipeline.transport.messages import Kind, WireMessage
 
 PER_TASK = 5
@@ -74,9 +72,8 @@ BATCH = 64
 """Tasks of the batch, which are not drawn again."""
 ROUNDS, DRAWS = 7, 1000
 KEPT_UPDATES, GROUPS = 40, 8
-SAMPLINGS = ["priority", "normal", "uniform", "groups", "informative"]
-"""Values of ``replay.task_sampling``; ``groups``: stored groups (``replay.mode: groups``) by priority;
-``informative``: fresh tasks without replay (``groups.tasks``)."""
+SAMPLINGS = ["priority", "normal", "uniform", "groups"]
+"""Values of ``replay.task_sampling``; ``groups``: stored groups (``replay.mode: groups``) by priority."""
 ROOT = Path(__file__).resolve().parents[1]
 
 Rows = list[tuple[str, str, str, str]]
@@ -162,8 +159,7 @@ def draw(n: int, samplings: list[str]) -> dict[str, object]:
     gc.disable()
     found: dict[str, object] = {"tasks": n, "batch": BATCH, "draws": DRAWS} | bare_draws(n)
     for sampling in samplings:
-        special = {"groups": draw_groups, "informative": draw_fresh}.get(sampling)
-        found[sampling] = special(n) if special is not None else draw_tasks(n, sampling)
+        found[sampling] = draw_groups(n) if sampling == "groups" else draw_tasks(n, sampling)
     return found
 
 
@@ -206,26 +202,6 @@ def task_records(n: int, rng: random.Random) -> list[TaskRecord]:
     """Of n tasks, each with a finished group of eight rollouts, from one to seven of them successes."""
     tasks = (Task(f"a/{i}", "a", i) for i in range(n))
     return [TaskRecord(task, s, s, 8 - s, visits=1) for task in tasks for s in [rng.randint(1, 7)]]
-
-
-def draw_fresh(n: int) -> dict[str, object]:
-    """Of n known tasks, a batch after the other, each draw with its admission; the change is a finished group."""
-    rng = random.Random(0)
-    rules = config(n, enabled=False).updated(groups={"tasks": "informative", "groups_per_step": BATCH})
-    rules.environments["a"] = rules.environments["a"].model_copy(update={"tasks": n})
-    records = task_records(n, rng)
-    replay, sampler = Replay(rules, tasks=records), TaskSampler(rules.environments, 0)
-    before, started = rss_bytes(), time.process_time()
-    replay.next_group(sampler, progress=0.5, version=1000)
-    built, held = time.process_time() - started, rss_bytes() - before
-    sampler.draw()  # shuffles the order of the pass
-    drawn = timed(lambda _: replay.next_group(sampler, progress=0.5, version=1000), range(DRAWS))
-
-    def change(record: TaskRecord) -> None:
-        replay.finished(record.task, fresh, version=1000)
-
-    fresh = [replace(entry_of(i, 1000), reward=float(i % 2)) for i in range(8)]
-    return measured(built, drawn, timed(change, rng.sample(records, DRAWS))) | {"tree_bytes": held}
 
 
 def draw_tasks(n: int, sampling: str) -> dict[str, object]:

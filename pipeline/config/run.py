@@ -154,7 +154,6 @@ class RunConfig(Section):
                 f"sampling.max_tokens ({self.sampling.max_tokens}) must be below model.max_length "
                 f"({self.model.max_length}), which includes the prompt"
             )
-        self._check_tasks()
         self._check_replay()
         self._check_adapters()
         self._check_delta()
@@ -248,23 +247,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"{what}, with which the last version may not be on disk as a whole: set checkpoint.at_end: true, or "
                 "weight_transfer: files"
-            )
-
-    def _check_tasks(self) -> None:
-        """Refuse a choice of tasks where no task comes twice."""
-        trained = self.trained_environments
-        if self.groups.tasks == "uniform" or not trained:
-            return
-        for name, section in trained.items():
-            if section.tasks_from is not None and section.tasks_from.epochs is not None:
-                raise ValueError(
-                    f"groups.tasks is informative, which draws some rows often, but environments.{name}.tasks_from."
-                    f"epochs ({section.tasks_from.epochs}) bounds that: omit epochs, or set groups.tasks: uniform"
-                )
-        if all(section.tasks is None and section.tasks_from is None for section in trained.values()):
-            raise ValueError(
-                "groups.tasks is informative, but every task is new where an environment has no number of tasks: set "
-                f"environments.{next(iter(trained))}.tasks, or groups.tasks: uniform"
             )
 
     def _check_replay(self) -> None:

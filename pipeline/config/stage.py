@@ -47,12 +47,6 @@ class GroupsConfig(Section):
     """Groups in one update."""
     attempts_max: int = Field(3, ge=1)
     """Attempts at one rollout of a group. If all fail, the group is cancelled."""
-    tasks: Literal["uniform", "informative"] = "uniform"
-    """Choice of the task of a new group. ``uniform``: each task once in a pass, in random order. ``informative``: in
-    proportion to the mean of p(1-p) under the posterior of the task's success rate p (``replay.success_threshold``,
-    ``replay.difficulty_half_life``), with a tenth of the groups drawn as by ``uniform``. Tasks that always or never
-    succeed are then trained less often than others, and no weight corrects that (docs/REPLAY.md). Environments without
-    a number of tasks are drawn as by ``uniform``."""
     zero_variance: Literal["keep", "drop", "refill"] = "keep"
     """Treatment of a group whose rewards are all equal. Estimators that compare a group give it advantage 0. ``keep``:
     it is trained. ``drop``: the update is made from the other groups; an update without any group is counted and

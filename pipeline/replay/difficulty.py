@@ -43,8 +43,6 @@ class Difficulty:
         self._buckets: Counter[int] = Counter()
         self._retired: list[str] = []
         self._retired_of: Counter[str] = Counter()
-        self.known: Counter[str] = Counter()
-        """Records of each environment."""
         self.solved = 0
         """Retired tasks, those that the run file does not train any more included."""
         self._endless: list[tuple[int, str]] = []
@@ -109,8 +107,7 @@ class Difficulty:
         return selected_rate(record.successes, record.successes + record.failures, n_fresh)
 
     def meet(self, task: Task) -> None:
-        """The task has come into the pool by import, or its first group is admitted: from here on there is a record of
-        it."""
+        """The task has come into the pool by import: from here on there is a record of it."""
         if task.task_id not in self.records:
             record = TaskRecord(task)
             self._enter(record)
@@ -142,13 +139,11 @@ class Difficulty:
         task_id = record.task.task_id
         self._leave(record)
         del self.records[task_id]
-        self.known[record.task.environment] -= 1
         self.changed.pop(task_id, None)
         self.forgotten.add(task_id)
 
     def _enter(self, record: TaskRecord) -> None:
         task = record.task
-        self.known[task.environment] += task.task_id not in self.records
         self.records[task.task_id] = record
         if record.bucket is not None:
             self._buckets[record.bucket] += 1

@@ -118,15 +118,9 @@ class DeferredTasks:
         self._again = dict.fromkeys(str(task_id) for task_id in state.get("again", ()))
 
     def draw(
-        self,
-        sampler: TaskSampler,
-        batch: Collection[str],
-        is_retired: Callable[[str], bool],
-        exhausted: set[str],
-        again: Callable[[str], Drawn | None] | None = None,
+        self, sampler: TaskSampler, batch: Collection[str], is_retired: Callable[[str], bool], exhausted: set[str]
     ) -> Task | None:
-        """A task that is neither retired nor in this batch; None when nothing like that is found. ``again`` as for
-        :meth:`TaskSampler.draw_where`."""
+        """A task that is neither retired nor in this batch; None when nothing like that is found."""
         closed = [task_id for task_id, task in self._tasks.items() if is_retired(task_id) or not sampler.trains(task)]
         for task_id in closed:
             del self._tasks[task_id]
@@ -143,7 +137,7 @@ class DeferredTasks:
             self._tasks[drawn.task_id] = drawn.task()
             return DrawOutcome.KEEP
 
-        return sampler.draw_where(verdict, exhausted=exhausted, again=again)
+        return sampler.draw_where(verdict, exhausted=exhausted)
 
     def take(self) -> Task | None:
         """The first deferred task, although it is in this batch; None when there is none."""

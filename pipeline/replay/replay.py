@@ -19,7 +19,6 @@ from typing import Any
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.replay.difficulty import Difficulty
-from pipeline.replay.informative import UNIFORM_SHARE, InformativeTasks
 from pipeline.replay.mixing import DeferredTasks, Mixing, next_factor
 from pipeline.replay.pool import Pool, TaskEntries
 from pipeline.replay.priorities import Priorities
@@ -180,8 +179,7 @@ class Replay:
     """Pool, difficulty, selection and mixing of one stage (docs/REPLAY.md).
 
     ``entries``, ``groups`` and ``tasks`` are the rows as last written, ``state`` and ``updates`` the last ones taken.
-    With ``replay.enabled`` false what is given is held, and groups come straight from the sampler; with ``groups.tasks:
-    informative`` difficulty is kept then too, and chooses their tasks.
+    With ``replay.enabled`` false what is given is held and nothing else happens: groups come straight from the sampler.
     ``sizes``: tasks of each environment (None: without end), where its data was opened.
     """
 
@@ -198,14 +196,8 @@ class Replay:
     ) -> None:
         state = state or {}
         replay = config.replay
-        self._enabled = replay.enabled
-        self._informative = config.groups.tasks == "informative"
-        if not self._enabled:
-            config = config.updated(replay={"task_ratio": 0.0, "retest_ratio": 0.0, "retire_after": None})
-            replay = config.replay
         self._replay = replay
-        self._keeps = self._enabled or self._informative
-        """True if difficulty is kept."""
+        self._enabled = replay.enabled
         self._n = config.groups.n_rollout
         self.pool = Pool(replay, config.staleness.max, entries, int(state.get("next_saved", 0)))
         finite = sizes if sizes is not None else _sizes(config)
@@ -225,8 +217,6 @@ class Replay:
             groups,
             int(state.get("next_saved_group", 0)),
         )
-        self._tasks: InformativeTasks | None = None
-        """Known once the sampler knows its splits, at the first admission."""
         self._state_changed = False
         for entry in self.pool:
             self.difficulty.meet(entry.task)
@@ -267,52 +257,41 @@ class Replay:
         ``progress``: share of the run that is done, 0 to 1; ``version``: newest policy version.
         The sampler is drawn unless this is a replay group or a retest.
         """
-        if not self._keeps:
+        if not self._enabled:
             return Planned(sampler.draw())
         self._state_changed = True
         self.age_to(version)
         self._mixing.begin(progress, self.factor)
         batch = self._mixing.tasks
-        if self._informative:
-            self._tasks = self._tasks or InformativeTasks(self.difficulty, sampler)
-        retired = self._planner.retired(batch) if self._mixing.retest_due else None
-        if retired is not None:
-            self._admit(retired, retest=True)
-            return Planned(retired)
+        if self._mixing.retest_due and (task := self._planner.retired(batch)) is not None:
+            self._mixing.admitted(task.task_id, retest=True)
+            return Planned(task)
         if self._mixing.replay_due:
             whole = self._replay.mode == "groups"
             planned = (
                 self._stored_group(batch, version) if whole else self._planner.replay_group(batch, progress, version)
             )
             if planned is not None:
-                self._admit(planned.task, replay=True)
+                self._mixing.admitted(planned.task.task_id, replay=True)
                 return planned
         task = self._fresh(sampler)
-        self._admit(task)
+        self._mixing.admitted(task.task_id)
         return Planned(task)
-
-    def _admit(self, task: Task, *, replay: bool = False, retest: bool = False) -> None:
-        if self._tasks is not None:
-            self._tasks.admitted(task)
-        self._mixing.admitted(task.task_id, replay=replay, retest=retest)
 
     def finished(self, task: Task, fresh: Sequence[PoolEntry], *, version: int) -> Outcome:
         """All ``fresh`` rollouts of a group are scored: retirement, then the bucket, then saving, then eviction."""
-        if not self._keeps or not fresh:
+        if not self._enabled or not fresh:
             return Outcome()
         successes = [f for f in fresh if f.reward >= self._replay.success_threshold]
         self._state_changed = True
         self._deferred.finished(task.task_id)
-        if self._enabled:
-            self.pool.age_to(version)
+        self.pool.age_to(version)
         retired, returned = self.difficulty.finished(task, len(successes), len(fresh))
-        if self._tasks is not None:
-            self._tasks.put(self.difficulty.records[task.task_id])
         saved: list[PoolEntry] = []
         if self.difficulty.is_retired(task.task_id):
             self.pool.retire(task.task_id)
             self.groups.retire(task.task_id)
-        elif self._enabled and self._replay.mode == "mix" and 0 < len(successes) < len(fresh):
+        elif self._replay.mode == "mix" and 0 < len(successes) < len(fresh):
             rate = self.difficulty.rate_when_stored(task.task_id, len(fresh))
             saved = self.pool.save(replace(f, success_rate=rate) for f in successes if f.replayable)
         self.pool.touched.add(task.task_id)
@@ -369,7 +348,7 @@ class Replay:
 
     def cancelled(self, task: Task) -> None:
         """A planned group ended without result: its task is drawn again, once."""
-        if self._keeps:
+        if self._enabled:
             self._state_changed = True
             self._deferred.give_back(task)
 
@@ -415,7 +394,7 @@ class Replay:
 
     def take_changes(self) -> ReplayChanges:
         """Rows that changed since the last call."""
-        if not self._keeps:
+        if not self._enabled:
             return ReplayChanges()
         entries, removed = self.pool.take()
         groups, removed_groups = self.groups.take()
@@ -450,12 +429,7 @@ class Replay:
         return Planned(group.task, len(group.members), tuple(map(Candidate, group.members)))
 
     def _fresh(self, sampler: TaskSampler) -> Task:
-        again = None
-        if self._tasks is not None and (rng := self._draws.next("fresh")).random() >= UNIFORM_SHARE:
-            again = partial(self._tasks.draw, batch=self._mixing.tasks, rng=rng)
-        task = self._deferred.draw(
-            sampler, self._mixing.tasks, self.difficulty.is_retired, self.difficulty.exhausted, again
-        )
+        task = self._deferred.draw(sampler, self._mixing.tasks, self.difficulty.is_retired, self.difficulty.exhausted)
         return task or self._deferred.take() or self._planner.retired(self._mixing.tasks) or sampler.draw()
 
 

@@ -41,11 +41,6 @@ class Drawn:
     task_id: str
     task: Callable[[], Task]
 
-    @classmethod
-    def known(cls, task: Task) -> Drawn:
-        """A task that is in memory."""
-        return cls(task.task_id, lambda: task)
-
 
 class TaskSampler:
     """Draws tasks from weighted environments.
@@ -74,7 +69,6 @@ class TaskSampler:
         self._sources = dict(sources or {})
         self._all_spent = False
         self._splits: dict[str, Splits] = {}
-        self._trainable: dict[str, int | None] = {}
         for name, section in self._environments.items():
             if section.tasks_from is not None and name not in self._sources:
                 raise ConfigurationError(f"expected the data of environments.{name}.tasks_from to be open, got none")
@@ -92,7 +86,6 @@ class TaskSampler:
 
         Raises :class:`ConfigurationError` when that leaves no task to train on."""
         self._splits = {name: own for name, own in splits.items() if own and name not in self._sources}
-        self._trainable.clear()
         for name, own in self._splits.items():
             section = self._environments.get(name)
             if section is None:
@@ -121,17 +114,6 @@ class TaskSampler:
         held_out = task.seed >= HELD_OUT_SEED or is_held_out(self._splits.get(task.environment, {}), task.seed)
         return task.environment not in self._sources and held_out
 
-    def trainable(self, name: str) -> int | None:
-        """Number of different tasks that an environment has for training; None: no end. Counted once, in a second for
-        each million where the environment has splits of its own."""
-        if name not in self._trainable:
-            n, own = self._size(name), self._splits.get(name, {})
-            if n is not None and own:
-                positions = range(min(n, len(own[TRAIN])) if TRAIN in own else n)
-                n = sum(self._seed_at(name, i) is not None for i in positions)
-            self._trainable[name] = n
-        return self._trainable[name]
-
     @property
     def sizes(self) -> dict[str, int | None]:
         """Number of different tasks of each environment; None: no end."""
@@ -142,16 +124,9 @@ class TaskSampler:
         return self._walk(self._next_environment(self._spent())).task()
 
     def draw_where(
-        self,
-        verdict: Callable[[Drawn], DrawOutcome],
-        *,
-        exhausted: Collection[str] = frozenset(),
-        again: Callable[[str], Drawn | None] | None = None,
+        self, verdict: Callable[[Drawn], DrawOutcome], *, exhausted: Collection[str] = frozenset()
     ) -> Task | None:
         """The next task that ``verdict`` takes; None when no environment has one.
-
-        ``again``: a task of the environment to draw instead of the next one, whose place in the order it does not
-        take; None for the next one.
 
         Tasks passed over do not count for the share of their environment, a turn of one that has nothing to give
         does. An environment is given up after two epochs of it, at most :data:`TRIES_MAX` tasks; one that is
@@ -165,9 +140,7 @@ class TaskSampler:
             name = self._next_environment(closed | spent)
             if name not in exhausted and tries[name]:
                 tries[name] -= 1
-                drawn = None if again is None else again(name)
-                self._base[name] -= drawn is not None
-                drawn = drawn or self._walk(name)
+                drawn = self._walk(name)
                 found = verdict(drawn)
                 if found is DrawOutcome.TAKE:
                     return drawn.task()
@@ -214,9 +187,7 @@ class TaskSampler:
         return state
 
     def _size(self, name: str) -> int | None:
-        if name in self._sources:
-            return len(self._sources[name])
-        return self._environments[name].tasks if name in self._environments else None
+        return len(self._sources[name]) if name in self._sources else self._environments[name].tasks
 
     def _spent(self) -> set[str]:
         """Environments that had all their passes; none when that is every one."""

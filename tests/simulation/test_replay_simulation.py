@@ -44,7 +44,6 @@ def config_of(rng: random.Random, _: int) -> RunConfig:
                 "n_rollout": n,
                 "groups_per_step": rng.randint(1, 4),
                 "attempts_max": rng.randint(1, 4),
-                "tasks": rng.choice(("uniform", "informative")),
             },
             "staleness": {"max": eta},
             "checkpoint": {"every": rng.randint(1, 4)},

@@ -22,7 +22,6 @@ def config_of(rng: random.Random, seed: int) -> RunConfig:
                 "n_rollout": n,
                 "groups_per_step": rng.randint(1, 4),
                 "attempts_max": rng.randint(1, 4),
-                "tasks": rng.choice(("uniform", "informative")),
             },
             "staleness": {"max": rng.randint(0, 3)},
             "checkpoint": {"every": rng.randint(1, 4)},

@@ -65,7 +65,7 @@ def test_fingerprint_ignores_where_a_run_lives_and_notices_how_it_is_measured():
     def of(*overrides, **protocol):
         return fingerprint(load(BASE, overrides, environment={}), Protocol(**protocol))
 
-    assert of() == of("run.directory=/elsewhere", "run.name=other", "groups.tasks=uniform")
+    assert of() == of("run.directory=/elsewhere", "run.name=other", "groups.zero_variance=keep")
     assert len({of(), of("learner.learning_rate=0.5"), of(plays=65)}) == 3
 
 

@@ -19,13 +19,11 @@ from pipeline.store.replay_records import PoolEntry, TaskRecord
 from pipeline.tasks.sampler import TaskSampler
 
 
-def make_config(
-    *, n=4, batch=4, tasks=None, staleness=1, seed=0, environments=None, choice="uniform", **replay
-) -> RunConfig:
+def make_config(*, n=4, batch=4, tasks=None, staleness=1, seed=0, environments=None, **replay) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"seed": seed},
-            "groups": {"n_rollout": n, "groups_per_step": batch, "tasks": choice},
+            "groups": {"n_rollout": n, "groups_per_step": batch},
             "staleness": {"max": staleness},
             "environments": environments or {"a": {"tasks": tasks}},
             "replay": {"enabled": True, "mode": "mix", "start_ratio": 0.0, "entropy": "stored", "retest_ratio": 0.0}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pipeline.config.replay import EssGuardConfig
 from pipeline.replay.mixing import RECOVERY, next_factor
 from pipeline.replay.replay import Replay
+from pipeline.replay.report import ReplayReport
 from pipeline.tasks.sampler import TaskSampler
 
 BATCH = 8
@@ -105,3 +106,8 @@ def test_whatever_it_is_told_the_factor_stays_in_bounds_and_finds_its_way_back(t
     for _ in range(math.ceil(1 / RECOVERY) + 1):
         factor = next_factor(guard, factor, 0.9)
     assert factor == 1.0
+
+
+def test_a_run_that_switched_replay_off_reports_no_share(make):
+    assert ReplayReport(started=True).json(make.config())["guard"]["share"] == 0.5
+    assert ReplayReport(started=True).json(make.config(enabled=False))["guard"]["share"] == 0

@@ -24,7 +24,6 @@ def config_of(make, rng):
         n=n,
         batch=rng.randint(1, 6),
         tasks=tasks,
-        choice=rng.choice(["uniform", "informative"]) if tasks else "uniform",
         staleness=rng.randint(0, 2),
         seed=rng.randint(0, 3),
         mode=mode,

@@ -214,6 +214,21 @@ def test_no_held_out_task_of_an_import_is_trained(make, sampling):
     assert {p.task.seed for p in planned} <= set(range(10))
 
 
+def test_retired_and_deferred_tasks_that_a_changed_run_file_holds_out_are_not_drawn(make):
+    config = make.config(batch=2, tasks=10, retest_ratio=0.5)
+    before = Replay(config)
+    for i in range(5):
+        make.play(before, i, 4, 4, 4 * i)
+    for i in (6, 7):
+        before.cancelled(make.task(i))
+    changes = before.take_changes()
+    experience, sampler = Replay(config, tasks=changes.tasks, state=changes.state), TaskSampler(config.environments, 0)
+    sampler.learn({"a": {"eval": Seeds.of([2, 3, 6])}})
+    experience.learn(sampler)
+    planned = [experience.next_group(sampler, progress=0.5, version=0) for _ in range(40)]
+    assert {p.task.seed for p in planned} == {0, 1, 4, 5, 7, 8, 9}
+
+
 def test_the_pool_is_drawn_by_variance_of_success_times_freshness(make):
     config = make.config(batch=1, task_ratio=1.0, task_sampling="priority", priority={"tau": 8.0}, tasks=100)
     experience = Replay(config)
