@@ -50,7 +50,6 @@ LOWER_GOALS = (0.2, 0.4, 0.6)
 """Success rates for which the tokens are compared as well, to see where on the way they are spent."""
 TRIES = 2
 """Of a run that fails, before the study continues without it; the next call tries it again."""
-BASE = "base"
 _STRICT = ConfigDict(extra="forbid")
 Name = TypeVar("Name", str, float)
 
@@ -62,12 +61,8 @@ class Arm:
     """Multiple of the run file's ``groups.groups_per_step``."""
     rollouts: float = 1.0
     """Multiple of the run file's ``groups.n_rollout``."""
-    pilot: float | None = None
-    """Part of ``groups.n_rollout`` that is the pilot (``groups.pilot``); None: the run file's."""
     rival: bool = False
     """Without replay: the best of these is the base, which the other arms are compared with."""
-    on: str | None = None
-    """It has the settings and the rate of this arm, or of the :data:`BASE`, and is not tuned itself."""
 
 
 @dataclass(config=_STRICT, frozen=True)
@@ -154,15 +149,9 @@ class Runs:
         arms: Sequence[str] | None = None,
         server: ForkServer | None = None,
     ) -> None:
-        """``arms``: only these and those that they stand on; None: all. ``server`` starts the processes of runs whose
-        engine is embedded."""
+        """``arms``: only these; None: all. ``server`` starts the processes of runs whose engine is embedded."""
         self.family = plan.families[name]
-        on = {plan.arms[arm].on for arm in arms or ()}
-        self.arms = {
-            arm: plan.arms[arm]
-            for arm in self.family.arms
-            if arms is None or arm in on.union(arms) or (BASE in on and plan.arms[arm].rival)
-        }
+        self.arms = {arm: plan.arms[arm] for arm in self.family.arms if arms is None or arm in arms}
         server = None if self.family.evaluated else server
         self.bench = Bench(directory / name, plan.seconds_max, False, stop, server)
         self.file = load(self.family.file, (*self.family.set, "replay.enabled=false"))
@@ -171,16 +160,12 @@ class Runs:
     def jobs(self, arm: str, rate: float, *, tuning: bool) -> list[Job]:
         if (arm, rate, tuning) not in self._jobs:
             family, groups, changed = self.family, self.file.groups, self.arms[arm]
-            whole = self.arms[self.tuned(arm) or arm]  # there is a rate, so the base is known
-            n_rollout = groups.n_rollout * whole.rollouts
             own = [
-                *dict.fromkeys((*whole.set, *changed.set)),
-                f"groups.groups_per_step={groups.groups_per_step * whole.groups:g}",
-                f"groups.n_rollout={n_rollout:g}",
+                *changed.set,
+                f"groups.groups_per_step={groups.groups_per_step * changed.groups:g}",
+                f"groups.n_rollout={groups.n_rollout * changed.rollouts:g}",
                 f"learner.learning_rate={self.file.learner.learning_rate * rate:g}",
             ]
-            if changed.pilot is not None:
-                own.append(f"groups.pilot={n_rollout * changed.pilot:g}")
             less = generated(self.file) / generated(load(family.file, (*family.set, *own)))
             steps, every = round(family.steps * less), round(family.every * less)
             if family.evaluated:
@@ -194,11 +179,6 @@ class Runs:
 
     def finished(self, jobs: Sequence[Job]) -> list[Result]:
         return [r for job in jobs if (r := self.bench.kept(job)) is not None]
-
-    def tuned(self, arm: str) -> str | None:
-        """The arm whose rate ``arm`` has: itself, or the one that it stands on; None: the base is not known yet."""
-        on = self.arms[arm].on
-        return arm if on is None else self.base() if on == BASE else on
 
     def tuning(self, arm: str) -> dict[float, list[Result]]:
         """Finished tuning runs by rate, smallest first. The grid grows by factors of 2, within :data:`RATES_BOUND`,
@@ -218,11 +198,8 @@ class Runs:
 
     def chosen(self, arm: str) -> float | None:
         """The arm's rate; None: its tuning is not finished."""
-        tuned = self.tuned(arm)
-        if tuned is None:
-            return None
-        found = self.tuning(tuned)
-        return None if self._open(found) else self._best_rate(tuned, found)
+        found = self.tuning(arm)
+        return None if self._open(found) else self._best_rate(arm, found)
 
     def _best_rate(self, arm: str, found: Mapping[float, Sequence[Result]]) -> float:
         return self.family.fixed.get(arm) or best(found)
@@ -251,11 +228,10 @@ class Runs:
         no rivals, then with ``losers`` that of the other rivals."""
         first = [arm for arm, own in self.arms.items() if not own.rival or arm == self.base()]
         last = [arm for arm in self.arms if arm not in first] if losers and self.family.losers else []
-        tuned = [arm for arm, own in self.arms.items() if own.on is None]
         stages = (
             [
                 job
-                for arm in tuned
+                for arm in self.arms
                 for rate in self._open(self.tuning(arm))
                 for job in self.jobs(arm, rate, tuning=True)
             ],
@@ -271,20 +247,15 @@ class Runs:
         base, arms = self.base(), dict[str, Any]()
         runs = {arm: {r.seed: r for r in self.finished(self.compared(arm))} for arm in self.arms}
         for arm, own in runs.items():
-            on, rate = self.tuned(arm), self.chosen(arm)
-            tried = {} if on is None else self.tuning(on)
+            rate, tried = self.chosen(arm), self.tuning(arm)
             arms[arm] = {
                 "rate": rate,
-                "at_edge": rate in (min(tried, default=None), max(tried, default=None)),
-                "tuning": {f"{rate:g}": [[r.seed, r.tokens, r.hit] for r in found] for rate, found in tried.items()}
-                if on == arm
-                else {},
+                "at_edge": rate in (min(tried), max(tried)),
+                "tuning": {f"{rate:g}": [[r.seed, r.tokens, r.hit] for r in found] for rate, found in tried.items()},
                 "runs": [asdict(r) for r in own.values()],
             }
             if base not in (None, arm):
                 arms[arm] |= self._ratios(own, runs[base])
-            if on not in (None, arm, base):
-                arms[arm]["on"] = {"arm": on} | self._ratios(own, runs[on])
         return {"goal": self.family.goal, "base": base, "arms": arms}
 
     def _ratios(self, own: Mapping[int, Result], others: Mapping[int, Result]) -> dict[str, Any]:
@@ -323,8 +294,6 @@ def lines(name: str, report: Mapping[str, Any]) -> Iterator[str]:
         if arm == report["base"]:
             text += "  the base"
         yield text + _told(known)
-        if "on" in known:
-            yield f"{name:17} {'':14} of {known['on']['arm']}:" + _told(known["on"])
 
 
 def _tuned(rate: str, found: Sequence[tuple[int, float, bool]]) -> str:
