@@ -127,6 +127,14 @@ def test_a_rate_that_cannot_reach_the_hits_of_another_is_not_run_to_its_end(smal
     assert len(made) == 3 * 3 * 3 - 3 and small.base() is not None
 
 
+def test_a_fixed_rate_counts_as_the_best_and_the_grid_grows_beyond_it(small: Runs) -> None:
+    small.family = replace(small.family, fixed={"half": 1.0})
+    made = [finish(small, lambda job: 50 if "tune2" in job.arm else 80) for _ in range(2)]
+    assert made[1] == ["half.tune0.5-0"]
+    assert [small.chosen(arm) for arm in small.arms] == [2.0, 1.0, 2.0]
+    assert small.base() == "off"
+
+
 def test_a_grid_grows_until_its_best_rate_is_inside_or_at_the_bound(small: Runs) -> None:
     # off is best at 1/2, half inside the grid, and groups at the largest rate that there is
     def tokens(job: Job) -> int:
