@@ -128,10 +128,10 @@ def test_a_rate_that_cannot_reach_the_hits_of_another_is_not_run_to_its_end(smal
 
 
 def test_a_fixed_rate_counts_as_the_best_and_the_grid_grows_beyond_it(small: Runs) -> None:
-    small.family = replace(small.family, fixed={"half": 1.0})
-    made = [finish(small, lambda job: 50 if "tune2" in job.arm else 80) for _ in range(2)]
-    assert made[1] == ["half.tune0.5-0"]
-    assert [small.chosen(arm) for arm in small.arms] == [2.0, 1.0, 2.0]
+    small.family = replace(small.family, fixed={"half": 0.5})
+    made = [finish(small, lambda job: 50 if "tune2" in job.arm else 80) for _ in range(3)]
+    assert made[1:] == [["half.tune0.5-0"], ["half.tune0.25-0"]]
+    assert [small.chosen(arm) for arm in small.arms] == [2.0, 0.5, 2.0]
     assert small.base() == "off"
 
 
