@@ -160,7 +160,7 @@ def _write_store(path: Path, rollouts: Sequence[Rollout]) -> None:
             if r.evaluation is not None:
                 state, update = "evaluated", r.evaluation
             index = None if r.evaluation is None else 0
-            row_of_group = (r.group, task, 8, 8, 0, 0, index, state, update, 0, 0, 1.0, "", 1e9, None, 0)
+            row_of_group = (r.group, task, 8, 8, 0, 0, index, state, update, 0, 0, "", 1e9, None, 0)
             _insert(run, "INSERT OR IGNORE INTO groups", *row_of_group)
             order = (r.group, r.slot, 0, "actor-0", 0, 0, "delivered", "", 0, 1e9 - 1, 1e9 + row)
             _insert(run, "INSERT INTO orders", *order)
@@ -177,7 +177,7 @@ def _write_store(path: Path, rollouts: Sequence[Rollout]) -> None:
                 _insert(run, "INSERT INTO payloads", row, *map(bytes, frames), checksum(frames, row))
             for step in r.replays:
                 replay_group += 1
-                row_of_group = (replay_group, task, 8, 7, 1, 0, None, "trained", step - 1, 0, 0, 1.0, "", 1e9, None, 0)
+                row_of_group = (replay_group, task, 8, 7, 1, 0, None, "trained", step - 1, 0, 0, "", 1e9, None, 0)
                 _insert(run, "INSERT INTO groups", *row_of_group)
                 _insert(run, "INSERT INTO group_replays", replay_group, 0, row, 1.0, 1, 2, 0, None, None, None, 1)
         run("COMMIT")
