@@ -79,7 +79,9 @@ async def test_a_stop_waits_for_the_write_that_is_under_way(world, monkeypatch):
             await anyio.wait_all_tasks_blocked()
             assert find_checkpoints(w.directory.checkpoints) == []
             disk.go.release(2)  # this one, and that of the last update
-        assert [read_state(p).updates for p in find_checkpoints(w.directory.checkpoints)] == [w.lines()[-1]["step"], 1]
+        # the stop may come before the second update
+        saved = [read_state(p).updates for p in find_checkpoints(w.directory.checkpoints)]
+        assert saved == sorted({1, w.lines()[-1]["step"]}, reverse=True)
 
 
 @pytest.mark.parametrize("learner", [{}, {"minibatches": 2}, {"lora": {"rank": 2}}])
