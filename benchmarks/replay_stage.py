@@ -200,8 +200,8 @@ def entry_of(i: int, version: int) -> PoolEntry:
 
 def task_records(n: int, rng: random.Random) -> list[TaskRecord]:
     """Of n tasks, each with a finished group of eight rollouts, from one to seven of them successes."""
-    tasks = (Task(f"a/{i}", "a", i) for i in range(n))
-    return [TaskRecord(task, s, s, 8 - s, visits=1) for task in tasks for s in [rng.randint(1, 7)]]
+    fresh = (TaskRecord.of(Task(f"a/{i}", "a", i)) for i in range(n))
+    return [replace(one, bucket=s, successes=s, failures=8 - s, visits=1) for one in fresh for s in [rng.randint(1, 7)]]
 
 
 def draw_tasks(n: int, sampling: str) -> dict[str, object]:

@@ -85,7 +85,7 @@ class Difficulty:
         record = self.records.get(task.task_id)
         was_retired = record is not None and record.retired
         if record is None:
-            record = TaskRecord(task)
+            record = TaskRecord.of(task)
         else:
             self._leave(record)
         record.visits += 1
@@ -109,7 +109,7 @@ class Difficulty:
     def meet(self, task: Task) -> None:
         """The task has come into the pool by import: from here on there is a record of it."""
         if task.task_id not in self.records:
-            record = TaskRecord(task)
+            record = TaskRecord.of(task)
             self._enter(record)
             self._change(record)
 
@@ -132,37 +132,40 @@ class Difficulty:
         self._retired_of = Counter(self.records[task_id].task.environment for task_id in self._retired)
 
     def _change(self, record: TaskRecord) -> None:
-        self.changed[record.task.task_id] = record
-        self.forgotten.discard(record.task.task_id)
+        self.changed[record.task_id] = record
+        self.forgotten.discard(record.task_id)
 
     def _forget(self, record: TaskRecord) -> None:
-        task_id = record.task.task_id
         self._leave(record)
-        del self.records[task_id]
-        self.changed.pop(task_id, None)
-        self.forgotten.add(task_id)
+        del self.records[record.task_id]
+        self.changed.pop(record.task_id, None)
+        self.forgotten.add(record.task_id)
 
     def _enter(self, record: TaskRecord) -> None:
-        task = record.task
-        self.records[task.task_id] = record
+        self.records[record.task_id] = record
         if record.bucket is not None:
             self._buckets[record.bucket] += 1
-        self.solved += record.retired
-        if record.retired and self._trains(task):
+        if not record.retired:
+            return
+        self.solved += 1
+        task = record.task
+        if self._trains(task):
             bisect.insort(self._retired, task.task_id)
             self._retired_of[task.environment] += 1
-        if record.retired and self._finite.get(task.environment) is None:
+        if self._finite.get(task.environment) is None:
             bisect.insort(self._endless, (task.seed, task.task_id))
 
     def _leave(self, record: TaskRecord) -> None:
-        task = record.task
         if record.bucket is not None:
             self._buckets[record.bucket] -= 1
-        self.solved -= record.retired
-        if record.retired and self._trains(task):
+        if not record.retired:
+            return
+        self.solved -= 1
+        task = record.task
+        if self._trains(task):
             self._retired.remove(task.task_id)
             self._retired_of[task.environment] -= 1
-        if record.retired and self._finite.get(task.environment) is None:
+        if self._finite.get(task.environment) is None:
             self._endless.remove((task.seed, task.task_id))
 
 

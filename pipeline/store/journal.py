@@ -77,8 +77,7 @@ def stored_group_row(g: StoredGroup) -> Row:
 
 def task_row(t: TaskRecord) -> Row:
     return (
-        t.task.task_id, orjson.dumps(task_header(t.task)), t.bucket, t.successes, t.failures, t.solved, t.retired,
-        t.visits,
+        t.task_id, t.encoded_task, t.bucket, t.successes, t.failures, t.solved, t.retired, t.visits,
     )  # fmt: skip
 
 

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import orjson
+
 from pipeline.schema import Task
+from pipeline.schema.orders import decode_task, task_header
 
 EQUAL_REWARDS = 1e-9
 """Rewards closer than this are equal: advantages of groups so narrow are noise of the scorer's arithmetic."""
@@ -167,9 +170,15 @@ class ReplayChanges:
 
 @dataclass(slots=True)
 class TaskRecord:
-    """State of a task, kept while it is pooled or retired."""
+    """State of a task, kept while it is pooled or retired, and in environments with an end.
 
-    task: Task
+    >>> TaskRecord.of(Task("arithmetic/17", "arithmetic", 17)).task.seed
+    17
+    """
+
+    task_id: str
+    encoded_task: bytes
+    """The task as JSON: there may be millions of records, and few of their tasks are played again."""
     bucket: int | None = None
     """Successes that a group of ``n_rollout`` would have at its success rate; None: retired, or no finished group."""
     successes: float = 0.0
@@ -181,6 +190,15 @@ class TaskRecord:
     retired: bool = False
     visits: int = 0
     """Finished groups."""
+
+    @classmethod
+    def of(cls, task: Task) -> TaskRecord:
+        """Of a task without a finished group."""
+        return cls(task.task_id, orjson.dumps(task_header(task)))
+
+    @property
+    def task(self) -> Task:
+        return decode_task(orjson.loads(self.encoded_task))
 
     @property
     def success_rate(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,8 +88,9 @@ def build(
 ) -> Snapshot:
     """Join the rows of the tables. Raises :class:`DamagedFiles` when they do not fit together."""
     try:
-        records = {row[0]: _task_record(row) for row in tasks}
-        pooled = {row[1]: _entry(records[row[0]].task, *row[1:]) for row in pool}
+        records = {row[0]: _task_record(*row) for row in tasks}
+        task_of = functools.cache(lambda task_id: records[task_id].task)
+        pooled = {row[1]: _entry(task_of(row[0]), *row[1:]) for row in pool}
         stored = _stored_groups(stored_groups)
         found = {row[0]: _group(row) for row in groups}
         for row in orders:
@@ -146,9 +148,18 @@ def _task(json: bytes) -> Task:
     return decode_task(orjson.loads(json))
 
 
-def _task_record(row: Sequence[Any]) -> TaskRecord:
-    _, task, bucket, successes, failures, solved, retired, visits, _ = row
-    return TaskRecord(_task(task), bucket, successes, failures, solved, bool(retired), visits)
+def _task_record(
+    task_id: str,
+    task: bytes,
+    bucket: int | None,
+    successes: float,
+    failures: float,
+    solved: int,
+    retired: int,
+    visits: int,
+    _: int,
+) -> TaskRecord:
+    return TaskRecord(task_id, task, bucket, successes, failures, solved, retired == 1, visits)
 
 
 def _entry(task: Task, row_id: int, trajectory_id: str, *columns: Any) -> PoolEntry:
