@@ -386,11 +386,11 @@ class LearnerLoop:
         self.ctx.report(RoleState.FINISHED, "", step=self.trainer.updates)
 
     def _log_step(self, batch: Batch, report: StepReport) -> None:
-        s = report.statistics
+        s, rewards = report.statistics, [t.reward or 0.0 for t in batch.fresh]
         log.info(
             "step %d: reward %.3f, ratio %.3f, ESS %.2f, staleness %d, loss %.4f, grad norm %.3f, %.0f tokens/s",
             report.update + 1,
-            sum(t.reward or 0.0 for t in batch.fresh) / max(1, len(batch.fresh)),
+            sum(rewards) / len(rewards) if rewards else float("nan"),
             s.all.ratio.mean or float("nan"),
             s.all.ratio.ess_ratio or float("nan"),
             int(s.staleness.max()) if len(s.staleness) else 0,

@@ -80,8 +80,8 @@ class ReplayConfig(Section):
     """Alternative to ``start_ratio``: replay begins once the solve rate of an update exceeds this, and never stops
     again (ExGRPO). None: ``start_ratio`` decides."""
     task_ratio: float = Field(0.5, ge=0, le=1)
-    """Share of an update's B groups that are replay groups: ``floor(B * task_ratio)``, or fewer if fewer tasks have
-    stored trajectories that may be replayed. Where that is 0, nothing is replayed, and the run prints a note."""
+    """Share of groups that are replay groups, or fewer if fewer tasks have stored trajectories that may be replayed.
+    Fractions of a group add up over updates: of one group an update, 0.5 replays every other one."""
     trajectories_per_task: int = Field(1, ge=1)
     """k: stored trajectories in a replay group, ``1 <= k < n_rollout``. The rest of the group is fresh."""
     max_trajectories_per_task: int = Field(5, ge=1)
@@ -150,6 +150,6 @@ class ReplayConfig(Section):
             )
         if self.enabled and self.mode == "groups" and self.task_ratio >= 1:
             raise ValueError(
-                "replay.mode: groups needs fresh groups in each update, but replay.task_ratio is "
+                "replay.mode: groups needs fresh groups to replay, but replay.task_ratio is "
                 f"{self.task_ratio:g}: set it below 1, or replay.mode: mix"
             )

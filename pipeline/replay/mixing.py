@@ -1,9 +1,10 @@
 """Mixing of replayed and fresh groups: replay share of a batch, retests, deferred tasks, and the ESS guard.
 
-A batch is ``B`` consecutive admissions, ``floor(B * task_ratio * factor)`` of them replay groups, where ``factor`` is
-the guard's; their number is fixed when the batch begins. They come first in it, so that its fresh draws do not take
-the tasks that could be replayed. If one finds no valid task, a later admission of the batch replaces it. The
-guard lowers ``factor`` while the effective sample size of replayed tokens is below its floor.
+A batch is ``B`` consecutive admissions, ``B * task_ratio * factor`` of them replay groups, where ``factor`` is the
+guard's. The whole part is fixed when the batch begins, and the fraction is carried over to the next batch. Replay
+groups come first in a batch, so that its fresh draws do not take the tasks that could be replayed. If one finds no
+valid task, a later admission of the batch replaces it. The guard lowers ``factor`` while the effective sample size of
+replayed tokens is below its floor.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Mixing:
         """True if mixing has begun; it never ends, unless the updates that began it are taken back."""
         self._position = int(state.get("position", 0))
         self._target = int(state.get("target", 0))
+        self._fraction = float(state.get("fraction", 0.0))
         self._replays = int(state.get("replays", 0))
         self._tasks = dict.fromkeys(str(task_id) for task_id in state.get("tasks", ()))
         self._retest_credit = float(state.get("retest_credit", 0.0))
@@ -57,7 +59,9 @@ class Mixing:
             self.started = True
         if self._position == 0:
             share = self._replay.task_ratio * factor if self.started else 0.0
-            self._target = math.floor(self._batch * share + SLACK)
+            planned = self._batch * share + self._fraction
+            self._target = math.floor(planned + SLACK)
+            self._fraction = max(0.0, planned - self._target)
         self._retest_credit = min(1.0, self._retest_credit + self._replay.retest_ratio)
 
     @property
@@ -93,6 +97,7 @@ class Mixing:
             "started": self.started,
             "position": self._position,
             "target": self._target,
+            "fraction": self._fraction,
             "replays": self._replays,
             "tasks": list(self._tasks),
             "retest_credit": self._retest_credit,

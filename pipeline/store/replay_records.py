@@ -193,7 +193,7 @@ class TaskRecord:
 
     @classmethod
     def of(cls, task: Task) -> TaskRecord:
-        """Of a task without a finished group."""
+        """A record of a task without a finished group."""
         return cls(task.task_id, orjson.dumps(task_header(task)))
 
     @property

@@ -53,7 +53,6 @@ def check_all(config: RunConfig) -> Findings:
         fitting = plan(config, local_inventory()).fitting()
         found.notes += fitting.reasons
         resolve(fitting.config)
-    found.notes += replay_notes(config)
     for tracker in config.report_to:
         with found.collecting():
             require_package(tracker)
@@ -125,17 +124,6 @@ def check_before_run(config: RunConfig, fresh: bool = False) -> list[str]:
     _check_engines(config, engines)
     Findings(model.problems + engines.problems).require_none()
     return engines.notes
-
-
-def replay_notes(config: RunConfig) -> list[str]:
-    """A note where replay is switched on and the updates are too small for it."""
-    replay, n_groups = config.replay, config.groups.groups_per_step
-    if not replay.enabled or not 0 < n_groups * replay.task_ratio < 1:
-        return []
-    return [
-        f"replay.enabled is true, but nothing is replayed: replay.task_ratio ({replay.task_ratio:g}) of the groups of "
-        f"an update (groups.groups_per_step: {n_groups}) is less than one group. Raise one of them"
-    ]
 
 
 def check_directory(directory: RunDirectory) -> None:

@@ -41,7 +41,7 @@ from pipeline.supervisor.display import Display, clock
 from pipeline.supervisor.history import compare, describe_disk, newest_checkpoint, record, remove_published
 from pipeline.supervisor.inventory import local_inventory
 from pipeline.supervisor.plan import Place, plan, preflight_place
-from pipeline.supervisor.preflight import check_before_run, check_directory, replay_notes
+from pipeline.supervisor.preflight import check_before_run, check_directory
 from pipeline.supervisor.processes import ProcessHost, ProcessSpec, specs_of
 from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shell import Supervisor
@@ -176,7 +176,7 @@ def run(
             if fresh:
                 empty_directory(directory)  # after all that may refuse the run
             resumed = resumed or compare(directory, config)
-            for line in (*resumed.lines(), *replay_notes(config), *notes):
+            for line in (*resumed.lines(), *notes):
                 console.print(line)
             directory.finished_file.unlink(missing_ok=True)
             wait_for_room(directory.create, directory.path, "the run directory")

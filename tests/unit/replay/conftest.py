@@ -187,7 +187,7 @@ class History:
 
     def check_plan(self, planned) -> None:
         replay, size = self.config.replay, self.config.groups.groups_per_step
-        target = math.floor(size * replay.task_ratio + 1e-9)
+        target = math.ceil(size * replay.task_ratio - 1e-9)
         if planned.k:
             assert planned.task.task_id not in [p.task.task_id for p in self.batch]
             whole = planned.k == self.config.groups.n_rollout

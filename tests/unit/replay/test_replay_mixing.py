@@ -27,30 +27,40 @@ class Stage:
         return [self.replay.next_group(self.sampler, progress=progress, version=version) for _ in range(n)]
 
 
-@given(batch=st.integers(1, 40), ratio=st.floats(0, 1), factor=st.floats(0, 1))
-def test_a_full_pool_gives_exactly_the_target_and_gives_it_first(batch, ratio, factor):
-    mixing = Mixing(ReplayConfig(enabled=True, mode="mix", start_ratio=0, task_ratio=ratio, retest_ratio=0), batch)
-    target = math.floor(batch * ratio * factor + 1e-9)
-    for _ in range(2):
-        due = []
-        for i in range(batch):
-            mixing.begin(1.0, factor)
-            due.append(mixing.replay_due)
-            mixing.admitted(str(i), replay=due[-1])
-        assert due == [True] * target + [False] * (batch - target)
-
-
-@given(batch=st.integers(1, 12), ratio=st.floats(0, 1), factor=st.floats(0, 1))
-def test_restarts_change_nothing_of_a_batch(batch, ratio, factor):
+def batches(ratio, batch, factors, *, restart=False):
+    """By batch: True for each admission that is to be a replay group, where there is always one to replay."""
     replay = ReplayConfig(enabled=True, mode="mix", start_ratio=0, task_ratio=ratio, retest_ratio=0)
-    mixing, due = Mixing(replay, batch), []
-    for i in range(2 * batch):
-        mixing = Mixing(replay, batch, json.loads(json.dumps(mixing.state())))
-        mixing.begin(1.0, factor)
-        due.append(mixing.replay_due)
-        mixing.admitted(str(i), replay=due[-1])
-    target = math.floor(batch * ratio * factor + 1e-9)
-    assert due == 2 * ([True] * target + [False] * (batch - target))
+    mixing, found = Mixing(replay, batch), []
+    for factor in factors:
+        found.append([])
+        for i in range(batch):
+            if restart:
+                mixing = Mixing(replay, batch, json.loads(json.dumps(mixing.state())))
+            mixing.begin(1.0, factor)
+            found[-1].append(mixing.replay_due)
+            mixing.admitted(str(i), replay=found[-1][-1])
+    return found
+
+
+FACTORS = st.lists(st.floats(0, 1), min_size=1, max_size=12)
+
+
+@given(batch=st.integers(1, 40), ratio=st.floats(0, 1), factors=FACTORS)
+def test_a_full_pool_gives_the_share_over_all_batches_and_gives_it_first(batch, ratio, factors):
+    found, planned = 0, 0.0
+    for factor, due in zip(factors, batches(ratio, batch, factors), strict=True):
+        found, planned = found + sum(due), planned + batch * ratio * factor
+        assert due == sorted(due, reverse=True) and abs(sum(due) - batch * ratio * factor) < 1 + 1e-6
+        assert planned - 1 - 1e-6 < found < planned + 1e-6
+
+
+def test_of_one_group_an_update_half_are_replays_in_turn():
+    assert batches(0.5, 1, [1.0] * 6) == [[False], [True]] * 3
+
+
+@given(batch=st.integers(1, 12), ratio=st.floats(0, 1), factors=FACTORS)
+def test_restarts_change_nothing_of_a_batch(batch, ratio, factors):
+    assert batches(ratio, batch, factors, restart=True) == batches(ratio, batch, factors)
 
 
 def test_products_that_rounding_puts_below_a_whole_number_are_meant_as_it():
@@ -171,7 +181,7 @@ def test_a_collapsed_ess_stops_replay_until_it_has_recovered(make, monkeypatch):
     for ess in (0.9, 0.01, None, None, 0.9, 0.9):
         stage.replay.consumed(update=0, version=0, **told, ess={"all": 0.5, "fresh": 1.0, "replay": ess})
         shares.append(sum(p.k for p in stage.draw(4)))
-    assert shares == [2, 0, 0, 1, 1, 2]
+    assert shares == [2, 0, 0, 2, 1, 2]
 
 
 def test_a_cancelled_groups_task_is_drawn_first_but_comes_back_only_once(make):

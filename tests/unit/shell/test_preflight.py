@@ -101,16 +101,6 @@ def test_an_error_of_a_check_stops_no_run(game: Path, monkeypatch: pytest.Monkey
     preflight.check_beside_run(configured(game))
 
 
-@pytest.mark.parametrize(
-    ("groups", "ratio", "idle"), [(1, 0.5, True), (3, 0.3, True), (2, 0.5, False), (4, 0.25, False), (1, 0.0, False)]
-)
-def test_replay_of_less_than_a_group_in_each_update_is_noted(game: Path, groups: int, ratio: float, idle: bool) -> None:
-    plain = configured(game).updated(groups={"groups_per_step": groups})
-    replaying = plain.updated(replay={"enabled": True, "task_ratio": ratio})
-    assert [f"(groups.groups_per_step: {groups})" in n for n in preflight.replay_notes(replaying)] == [True] * idle
-    assert not preflight.replay_notes(plain)
-
-
 def test_a_program_that_asks_for_completions_is_not_played() -> None:
     found = Findings()
     text = (Path(__file__).resolve().parents[3] / "configs" / "program.yaml").read_text()
