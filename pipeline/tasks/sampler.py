@@ -72,14 +72,16 @@ class TaskSampler:
         for name, section in self._environments.items():
             if section.tasks_from is not None and name not in self._sources:
                 raise ConfigurationError(f"expected the data of environments.{name}.tasks_from to be open, got none")
-        drawn = dict((state or {}).get("drawn", {}))
-        self._drawn: dict[str, int] = {name: int(drawn.get(name, 0)) for name in self._environments}
+        drawn = {name: int(n) for name, n in dict((state or {}).get("drawn", {})).items()}
+        self._drawn: dict[str, int] = dict.fromkeys(self._environments, 0) | drawn
+        """Of environments that the run file had before, too: put back, one continues."""
         self._epochs: dict[str, tuple[int, list[int]]] = {}
         base = dict((state or {}).get("base", {}))
-        self._base: dict[str, int] = {name: int(base.get(name, self._drawn[name])) for name in self._environments}
         if set(base) != set(self._environments):
-            self._base = dict(self._drawn)
-        self._compare(dict((state or {}).get("sources", {})))
+            base = self._drawn
+        self._base: dict[str, int] = {name: int(base[name]) for name in self._environments}
+        self._fingerprints = dict((state or {}).get("sources", {}))
+        self._compare(self._fingerprints)
 
     def learn(self, splits: Mapping[str, Splits]) -> None:
         """The splits that environments whose tasks are seeds have of their own. Call it before anything is drawn.
@@ -182,8 +184,9 @@ class TaskSampler:
     def state(self) -> dict[str, Any]:
         """JSON that :meth:`__init__` takes back."""
         state: dict[str, Any] = {"drawn": dict(self._drawn), "base": dict(self._base)}
-        if self._sources:
-            state["sources"] = {name: source.fingerprint for name, source in self._sources.items()}
+        own = {name: source.fingerprint for name, source in self._sources.items()}
+        if sources := self._fingerprints | own:
+            state["sources"] = sources
         return state
 
     def _size(self, name: str) -> int | None:

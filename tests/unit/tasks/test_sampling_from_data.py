@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -66,6 +67,21 @@ def test_a_run_that_goes_on_draws_what_would_have_come(data: Path, drawn: int, s
             one.draw()
         with sampler_of(environments, seed, one.state()) as two:
             assert [one.draw() for _ in range(40)] == [two.draw() for _ in range(40)]
+
+
+@pytest.mark.parametrize("kept", ["q", "b"])
+def test_an_environment_that_is_taken_out_and_put_back_continues(data: Path, kept: str) -> None:
+    both = {"q": environment(kind="jsonl", path=data), "b": EnvironmentConfig(tasks=20)}
+    (taken,) = both.keys() - {kept}
+    with sampler_of({taken: both[taken]}) as alone:
+        order = [alone.draw().task_id for _ in range(12)]
+    state: Any = None
+    found: list[str] = []
+    for environments in (both, {kept: both[kept]}, both):
+        with sampler_of(environments, state=state) as sampler:
+            found += [sampler.draw().task_id for _ in range(12)]
+            state = json.loads(json.dumps(sampler.state()))
+    assert [name for name in found if name.startswith(f"{taken}/")] == order
 
 
 def test_rows_that_are_passed_over_are_not_read(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
