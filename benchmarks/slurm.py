@@ -90,9 +90,16 @@ class Job:
         return [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]] if file.exists() else []
 
     def places(self) -> dict[str, str]:
-        """The node of each process that runs."""
+        """The node of each process that runs, but for those that end by themselves at the start."""
         lines = self.cluster.command("squeue", "-h", "-s", "-j", self.number, "-o", "%j %N").splitlines()
-        return {name: node for name, node in (line.split() for line in lines) if name not in ("batch", "extern", WATCH)}
+        others = ("batch", "extern", WATCH, "prepare", "preflight")
+        return {name: node for name, node in (line.split() for line in lines) if name not in others}
+
+    def places_at(self, step: int) -> dict[str, str]:
+        """The same at ``step`` or later, when these have ended."""
+        self.until_step(step)
+        self.until("the end of the preflight", lambda: self.phases()["preflight"] == "done")
+        return self.places()
 
     def phases(self) -> dict[str, str]:
         """The phase of each process, as the supervisor writes it."""
@@ -135,8 +142,7 @@ def prove(folder: Path, steps: int = STEPS, lost_at: int = LOST_AT, preempted_at
     with SlurmCluster(folder / "cluster") as cluster:
         started = time.monotonic()
         job = Job(cluster, folder / "runs")
-        job.until_step(lost_at)
-        before = job.places()
+        before = job.places_at(lost_at)
         lost = sorted(name for name, node in before.items() if node == "n2")
         at = time.monotonic()
         killed = cluster.kill_node("n2")
@@ -190,9 +196,7 @@ def prove_stopped(folder: Path) -> dict[str, Any]:
     began = time.monotonic()
     with SlurmCluster(folder / "cluster", nodes=4, own_addresses=True) as cluster:
         job = Job(cluster, folder / "runs", 3, "engine.host=0.0.0.0")
-        job.until_step(LOST_AT)
-        job.until("the end of the preflight", lambda: "preflight" not in job.places())
-        before = job.places()
+        before = job.places_at(LOST_AT)
 
         def without(node: str) -> dict[str, str]:
             """The places of all processes, once all run and none is on ``node``; else empty."""
@@ -230,9 +234,7 @@ def prove_first(folder: Path) -> dict[str, Any]:
     began = time.monotonic()
     with SlurmCluster(folder / "cluster", nodes=3, own_addresses=True) as cluster:
         job = Job(cluster, folder / "runs", 2, "engine.host=0.0.0.0")
-        job.until_step(LOST_AT)
-        job.until("the end of the preflight", lambda: "preflight" not in job.places())
-        before, at = job.places(), time.monotonic()
+        before, at = job.places_at(LOST_AT), time.monotonic()
         old = cluster.stop_node("n1")
         job.until("the job in the queue", lambda: job.state == "PENDING")
         down_seconds, step = time.monotonic() - at, job.steps()[-1]["step"]
