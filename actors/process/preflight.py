@@ -432,7 +432,7 @@ def _continue(renderer: Renderer, conversation: Conversation, append: bool) -> N
 
 
 def _compare(name: str, n_tokens: int, config: RunConfig, found: Findings) -> None:
-    context_max, turn_max = config.model.max_length, config.sampling.max_tokens
+    context_max, turn_max = config.context_max, config.sampling.max_tokens
     episode_max = config.environments[name].max_tokens
     for key, most in (("model.max_length", context_max), (f"environments.{name}.max_tokens", episode_max)):
         if n_tokens >= most:

@@ -105,7 +105,7 @@ class Services:
             actor_id=actor_id,
             backend="embedded" if config.engine.kind == "embedded" else "vllm",
             model=config.model.source,
-            model_length_max=config.model.max_length,
+            model_length_max=config.context_max,
             sampling=Sampling(
                 max_tokens=sampling.max_tokens,
                 temperature=sampling.temperature,

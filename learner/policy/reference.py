@@ -112,22 +112,29 @@ class ServerReference:
     """A reference policy behind HTTP. ``interrupt`` cancels the requests; ``key`` opens the server."""
 
     def __init__(
-        self, config: ReferenceConfig, interrupt: Interrupt, key: str | None = None, check_ids: list[int] | None = None
+        self,
+        config: ReferenceConfig,
+        interrupt: Interrupt,
+        key: str | None = None,
+        check_ids: list[int] | None = None,
+        row_max: int = 0,
     ) -> None:
-        """``check_ids``: :func:`encoded_check_text`, with which the server's tokenizer is compared; None: it is not."""
+        """``check_ids``: :func:`encoded_check_text`, with which the server's tokenizer is compared; None: it is not
+        checked. ``row_max``: tokens of the longest row."""
         self._headers = authorization(key)
         self._url = (config.url or "").rstrip("/")
         self._server = f"the reference server {self._url}"
         self._config = config
         self._interrupt = interrupt
         self._check_ids = check_ids
+        self._row_max = row_max
         self.on_answer: Callable[[], None] = lambda: None
         """Called after each row: the pass makes progress."""
 
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
         """See :meth:`Reference.logprobs`. Raises :class:`TrainingError` for tokens that were
-        not sampled with temperature 1, :class:`ConfigurationError` for a server with another tokenizer,
-        :class:`pipeline.errors.EngineError` when the server does not give all in
+        not sampled with temperature 1, :class:`ConfigurationError` for a server with another tokenizer or without room
+        for the longest row, :class:`pipeline.errors.EngineError` when the server does not give all in
         :data:`ATTEMPTS_MAX` attempts each, :class:`Interrupted`."""
         for row in rows:
             if not (row.temperatures[row.loss_mask] == 1.0).all():
@@ -159,31 +166,37 @@ class ServerReference:
 
         async with HttpClient(self._headers) as http, anyio.create_task_group() as watching:
             watching.start_soon(watch_interrupt)
-            await self._require_same_tokenizer(http)
+            await self._check_server(http)
             async with anyio.create_task_group() as tasks:
                 for row, offset in zip(rows, token_offsets(rows), strict=True):
                     tasks.start_soon(one, row, int(offset))
             watching.cancel_scope.cancel()
 
-    async def _require_same_tokenizer(self, http: HttpClient) -> None:
-        """Compare the tokenizers, once. A server without vLLM's route is trusted."""
+    async def _check_server(self, http: HttpClient) -> None:
+        """Compare the tokenizers, and the longest row with the context, once. A server without vLLM's route is
+        trusted."""
         if self._check_ids is None:
             return
 
-        async def ask() -> Any:
+        async def ask() -> tuple[Any, Any]:
             answer = await self._post(http, TOKENIZE, {"prompt": CHECK_TEXT, "add_special_tokens": False})
             if answer.status in (404, 405):
                 log.warning("%s has no %s: its tokenizer is taken for that of the policy", self._server, TOKENIZE)
-                return expected
+                return expected, None
             found = answer.accepted()
-            return found.get("tokens") if isinstance(found, dict) else found
+            return (found.get("tokens"), found.get("max_model_len")) if isinstance(found, dict) else (found, None)
 
-        expected = self._check_ids
-        came = await retried(ask, ATTEMPTS_MAX, RETRY_SECONDS)
+        expected, needed = self._check_ids, self._row_max + 1
+        came, room = await retried(ask, ATTEMPTS_MAX, RETRY_SECONDS)
         if came != expected:
             raise ConfigurationError(
                 f"learner.reference.url: expected a model with the policy's tokenizer at {self._url}, but of the same "
                 f"text it makes {came} and the policy's {expected}: serve a model of the same family"
+            )
+        if isinstance(room, int) and room < needed:
+            raise ConfigurationError(
+                f"learner.reference.url: expected room for {needed} tokens at {self._url}, got {room}: start it with "
+                f"--max-model-len {needed}, or set model.max_length: {room}"
             )
         self._check_ids = None
 

@@ -113,7 +113,8 @@ def make_reference(config: RunConfig, policy: Policy, initial_model: Path, group
             return AskedElsewhere()
         ours = (options.url or "").rstrip("/") in config.engine.addresses()
         key = find_key(config.engine, "learner_key") if ours else None
-        return ServerReference(options, policy.interrupt, key, encoded_check_text(config, initial_model))
+        check_ids = encoded_check_text(config, initial_model)
+        return ServerReference(options, policy.interrupt, key, check_ids, config.context_max)
     folder = initial_model
     if options.folder is not None:
         folder = options.folder

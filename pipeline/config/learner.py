@@ -45,7 +45,7 @@ class ReferenceConfig(Section):
     """Type of the copy's weights."""
     url: str | None = None
     """With ``source: server``: its base URL. The server scores at temperature 1, so ``sampling.temperature`` must be
-    1."""
+    1. Rollouts have at most ``model.max_length`` - 1 tokens, because vLLM samples one more for each."""
     model: str | None = None
     """Name of the model at the server. None: the only one that it serves."""
 

@@ -135,6 +135,11 @@ class RunConfig(Section):
         return self.model_copy(update=changed)
 
     @property
+    def context_max(self) -> int:
+        """Tokens of a rollout at most. A reference server samples one more for each rollout that it scores."""
+        return self.model.max_length - (self.learner.reference.source == "server")
+
+    @property
     def trained_environments(self) -> dict[str, EnvironmentConfig]:
         """Environments that are trained; the others are only evaluated. None in the run of ``afterplay eval``."""
         return {name: section for name, section in self.environments.items() if section.weight > 0}

@@ -192,9 +192,11 @@ def scored_by(policy: Policy) -> Callable[[Row], np.ndarray]:
 
 
 async def test_the_server_scores_prompts_like_the_frozen_weights(engine: RunningEngine, policy: Policy) -> None:
-    rng = np.random.default_rng(0)
-    rows = [row_of(rng.integers(8, 60, 20).tolist(), rng.integers(8, 60, 5 + i).tolist()) for i in range(3)]
-    reference = ServerReference(ReferenceConfig(source="server", url=engine.url, model="policy"), policy.interrupt)
+    """The longest row that a run with this reference has, too."""
+    rng, server = np.random.default_rng(0), ReferenceConfig(source="server", url=engine.url, model="policy")
+    lengths = (25, 26, 27, engine.config.updated(learner={"reference": server}).context_max)
+    rows = [row_of(rng.integers(8, 60, 20).tolist(), rng.integers(8, 60, n - 20).tolist()) for n in lengths]
+    reference = ServerReference(server, policy.interrupt)
     came = await anyio.to_thread.run_sync(reference.logprobs, rows, Stopwatch(policy.device))
     expected = np.concatenate([initial(policy, row) for row in rows])
     assert np.abs(came - expected).mean() < MEAN_ERROR_MAX

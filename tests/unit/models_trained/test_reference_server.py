@@ -160,6 +160,17 @@ def test_a_server_with_another_tokenizer_is_refused_before_it_scores_a_token(ser
     assert server.bodies == []
 
 
+def test_a_server_without_room_for_the_longest_row_and_a_token_is_refused_before_it_scores_one(server):
+    server.tokens = [1, 2, 3]
+    config = ReferenceConfig(source="server", url=server.url)
+    with pytest.raises(ConfigurationError, match=r"room for 65 tokens at .*, got 64.*set model.max_length: 64"):
+        ServerReference(config, Interrupt(), check_ids=[1, 2, 3], row_max=64).logprobs(rows_at_one(1), WATCH)
+    assert server.bodies == []
+    rows = rows_at_one(1)
+    fits = ServerReference(config, Interrupt(), check_ids=[1, 2, 3], row_max=63)
+    np.testing.assert_allclose(fits.logprobs(rows, WATCH), expected(rows), rtol=1e-6)
+
+
 @pytest.mark.parametrize("tokens", [[1, 2, 3], None])
 def test_a_server_with_the_same_tokenizer_or_without_the_route_is_asked_once_for_it(server, tokens):
     server.tokens = tokens
