@@ -74,7 +74,7 @@ class TaskSampler:
                 raise ConfigurationError(f"expected the data of environments.{name}.tasks_from to be open, got none")
         drawn = {name: int(n) for name, n in dict((state or {}).get("drawn", {})).items()}
         self._drawn: dict[str, int] = dict.fromkeys(self._environments, 0) | drawn
-        """Of environments that the run file had before, too: put back, one continues."""
+        """Environments that the run file had before are in it too, so that one that is put back continues."""
         self._epochs: dict[str, tuple[int, list[int]]] = {}
         base = dict((state or {}).get("base", {}))
         if set(base) != set(self._environments):
