@@ -112,6 +112,8 @@ class Trainer:
             return TokenScores()
         watch, needed, critic = watch or Stopwatch(self.policy.device), self._needed, self.critic
         logprobs = entropies = reference = values = None
+        if "reference" in needed and isinstance(self.reference, ServerReference):
+            reference = self.reference.logprobs(rows, watch)  # before the command: heartbeats reach the other ranks
         with self.policy.ranks.together("gather", rows):
             if "values" in needed and critic is None:
                 raise ConfigurationError("the estimator needs values, and the trainer was given no critic")
@@ -120,7 +122,7 @@ class Trainer:
                     logprobs, entropies, values = self._scores_and_values(rows, critic, watch)
                 else:
                     logprobs, entropies = self.policy.score_rows(rows, watch)
-            if "reference" in needed:
+            if "reference" in needed and reference is None:
                 if self.reference is None:
                     raise ConfigurationError(
                         "estimator or loss need a reference policy, and the trainer was given none"

@@ -152,6 +152,22 @@ def test_each_answer_is_progress_of_the_learner(server):
     assert len(answers) == 9
 
 
+def test_other_ranks_wait_outside_of_a_command_while_rank_0_asks(server, monkeypatch):
+    policy, steps = tiny_policy(), []
+    trainer = Trainer(policy, run_config(loss={"kl": "loss"}), reference := reference_of(server))
+    reference.on_answer = lambda: steps.append("answer")
+
+    @contextlib.contextmanager
+    def together(command, *sent):
+        steps.append(command)
+        yield
+
+    monkeypatch.setattr(policy.ranks, "together", together)
+    rows = rows_at_one(2)
+    np.testing.assert_allclose(trainer.token_scores(rows).reference, expected(rows), rtol=1e-6)
+    assert steps == ["answer", "answer", "gather"]
+
+
 def test_a_server_with_another_tokenizer_is_refused_before_it_scores_a_token(server):
     server.tokens = [1, 2, 4]
     reference = ServerReference(ReferenceConfig(source="server", url=server.url), Interrupt(), check_ids=[1, 2, 3])
