@@ -36,7 +36,7 @@ Heard = Callable[[list[int], list[float]], None]
 log = logging.getLogger(__name__)
 TRIAL_TOKENS = 8
 """Sampled after each prompt of the trial."""
-TRIAL_NATS_MAX, TRIAL_NATS_MAX_16_BITS = 0.01, 0.5
+TRIAL_NATS_MAX, TRIAL_NATS_MAX_16_BITS = 0.001, 0.5
 """Mean distance of log-probabilities in the trial, where weights have 32 and 16 bits."""
 
 
@@ -131,7 +131,7 @@ class Generator:
             distances += [abs(a - b) for a, b in zip(scores[len(ids) - 1 :], output.logprobs, strict=True)]
         mean = sum(distances) / len(distances)
         if not mean <= (TRIAL_NATS_MAX if self._model.dtype == torch.float32 else TRIAL_NATS_MAX_16_BITS):
-            raise unserved(model, f"samples tokens {mean:.2f} nats from its own log-probabilities")
+            raise unserved(model, f"samples tokens {mean:.2g} nats from its own log-probabilities")
         await self._in_control(forget)
 
     async def stop(self) -> None:
