@@ -145,7 +145,7 @@ async def test_tokens_bear_the_version_that_sampled_them_also_of_a_request_that_
         before = generator.passes
         pausing = asyncio.create_task(generator.pause()) if number % 2 else None
         task = asyncio.create_task(generator.generate(request(str(number), 5)))
-        await until(lambda: generator._waiting or task.done())
+        await until(lambda task=task: generator._waiting or task.done())
         await (pausing or generator.pause())
         old = generator.passes - before
         await generator.stamp(str(number + 1))
