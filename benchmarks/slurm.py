@@ -96,7 +96,7 @@ class Job:
         return {name: node for name, node in (line.split() for line in lines) if name not in others}
 
     def places_at(self, step: int) -> dict[str, str]:
-        """The same at ``step`` or later, when these have ended."""
+        """The node of each process at ``step`` or later, once the preflight has ended."""
         self.until_step(step)
         self.until("the end of the preflight", lambda: self.phases()["preflight"] == "done")
         return self.places()
