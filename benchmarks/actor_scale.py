@@ -35,26 +35,23 @@ import numpy as np
 import psutil
 
 from actors.engine.pool import EnginePool
-from actors.environments import Environment, Episode, Reply, Step
 from actors.environments.host import EnvironmentHost
 from actors.metrics import ActorMetrics
 from actors.rendering.renderer import Renderer
 from actors.rollout.rollout import Rollout
 from actors.rollout.services import Services
 from actors.tools.calculator import Calculator
-from benchmarks.actor_turns import tokenizer
+from benchmarks.actor_turns import Talk, tokenizer
 from pipeline.config import RunConfig
 from pipeline.runtime.garbage_collection import gc_policy
 from pipeline.runtime.metrics import CollectorRegistry
-from pipeline.schema import Message, Order, Task, TrajectoryStatus
+from pipeline.schema import Order, Task, TrajectoryStatus
 from pipeline.schema.codec import encode_trajectory
 from tests.support.stub_engine import StubEngine
 
 LOOPS = ("multi_turn", "tool_agent")
 CONCURRENCY = (10, 100, 1000, 5000)
 TURNS_PER_EPISODE = 6
-QUESTION = "What is 3 + 4? Reply with only the number."
-AGAIN = "That is not right. Try again. Reply with only the number."
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12345 * 678"}}\n</tool_call>'
 IDLE_SECONDS = 2.0
 PROBE_SECONDS = 0.01
@@ -187,27 +184,9 @@ class _Probe:
             self.collection_seconds_max = max(self.collection_seconds_max, seconds)
 
 
-class Talk(Environment):
-    """Answers every reply with one sentence; done after ``turns`` of them."""
-
-    def __init__(self, turns: int) -> None:
-        self.turns = turns
-
+class TalkWithTools(Talk):
     def tools(self) -> tuple[Any, ...]:
         return (Calculator(),)
-
-    def start(self, task: Task) -> Episode:
-        return TalkEpisode(self.turns)
-
-
-class TalkEpisode(Episode):
-    def __init__(self, turns: int) -> None:
-        self.messages = (Message("user", QUESTION),)
-        self.left = turns
-
-    def step(self, reply: Reply) -> Step:
-        self.left -= 1
-        return Step((Message("user", AGAIN),), 0.5, self.left <= 0)
 
 
 def script(renderer: Renderer, loop: str, tokens: int) -> Any:
@@ -234,7 +213,7 @@ def services(renderer: Renderer, loop: str, latency: float, tokens: int) -> Serv
     engine.keep_requests = False
     pool = EnginePool([engine], wait_seconds_max=60, metrics=metrics)
     turns = 1 if loop == "tool_agent" else TURNS_PER_EPISODE
-    host = EnvironmentHost("talk", config.environments["talk"], environment=Talk(turns))
+    host = EnvironmentHost("talk", config.environments["talk"], environment=TalkWithTools(turns))
     return Services.of(config, "actor-0", renderer, pool, {"talk": host}, metrics)
 
 

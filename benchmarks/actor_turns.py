@@ -46,21 +46,24 @@ CONCURRENCY = (1, 100, 2000)
 
 
 class Talk(Environment):
-    """``TURNS_PER_EPISODE`` turns of one sentence each."""
+    """Answers every reply with one sentence; done after ``turns`` of them."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns = turns
 
     def start(self, task: Task) -> Episode:
-        return TalkEpisode()
+        return TalkEpisode(self.turns)
 
 
 class TalkEpisode(Episode):
-    def __init__(self) -> None:
+    def __init__(self, turns: int) -> None:
         self.messages = (Message("user", "What is 3 + 4? Reply with only the number."),)
-        self.turn = 0
+        self.left = turns
 
     def step(self, reply: Reply) -> Step:
-        self.turn += 1
+        self.left -= 1
         again = (Message("user", "That is not right. Try again. Reply with only the number."),)
-        return Step(again, 0.5, self.turn >= TURNS_PER_EPISODE)
+        return Step(again, 0.5, self.left <= 0)
 
 
 def tokenizer() -> Any:
@@ -76,7 +79,7 @@ def services(renderer: Renderer, engine: Engine) -> Services:
     metrics = ActorMetrics(CollectorRegistry(), environments=("arithmetic",))
     pool = EnginePool([engine], wait_seconds_max=30, metrics=metrics)
     section = config.environments["arithmetic"]
-    host = EnvironmentHost("arithmetic", section, environment=Talk())
+    host = EnvironmentHost("arithmetic", section, environment=Talk(TURNS_PER_EPISODE))
     return Services.of(config, "actor-0", renderer, pool, {"arithmetic": host}, metrics)
 
 

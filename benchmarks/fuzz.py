@@ -50,6 +50,7 @@ import orjson
 import zmq
 
 from pipeline.config import RunConfig
+from pipeline.config.explain import free_ports
 from pipeline.config.load import load
 from pipeline.runtime.run_directory import read_json
 from pipeline.schema import Order, Task
@@ -507,12 +508,6 @@ def http(target: HttpTarget) -> Connections:
 Start = Callable[[Path, Path, str, Sequence[str]], AbstractContextManager[RunHandle]]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def measure(arguments: argparse.Namespace, folder: Path, start: Start = start_run) -> dict[str, Any]:
     """Start the run, fuzz its ports, stop it and audit it."""
     if arguments.core is not None:
@@ -529,7 +524,7 @@ def measure(arguments: argparse.Namespace, folder: Path, start: Start = start_ru
         overrides += [f"stage.curve={keys}"]
     overrides.append(f"stage.address={arguments.address}")
     name, section = next(iter(config.environments.items()))
-    gateway = free_port() if section.loop.name == "program" else None
+    gateway = free_ports("127.0.0.1", 1) if section.loop.name == "program" else None
     if gateway is not None:
         overrides.append(f"environments.{name}.loop.options.port={gateway}")
     chosen = [

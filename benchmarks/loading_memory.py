@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from pipeline.config.explain import free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_SECONDS = 0.002
@@ -136,12 +137,6 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
             "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # fmt: skip
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def table(found: list[dict[str, int]]) -> list[str]:
     columns = "shard", "layer", "anonymous", "resident", "image", "files"
     lines = [f"MiB; the model has {found[0]['model'] / 2**20:.0f}, training waited {found[0]['milliseconds']} ms",
@@ -169,7 +164,7 @@ def main() -> None:
         if a.folder is None:
             write_model(folder, a.layers, a.hidden, a.vocabulary, a.experts)
         write_model(work / SMALL, layers=2, hidden=64, vocabulary=32, experts=min(a.experts, 4))
-        port = free_port()
+        port = free_ports("127.0.0.1", 1)
         command = [sys.executable, __file__, str(folder), str(work), *(["--lora"] if a.lora else [])]
         ranks = [subprocess.Popen(command, env=environment(rank, a.ranks, port)) for rank in range(a.ranks)]
         if any([rank.wait() for rank in ranks]):

@@ -19,7 +19,7 @@ import numpy as np
 from pipeline.config import RunConfig
 from pipeline.schema import SCHEMA_VERSION, FinishReason, Message, Order, TokenSpan, Trajectory, TrajectoryStatus, Turn
 from pipeline.schema.codec import encode_trajectory
-from pipeline.schema.record_file import Frames
+from pipeline.schema.orders import decode_request
 from pipeline.scorer.scorer import Scorer
 from pipeline.stage.core import StageCore
 from pipeline.store.effects import Send
@@ -70,8 +70,6 @@ def stage(path: Path, n: int, per_round: int, synchronous: str) -> tuple[float, 
     rng = np.random.default_rng(0)
     template = None
     arrivals: list[WireMessage] = []
-    from pipeline.schema.orders import decode_request
-
     for effect in effects:
         if isinstance(effect, Send) and effect.kind is Kind.ORDER:
             order = decode_request(Order, effect.header)
@@ -119,8 +117,6 @@ def bare(path: Path, n: int, size: int, per_round: int, synchronous: str) -> flo
         connection.execute("COMMIT")
     seconds = time.perf_counter() - started
     connection.close()
-    frames: Frames = (payload,)
-    assert len(frames[0]) == size
     return n / seconds
 
 

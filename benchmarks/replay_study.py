@@ -153,7 +153,7 @@ class Runs:
         self.family = plan.families[name]
         self.arms = {arm: plan.arms[arm] for arm in self.family.arms if arms is None or arm in arms}
         server = None if self.family.evaluated else server
-        self.bench = Bench(directory / name, plan.seconds_max, False, stop, server)
+        self.bench = Bench(directory / name, plan.seconds_max, stop, server)
         self.file = load(self.family.file, (*self.family.set, "replay.enabled=false"))
         self._jobs: dict[tuple[str, float, bool], list[Job]] = {}
 
@@ -377,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             report = runs.report()
             write_json_atomically(directory / f"{name}.json", report)
             if compared := [r for arm in runs.arms for r in runs.finished(runs.compared(arm))]:
-                draw(compared, Protocol(runs.family.goal), directory / f"{name}.png")
+                draw(compared, runs.family.goal, directory / f"{name}.png")
             print("\n".join(lines(name, report)), flush=True)
     if server is not None:
         server.close()

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import socket
 import statistics
 import tempfile
 import threading
@@ -45,6 +44,7 @@ from learner.weights.device_weights import DeviceWeights
 from learner.weights.engine_keeper import Attendance, Target
 from learner.weights.vllm_transfer import VllmTransferLoader
 from pipeline.config import RunConfig
+from pipeline.config.explain import free_ports
 from pipeline.errors import EngineError
 from tests.support import nccl_endpoint
 from tests.support.nccl_endpoint import BroadcastEndpoint, NcclPeer
@@ -219,9 +219,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, nargs="+", default=ENGINES)
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports("127.0.0.1", 1))}
     with tempfile.TemporaryDirectory() as scratch:
         torch.manual_seed(0)
         model = LlamaForCausalLM(

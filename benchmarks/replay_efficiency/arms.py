@@ -1,29 +1,14 @@
-"""Arms of the comparison: named sets of overrides of one run file, and the seeds."""
+"""Runs of a comparison: arms, which are named sets of overrides of one run file, and seeds."""
 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.config.load import dump, dump_yaml, load
-from pipeline.errors import ConfigurationError
-
-BASE = Path(__file__).parents[2] / "configs" / "replay_tiny.yaml"
-OFF = "off"
-"""The arm that the others are compared with."""
-ARMS: dict[str, tuple[str, ...]] = {
-    OFF: ("replay.enabled=false",),
-    "on": ("replay.mode=mix",),
-    "priority": ("replay.mode=mix", "replay.task_sampling=priority"),
-    "guard": ("replay.mode=mix", "replay.ess_guard.enabled=true"),
-    "both": ("replay.mode=mix", "replay.task_sampling=priority", "replay.ess_guard.enabled=true"),
-}
-"""Overrides of each arm, in the form of ``--set``."""
-_NAME = re.compile(r"[A-Za-z0-9_.]{1,40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,35 +48,8 @@ class Job:
         return f"{self.arm}-{self.seed}"
 
 
-def split_overrides(text: str) -> tuple[str, ...]:
-    """``a.b=1,c.d=[2, 3]`` as its parts; commas inside brackets do not split. Raises :class:`ConfigurationError`."""
-    parts, depth = [""], 0
-    for character in text:
-        depth += (character in "[{(") - (character in "]})")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    parts = [part.strip() for part in parts]
-    if bad := [part for part in parts if "=" not in part]:
-        raise ConfigurationError(f"expected key=value,key=value, got {text!r} with {bad[0]!r} in it")
-    return tuple(parts)
-
-
-def arms_of(extra: Sequence[Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """The five arms and those of ``--extra NAME key=value,...``. Raises :class:`ConfigurationError`."""
-    arms = dict(ARMS)
-    for name, *texts in extra:
-        if not _NAME.fullmatch(name) or name in arms:
-            raise ConfigurationError(
-                f"--extra {name}: expected a new name of letters, digits, '_' and '.', there are {', '.join(arms)}"
-            )
-        arms[name] = tuple(part for text in texts for part in split_overrides(text))
-    return arms
-
-
 def jobs_of(
-    arms: dict[str, tuple[str, ...]], seeds: Sequence[int], common: Sequence[str], protocol: Protocol, base: Path = BASE
+    arms: dict[str, tuple[str, ...]], seeds: Sequence[int], common: Sequence[str], protocol: Protocol, base: Path
 ) -> list[Job]:
     """One job for each arm and seed, all arms of a seed together. An arm's own overrides win over ``common``.
 

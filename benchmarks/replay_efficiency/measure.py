@@ -50,8 +50,6 @@ class Bench:
     directory: Path
     seconds_max: float
     """For one run."""
-    keep: bool
-    """Keep the weights of finished runs (0.5 MB each)."""
     stop: threading.Event
     server: ForkServer | None = None
     """Forks the processes of the runs, so that a start costs no imports."""
@@ -84,8 +82,7 @@ class Bench:
         with start_run(file, runs, job.name, server=self.server) as run:
             result = _watch(self, job, run)
         save(result, self.result_file(job))
-        if not self.keep:
-            shutil.rmtree(runs / job.name / "weights", ignore_errors=True)
+        shutil.rmtree(runs / job.name / "weights", ignore_errors=True)
         word = "reached" if result.hit else f"NOT reached within {result.updates} updates"
         _say(job, f"{job.protocol.goal:g} {word}: {result.tokens:,} tokens, {result.seconds:.0f} s")
         return result

@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.replay_efficiency.arms import Protocol
 from benchmarks.replay_efficiency.records import Result
-from benchmarks.replay_efficiency.summary import by_arm
 
 COLOURS = ("#5c6b73", "#2a6f97", "#e07a5f", "#3d9970", "#8e6c8a", "#d4a017", "#b56576")
 
 
-def draw(results: Sequence[Result], protocol: Protocol, path: Path) -> None:
+def draw(results: Sequence[Result], goal: float, path: Path) -> None:
     """Write the picture to ``path``."""
     import matplotlib
 
@@ -24,8 +22,8 @@ def draw(results: Sequence[Result], protocol: Protocol, path: Path) -> None:
 
     figure = Figure(figsize=(12, 4.8), dpi=110, layout="constrained", facecolor="white")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    _curves(left, results, protocol)
-    _points(right, results, protocol)
+    _curves(left, results, goal)
+    _points(right, results, goal)
     for axis in (left, right):
         axis.grid(alpha=0.25, lw=0.6)
         axis.spines[["top", "right"]].set_visible(False)
@@ -37,7 +35,7 @@ def draw(results: Sequence[Result], protocol: Protocol, path: Path) -> None:
     temporary.replace(path)
 
 
-def _curves(axis: Any, results: Sequence[Result], protocol: Protocol) -> None:
+def _curves(axis: Any, results: Sequence[Result], goal: float) -> None:
     """Median and range over the seeds. A run ends soon after it got there; its last value is held as long as another
     run of its arm continues."""
     for colour, (arm, by_seed) in zip(_colours(), by_arm(results).items(), strict=False):
@@ -48,12 +46,12 @@ def _curves(axis: Any, results: Sequence[Result], protocol: Protocol) -> None:
         )
         axis.plot(grid, np.median(curves, axis=0), color=colour, lw=2, label=arm)
         axis.fill_between(grid, curves.min(axis=0), curves.max(axis=0), color=colour, alpha=0.13, lw=0)
-    axis.axhline(protocol.goal, color="#999999", lw=0.9, ls="--")
+    axis.axhline(goal, color="#999999", lw=0.9, ls="--")
     axis.set(title="success rate: median and range over seeds", xlabel="generated tokens", ylim=(0, 1), xlim=(0, None))
     axis.legend(frameon=False, loc="lower right")
 
 
-def _points(axis: Any, results: Sequence[Result], protocol: Protocol) -> None:
+def _points(axis: Any, results: Sequence[Result], goal: float) -> None:
     """A circle for each run, a triangle for one that never got there; runs of one seed are joined by a line."""
     arms = by_arm(results)
     seeds = sorted({result.seed for result in results})
@@ -71,8 +69,16 @@ def _points(axis: Any, results: Sequence[Result], protocol: Protocol) -> None:
         range(len(arms)), list(arms), rotation=20 if len(arms) > 4 else 0, ha="right" if len(arms) > 4 else "center"
     )
     highest = max(result.tokens for result in results)
-    axis.set(title=f"generated tokens until {protocol.goal:g}", xlim=(-0.5, len(arms) - 0.5), ylim=(0, 1.08 * highest))
+    axis.set(title=f"generated tokens until {goal:g}", xlim=(-0.5, len(arms) - 0.5), ylim=(0, 1.08 * highest))
 
 
 def _colours() -> list[str]:
     return list(COLOURS) * 4
+
+
+def by_arm(results: Sequence[Result]) -> dict[str, dict[int, Result]]:
+    """Results by arm and seed, in the order in which the arms come."""
+    found: dict[str, dict[int, Result]] = {}
+    for result in results:
+        found.setdefault(result.arm, {})[result.seed] = result
+    return found

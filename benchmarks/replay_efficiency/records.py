@@ -100,12 +100,6 @@ def on_held_out(points: Sequence[Point]) -> list[Point]:
     return [replace(p, success=p.held_out) for p in points if p.held_out is not None]
 
 
-def cost_of(points: Sequence[Point], goal: float) -> float:
-    """Tokens generated until the hit; infinite where there is none."""
-    hit = hit_version(points, goal)
-    return math.inf if hit is None else float(next(p.tokens for p in points if p.version == hit))
-
-
 def training_of(lines: Sequence[Mapping[str, Any]]) -> Training:
     """Sums up the lines of the updates that count. Raises :class:`AfterplayError` when a run did not go straight on:
     then versions are not updates."""

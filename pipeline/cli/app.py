@@ -67,7 +67,8 @@ app = typer.Typer(
 
 [bold]Exit codes[/bold]  0 finished or drained · 1 failed · 2 invalid run file or option · 3 forced (second
   signal, or drain time exceeded) · 4 a process failed too often · 5 the run is already alive · 6 every
-  rollout of an environment failed · 7 a role made no progress and ended itself
+  rollout of an environment failed · 7 a role made no progress and ended itself · 8 too many calls of an
+  actor's environments hang, it starts again
 """,
 )
 

@@ -355,6 +355,11 @@ def _sentence(problem: Any, path: Path_, model: type[BaseModel] | None) -> str:
     return f"{key}: expected {message[0].lower() + message[1:]}{came}"
 
 
+def reasons(error: ValidationError) -> str:
+    """Problems of a configuration that was made from another one, in one line."""
+    return "; ".join(str(problem["msg"]).removeprefix("Value error, ") for problem in error.errors())
+
+
 def read_options(given: Options, kinds: Mapping[str, type[Options]], key: str) -> Options:
     """A function of the run file with its options in the class that ``kinds`` has for its name; ``own`` is the class
     for import paths. Raises :class:`ConfigurationError`, a line for each problem, for a name that is not among

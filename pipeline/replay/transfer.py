@@ -205,26 +205,11 @@ class PoolWriter:
 
 
 def _entry(record: TrajectoryRecord, trajectory: Trajectory, portable: ArchivedTrajectory | None) -> PoolEntry:
-    facts, marks = record.facts, portable.marks if portable else {}
-    assert record.reward is not None
-    entropy = marks.get("entropy")
-    return PoolEntry(
-        row_id=record.row_id,
-        trajectory_id=trajectory.trajectory_id,
-        task=trajectory.task,
-        saved=-1,
-        reward=record.reward,
-        n_turns=facts.n_turns,
-        n_tokens=facts.n_tokens,
-        n_sampled=facts.n_sampled,
-        n_bytes=facts.n_bytes,
-        version_min=facts.version_min,
-        version_max=facts.version_max,
-        duration_seconds=facts.duration_seconds,
-        entropy=float(entropy) if isinstance(entropy, int | float) else facts.entropy,
-        success_rate=marks.get("success_rate"),
-        recorded=trajectory.recorded,
-    )
+    entry, marks = record.pool_entry(trajectory.task, trajectory.trajectory_id), portable.marks if portable else {}
+    if isinstance(entropy := marks.get("entropy"), int | float):
+        entry.entropy = float(entropy)
+    entry.success_rate, entry.recorded = marks.get("success_rate"), trajectory.recorded
+    return entry
 
 
 def _foreign(trajectory: Trajectory, frames: Frames, version: int) -> Trajectory:

@@ -16,7 +16,7 @@ from pipeline.replay.replay import Replay
 from pipeline.schema.counters import Count
 from pipeline.schema.orders import WHOLE_MAX, whole
 from pipeline.stage.group_records import SharedState, StagePart
-from pipeline.store.records import GroupRecord, TrajectoryRecord
+from pipeline.store.records import GroupRecord
 from pipeline.store.replay_records import Candidate, Planned, PoolEntry
 from pipeline.tasks.sampler import TaskSampler
 
@@ -89,7 +89,7 @@ class ReplayGroups(StagePart):
     def finished(self, group: GroupRecord) -> None:
         """All fresh rollouts of ``group`` are scored: difficulty, retirement, pool."""
         records = {slot.trajectory.row_id: slot.trajectory for slot in group.slots if slot.trajectory is not None}
-        fresh = [_entry(group, record) for record in records.values()]
+        fresh = [record.pool_entry(group.task) for record in records.values()]
         outcome = self.replay.finished(group.task, fresh, version=self._staleness.policy_version)
         for entry in outcome.saved:
             record = records[entry.row_id]
@@ -153,7 +153,8 @@ class ReplayGroups(StagePart):
             return
         if all(record.saved is not None for record in records):  # the pool alone never has all: it takes no failures
             return
-        stored = self.replay.trained(group.group_number, group.task, [_entry(group, record) for record in records])
+        fresh = [record.pool_entry(group.task) for record in records]
+        stored = self.replay.trained(group.group_number, group.task, fresh)
         if stored is not None:
             for record in records:
                 record.saved = stored.saved
@@ -249,17 +250,6 @@ class ReplayGroups(StagePart):
     def _audit(self, population: str, entry: PoolEntry, age: int) -> None:
         self._journal.audit(population, reward=entry.reward, tokens=entry.n_sampled,
                             duration_seconds=entry.duration_seconds, age_versions=age)  # fmt: skip
-
-
-def _entry(group: GroupRecord, record: TrajectoryRecord) -> PoolEntry:
-    """A fresh, scored rollout of ``group``."""
-    facts = record.facts
-    assert record.reward is not None, record
-    return PoolEntry(
-        record.row_id, record.key.text, group.task, -1, record.reward, facts.n_turns, facts.n_tokens, facts.n_sampled,
-        facts.n_bytes, facts.version_min, facts.version_max, facts.duration_seconds, facts.entropy,
-        replayable=facts.replayable,
-    )  # fmt: skip
 
 
 def _share(groups: Sequence[GroupRecord]) -> float:

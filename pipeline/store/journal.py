@@ -265,8 +265,8 @@ _FREED = (TrajectoryState.BASELINE, TrajectoryState.EVALUATED)
 
 
 class PayloadRefCounts:
-    """Counts holders of a payload by ``row_id``: its own group, the pool, the stored group that it is in,
-    every group that may replay it or begins with its first turns."""
+    """Counts holders of a payload by ``row_id``: its own group, the pool, the stored group that it is in, and every
+    group that may replay it."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal

@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.schema import GroupPlan, Task, Trajectory
 from pipeline.schema.record_file import Buffer, n_bytes
 from pipeline.schema.trajectory import NO_VERSION
-from pipeline.store.replay_records import Candidate
+from pipeline.store.replay_records import Candidate, PoolEntry
 
 _ORDER_ID = re.compile(r"g(\d{6,18})\.(\d{1,9})\.(\d{1,9})")
 _GROUP_ID = re.compile(r"g(\d{6,18})")
@@ -210,6 +210,16 @@ class TrajectoryRecord:
     saved: int | None = None
     """Number of its save into the replay pool, or of the save of its whole group; None: never saved. It may have left
     since."""
+
+    def pool_entry(self, task: Task, trajectory_id: str | None = None) -> PoolEntry:
+        """A trajectory that has its reward, as replay may store it. ``trajectory_id`` of one that answers no order."""
+        facts = self.facts
+        assert self.reward is not None, self
+        return PoolEntry(
+            self.row_id, trajectory_id or self.key.text, task, -1, self.reward, facts.n_turns, facts.n_tokens,
+            facts.n_sampled, facts.n_bytes, facts.version_min, facts.version_max, facts.duration_seconds, facts.entropy,
+            replayable=facts.replayable,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)

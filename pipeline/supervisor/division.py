@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.config import RunConfig
+from pipeline.config.load import reasons
 from pipeline.runtime.plugins import load_main
 from pipeline.supervisor.inventory import VISIBLE, Inventory, Node
 
@@ -168,7 +169,7 @@ def _validated(raw: Mapping[str, Any]) -> tuple[RunConfig | None, str]:
     try:
         return RunConfig.model_validate(raw), ""
     except ValidationError as error:
-        return None, "; ".join(str(e["msg"]).removeprefix("Value error, ") for e in error.errors())
+        return None, reasons(error)
 
 
 def _takes_one(config: RunConfig, inventory: Inventory) -> bool:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
-from pipeline.config.load import dump, load
+from pipeline.config.load import dump, load, reasons
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.folders import find_damage
@@ -166,8 +166,7 @@ def evaluation_config(
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        problems = "; ".join(str(e["msg"]).removeprefix("Value error, ") for e in error.errors())
-        raise ConfigurationError(f"eval: {problems}") from error
+        raise ConfigurationError(f"eval: {reasons(error)}") from error
 
 
 def print_result(result: Mapping[str, Any], name: str, directory: RunDirectory, console: Console) -> ExitCode:

@@ -154,10 +154,16 @@ def settle(directory: RunDirectory, config: RunConfig) -> Resumed:
     wait_for_room(directory.create, directory.path, "the run directory")
     if not directory.has_finished(config.run.total_steps):
         directory.finished_file.unlink(missing_ok=True)
+    write_start(directory, config, resumed)
+    return resumed
+
+
+def write_start(directory: RunDirectory, config: RunConfig, resumed: Resumed) -> None:
+    """Write the configuration of a start, and what it changes. Waits while the disk is full."""
     write = partial(write_bytes_atomically, directory.config_file, dump(config).encode())
     wait_for_room(write, directory.config_file, "the run file")
-    wait_for_room(partial(record, directory, config, resumed), directory.history_file, "the history")
-    return resumed
+    write = partial(record, directory, config, resumed)
+    wait_for_room(write, directory.history_file, "the history of the configuration")
 
 
 def newest_checkpoint(directory: RunDirectory) -> int:
@@ -166,7 +172,7 @@ def newest_checkpoint(directory: RunDirectory) -> int:
 
 
 def complete_checkpoints(directory: RunDirectory) -> dict[int, Path]:
-    """Folders of the complete checkpoints by their updates: ``state.json`` is written last."""
+    """Folders of the complete checkpoints by their updates: a folder gets its name once it is whole."""
     folders = (file.parent for file in directory.checkpoints.glob("u*/state.json"))
     return {int(folder.name[1:]): folder for folder in folders if re.fullmatch(r"u\d{6,}", folder.name)}
 

@@ -20,25 +20,18 @@ from rich.console import Console
 
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
-from pipeline.config.load import dump
 from pipeline.errors import AfterplayError, ConfigurationError, StoreError
 from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.disk import left_out, wait_for_room
 from pipeline.runtime.engine_keys import LEARNER_DIGEST_FILE
 from pipeline.runtime.process import ExitCode
-from pipeline.runtime.run_directory import (
-    FileLock,
-    RunDirectory,
-    read_json,
-    write_bytes_atomically,
-    write_json_atomically,
-)
+from pipeline.runtime.run_directory import FileLock, RunDirectory, read_json, write_json_atomically
 from pipeline.store.evaluation_results import read_results
 from pipeline.store.ledger import read_ledger
 from pipeline.store.store import store_path
 from pipeline.supervisor.cluster import Cluster
 from pipeline.supervisor.display import Display, clock
-from pipeline.supervisor.history import compare, describe_disk, newest_checkpoint, record, remove_published
+from pipeline.supervisor.history import compare, describe_disk, newest_checkpoint, remove_published, write_start
 from pipeline.supervisor.inventory import local_inventory
 from pipeline.supervisor.plan import Place, plan, preflight_place
 from pipeline.supervisor.preflight import check_before_run, check_directory
@@ -182,10 +175,7 @@ def run(
             wait_for_room(directory.create, directory.path, "the run directory")
             config = with_keys(config, directory)
             shutil.rmtree(directory.engines, ignore_errors=True)
-            write = partial(write_bytes_atomically, directory.config_file, dump(config).encode())
-            wait_for_room(write, directory.config_file, "the run file")
-            write = partial(record, directory, config, resumed)
-            wait_for_room(write, directory.history_file, "the history of the configuration")
+            write_start(directory, config, resumed)
             with OrphanReaper(keep_open=(lock,)) as reaper:
                 places = (preflight_place(inventory), *plan(config, inventory).places)
                 specs = specs_of(places, config, directory, cluster)

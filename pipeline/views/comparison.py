@@ -149,22 +149,22 @@ def ratio_of(arm: Mapping[int, Cost], base: Mapping[int, Cost], quantity: Quanti
     )  # fmt: skip
 
 
-def t_interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
-    """Mean and half the width of its interval; infinite with fewer than two values."""
+def t_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and half the width of its :data:`LEVEL` interval; infinite with fewer than two values."""
     middle = statistics.fmean(values)
     if len(values) < 2:
         return middle, math.inf
     error, freedom = student_error(values)
-    return middle, t_quantile(0.5 + level / 2, freedom) * error
+    return middle, t_quantile(0.5 + LEVEL / 2, freedom) * error
 
 
-def welch_interval(left: Sequence[float], right: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
+def welch_interval(left: Sequence[float], right: Sequence[float]) -> tuple[float, float]:
     """Difference of two means and half the width of its interval (Welch 1947)."""
     middle = statistics.fmean(left) - statistics.fmean(right)
     if min(len(left), len(right)) < 2:
         return middle, math.inf
     error, freedom = welch_error(left, right)
-    return middle, t_quantile(0.5 + level / 2, freedom) * error
+    return middle, t_quantile(0.5 + LEVEL / 2, freedom) * error
 
 
 def student_error(values: Sequence[float]) -> tuple[float, int]:
@@ -208,10 +208,10 @@ def t_cdf(t: float, freedom: int) -> float:
     return 0.5 + (angle + (sine * total if freedom > 1 else 0.0)) / math.pi
 
 
-def t_power(distance: float, freedom: int, level: float = LEVEL) -> float:
+def t_power(distance: float, freedom: int) -> float:
     """Probability that a t interval holds no 0 if the true value is ``distance`` standard errors from 0: the noncentral
     t distribution beyond the quantile, as the mean over the error's estimate (midpoint rule)."""
-    quantile, half = t_quantile(0.5 + level / 2, freedom), freedom / 2
+    quantile, half = t_quantile(0.5 + LEVEL / 2, freedom), freedom / 2
     step = (3 + 12 / math.sqrt(2 * freedom)) / 1000
 
     def density(estimate: float) -> float:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from actors.adapters.games import Passcode
 from actors.rendering.renderer import Renderer
-from benchmarks.replay_efficiency.arms import BASE
 from benchmarks.replay_efficiency.examine import Examination, load_score, sample
 from learner.models.tiny import TinyOptions, build_tokenizer, write_tiny_model
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Task
 
+BASE = Path(__file__).parents[3] / "configs" / "replay_tiny.yaml"
 SET = ["environments.locks.options={lengths: [1, 2], answers: [2, 1], numbers: 4, compact: true}",
        "environments.locks.tasks=4", "model.tiny.numbers=4"]  # fmt: skip
 

@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from benchmarks.replay_efficiency import measure
-from benchmarks.replay_efficiency.__main__ import arguments, run_all
-from benchmarks.replay_efficiency.arms import ARMS, BASE, Job, Protocol, arms_of, fingerprint, jobs_of, split_overrides
+from benchmarks.replay_efficiency.arms import Job, Protocol, fingerprint, jobs_of
 from benchmarks.replay_efficiency.examine import load_score
-from benchmarks.replay_efficiency.measure import Bench
-from benchmarks.replay_efficiency.records import (
-    load_result,
-    save,
-)
+from benchmarks.replay_efficiency.measure import Bench, Stopped
+from benchmarks.replay_efficiency.records import load_result, save
 from learner.models.tiny import TinyOptions, write_tiny_model
 from pipeline.config.load import load, loads
-from pipeline.errors import AfterplayError, ConfigurationError
+from pipeline.errors import AfterplayError
+
+BASE = Path(__file__).parents[3] / "configs" / "replay_tiny.yaml"
+OFF, ON = ("replay.enabled=false",), ("replay.mode=mix",)
 
 
 def test_every_arm_and_seed_is_a_valid_run_that_differs_from_the_others():
-    jobs = jobs_of(ARMS, [0, 1], [], Protocol())
-    assert [job.name for job in jobs[:6]] == ["off-0", "on-0", "priority-0", "guard-0", "both-0", "off-1"]
-    assert len({job.fingerprint for job in jobs}) == 10
+    jobs = jobs_of({"off": OFF, "on": ON}, [0, 1], [], Protocol(), BASE)
+    assert [job.name for job in jobs] == ["off-0", "on-0", "off-1", "on-1"]
+    assert len({job.fingerprint for job in jobs}) == 4
     configs = {job.name: load(BASE, job.overrides, environment={}) for job in jobs}
     assert (configs["on-1"].run.seed, configs["on-1"].model.tiny["seed"]) == (1, 1)
     assert not configs["off-0"].replay.enabled and configs["on-0"].replay.enabled
-    assert configs["priority-0"].replay.task_sampling == "priority"
-    assert configs["guard-0"].replay.ess_guard.enabled and not configs["on-0"].replay.ess_guard.enabled
-    both = configs["both-0"].replay
-    assert both.task_sampling == "priority" and both.ess_guard.enabled
     assert configs["off-1"].run.total_steps == 240 < configs["off-1"].publish.keep
 
 
@@ -48,7 +44,7 @@ def test_run_file_that_is_edited_meanwhile_changes_no_run(tmp_path):
 
 def test_seed_of_a_run_changes_its_random_weights(tmp_path):
     scores = []
-    for job in jobs_of({"on": ()}, [0, 1], [], Protocol()):
+    for job in jobs_of({"on": ()}, [0, 1], [], Protocol(), BASE):
         config = load(BASE, job.overrides, environment={})
         write_tiny_model(TinyOptions.parse(config.model.tiny, config.model.max_length), tmp_path / job.name)
         scores.append(load_score(tmp_path / job.name)([(5, 8)]))
@@ -56,7 +52,8 @@ def test_seed_of_a_run_changes_its_random_weights(tmp_path):
 
 
 def test_settings_for_all_arms_lose_against_an_arm_s_own():
-    (job,) = jobs_of({"off": ARMS["off"]}, [0], ["replay.enabled=true", "learner.learning_rate=0.5"], Protocol())
+    common = ["replay.enabled=true", "learner.learning_rate=0.5"]
+    (job,) = jobs_of({"off": OFF}, [0], common, Protocol(), BASE)
     config = load(BASE, job.overrides, environment={})
     assert (config.replay.enabled, config.learner.learning_rate) == (False, 0.5)
 
@@ -67,17 +64,6 @@ def test_fingerprint_ignores_where_a_run_lives_and_notices_how_it_is_measured():
 
     assert of() == of("run.directory=/elsewhere", "run.name=other", "groups.zero_variance=keep")
     assert len({of(), of("learner.learning_rate=0.5"), of(plays=65)}) == 3
-
-
-def test_extra_arms_are_split_at_commas_outside_brackets():
-    assert split_overrides("a.b=1, c.d=[2, 3],e.f={g: 1, h: 2}") == ("a.b=1", "c.d=[2, 3]", "e.f={g: 1, h: 2}")
-    assert arms_of([["young", "replay.max_age=8,replay.capacity=9"]])["young"] == (
-        "replay.max_age=8",
-        "replay.capacity=9",
-    )
-    for bad in ([["on", "a=1"]], [["a/b", "a=1"]], [["x", "no value"]]):
-        with pytest.raises(ConfigurationError):
-            arms_of(bad)
 
 
 def test_result_comes_back_from_its_file_as_it_was_written(tmp_path, run_of):
@@ -91,7 +77,7 @@ def test_result_comes_back_from_its_file_as_it_was_written(tmp_path, run_of):
 
 
 def bench(tmp_path):
-    return Bench(tmp_path, 10.0, keep=False, stop=threading.Event())
+    return Bench(tmp_path, 10.0, stop=threading.Event())
 
 
 def test_finished_run_is_not_made_again(tmp_path, monkeypatch, run_of):
@@ -104,10 +90,10 @@ def test_finished_run_is_not_made_again(tmp_path, monkeypatch, run_of):
     monkeypatch.setattr(measure, "_watch", watch)
     monkeypatch.setattr(measure, "start_run", lambda *_, **__: threading.Lock())
     jobs = [Job("on", seed, (), "f") for seed in (0, 1)]
-    first = run_all(bench(tmp_path), jobs[:1], 1)
-    both = run_all(bench(tmp_path), jobs, 2)
+    first = bench(tmp_path).measure(jobs[0])
+    both = [bench(tmp_path).measure(job) for job in jobs]
     assert made == ["on-0", "on-1"]
-    assert both[0][0] == first[0][0] and both[1] == []
+    assert both[0] == first
 
 
 def test_result_of_other_settings_is_refused_and_stays(tmp_path, run_of):
@@ -119,17 +105,14 @@ def test_result_of_other_settings_is_refused_and_stays(tmp_path, run_of):
     assert load_result(path) == run_of()
 
 
-def test_run_that_fails_leaves_no_result_and_does_not_end_the_others(tmp_path, monkeypatch, run_of):
+def test_run_that_fails_leaves_no_result(tmp_path, monkeypatch):
     def watch(bench, job, run):
-        if job.seed == 0:
-            raise AfterplayError("broken\nlong tail")
-        return run_of(job.arm, job.seed)
+        raise AfterplayError("broken")
 
     monkeypatch.setattr(measure, "_watch", watch)
     monkeypatch.setattr(measure, "start_run", lambda *_, **__: threading.Lock())
-    results, faults = run_all(bench(tmp_path), [Job("on", seed, (), "f") for seed in (0, 1)], 1)
-    assert [r.seed for r in results] == [1]
-    assert faults == ["on-0: broken"]
+    with pytest.raises(AfterplayError, match="broken"):
+        bench(tmp_path).measure(Job("on", 0, (), "f"))
     assert not (tmp_path / "results" / "on-0.json").exists()
 
 
@@ -137,15 +120,8 @@ def test_stopped_benchmark_starts_nothing_more(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "start_run", lambda *_, **__: pytest.fail("started"))
     stopped = bench(tmp_path)
     stopped.stop.set()
-    results, faults = run_all(stopped, [Job("on", 0, (), "f")], 1)
-    assert (results, len(faults)) == ([], 1)
-
-
-def test_command_line_refuses_what_cannot_be_measured(tmp_path):
-    assert arguments(["--directory", str(tmp_path)]).seeds == [0, 1, 2, 3, 4]
-    for bad in (["--jobs", "0"], ["--every", "0"], ["--every", "300"], ["--plays", "0"]):
-        with pytest.raises(SystemExit):
-            arguments(["--directory", str(tmp_path), *bad])
+    with pytest.raises(Stopped):
+        stopped.measure(Job("on", 0, (), "f"))
 
 
 def test_score_of_an_evaluation_is_taken_once_it_is_complete(tmp_path):

@@ -42,6 +42,11 @@ def invoke(*arguments):
     return CliRunner().invoke(app, list(arguments), catch_exceptions=True)
 
 
+def test_help_tells_every_exit_code():
+    shown = " ".join(invoke("--help").stdout.split()).partition("Exit codes")[2]
+    assert [int(code) for code in re.findall(r"(?:^|·) (\d) ", shown)] == list(ExitCode)
+
+
 def line(step, **more):
     return {
         "step": step,
