@@ -254,9 +254,7 @@ class Gateway:
 
 def _error(request: web.Request, refusal: Refusal) -> Any:
     """The error in the form of the route's dialect; OpenAI's where it has none."""
-    dialect = next((dialect for dialect in DIALECTS if f"{request.path}/".endswith(f"{dialect.path}/")), CHAT)
-    if f"{MESSAGES.path}/" in request.path:
-        dialect = MESSAGES
+    dialect = next((dialect for dialect in DIALECTS if f"{dialect.path}/" in f"{request.path}/"), CHAT)
     return dialect.error(refusal)
 
 
