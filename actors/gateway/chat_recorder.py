@@ -19,11 +19,9 @@ from actors.gateway.preview import Preview
 from actors.gateway.reply import ChatReply, thought_of
 from actors.rendering.renderer import Completed, Conversation
 from actors.rollout.recorder import BranchTip, PendingCall, Recorder
-from actors.tools.parsing.base import ToolCall, call_number, stated_call
+from actors.tools.parsing.base import NAME_CHARACTERS_MAX, ToolCall, call_number, stated_call
 from actors.tools.parsing.registry import Parser
 from pipeline.schema import FinishReason, Message
-
-NAME_CHARACTERS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
