@@ -70,8 +70,7 @@ class ActorMetrics(MetricSet):
     send_queue_trajectories = gauge("Trajectories that wait to be sent to the replay stage.")
     send_blocked_seconds_total = counter("Time blocked by back-pressure of the replay stage.")
     send_failures_total = counter(
-        "Sends of trajectories that failed; reason = timeout, rejected or disconnected.",
-        reason=("timeout", "rejected", "disconnected"),
+        "Sends of trajectories that failed; reason = rejected or disconnected.", reason=("rejected", "disconnected")
     )
 
     sticky_placements_total = counter(

@@ -15,14 +15,12 @@ from typing import Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from actors.adapters.catalogue import package
+from actors.adapters.catalogue import package, splits_of, task_at, with_actions
 from actors.environments.base import STRICT_OPTIONS, Environment, Episode, Reply, Step
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Message, Task
 
 FOLDERS = ("train", "valid_seen", "valid_unseen")
-FIRST_SEED = {name: i * 100_000 for i, name in enumerate(FOLDERS)}
-"""Seeds of each folder's games begin here."""
 _ONE_AT_A_TIME = threading.Lock()
 """TextWorld's parsers are not documented as safe in threads."""
 
@@ -49,15 +47,11 @@ class AlfWorld(Environment):
                 f"expected ALFWorld's games in {folder}/train (traj_data.json and game.tw-pddl), found none: run "
                 "alfworld-download, or set options.data"
             )
-        self.splits = {
-            name: range(FIRST_SEED[name], FIRST_SEED[name] + len(games)) for name, games in self._games.items()
-        }
+        self.splits = splits_of(self._games)
 
     def start(self, task: Task) -> AlfWorldEpisode:
-        name = next((n for n, seeds in self.splits.items() if task.seed in seeds), "train")
-        games = self._games[name]
         with _ONE_AT_A_TIME:
-            return AlfWorldEpisode(self, games[(task.seed - FIRST_SEED[name]) % len(games)])
+            return AlfWorldEpisode(self, task_at(self._games, task.seed))
 
 
 class AlfWorldEpisode(Episode):
@@ -86,10 +80,8 @@ class AlfWorldEpisode(Episode):
         self._game.close()
 
     def _text(self, state: Any) -> str:
-        seen = str(state["feedback"]).strip()
-        actions = sorted(str(a) for a in state["admissible_commands"]) if self._options.show_actions else []
-        more = ", ..." if len(actions) > 50 else ""
-        return f"{seen}\nPossible actions: {', '.join(actions[:50])}{more}" if actions else seen
+        actions = state["admissible_commands"] if self._options.show_actions else ()
+        return with_actions(str(state["feedback"]).strip(), actions, 50)
 
 
 def _games(folder: Path) -> list[Path]:

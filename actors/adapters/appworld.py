@@ -20,13 +20,12 @@ from typing import Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from actors.adapters.catalogue import splits_of, task_at, undone_on_error
 from actors.environments.base import STRICT_OPTIONS, Environment, Episode, Reply, Step
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Message, Task
 
 SETS = ("train", "dev", "test_normal", "test_challenge")
-FIRST_SEED = {name: i * 100_000 for i, name in enumerate(SETS)}
-"""Seeds of each set's tasks begin here."""
 WAIT_SECONDS_MAX = 30.0
 """Longest wait of a start for a free server."""
 ANSWER_BYTES_MAX = 16 * 2**20
@@ -66,14 +65,12 @@ class AppWorldTasks(Environment):
                 "pip install appworld && appworld install && appworld download data, then set options.data to its "
                 "data folder"
             )
-        self.splits = {name: range(FIRST_SEED[name], FIRST_SEED[name] + len(ids)) for name, ids in self._ids.items()}
+        self.splits = splits_of(self._ids)
         self._free: queue.Queue[str] = queue.Queue()
         for url in self.urls:
             self._free.put(url.rstrip("/"))
 
     def start(self, task: Task) -> AppWorldEpisode:
-        name = next((n for n, seeds in self.splits.items() if task.seed in seeds), "train")
-        ids = self._ids[name]
         try:
             url = self._free.get(timeout=WAIT_SECONDS_MAX)
         except queue.Empty:
@@ -81,11 +78,8 @@ class AppWorldTasks(Environment):
                 f"no AppWorld server became free in {WAIT_SECONDS_MAX:g} s: each serves one episode at a time. "
                 "Give more options.urls, or lower actor.concurrency"
             ) from None
-        try:
-            return AppWorldEpisode(self, url, ids[(task.seed - FIRST_SEED[name]) % len(ids)])
-        except BaseException:
-            self._free.put(url)
-            raise
+        with undone_on_error(lambda: self._free.put(url)):
+            return AppWorldEpisode(self, url, task_at(self._ids, task.seed))
 
 
 class AppWorldEpisode(Episode):

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from actors.adapters.catalogue import held_out, package, takes_long
+from actors.adapters.catalogue import held_out, package, takes_long, undone_on_error
 from actors.environments.base import STRICT_OPTIONS, Environment, Episode, Reply, Step
 from pipeline.schema import Message, Task
 
@@ -53,11 +53,8 @@ class BabyAI(Environment):
     def start(self, task: Task) -> BabyAIEpisode:
         limit = {"max_steps": self.steps} if self.steps is not None else {}
         game = self._make(self.level, disable_env_checker=True, **limit)
-        try:
+        with undone_on_error(game.close):
             return BabyAIEpisode(self, game, task.seed % 2**31)
-        except BaseException:
-            game.close()
-            raise
 
     def expert(self, task: Task) -> list[str]:
         """Replies that solve ``task``, by the package's own planner. Empty where it gives up."""

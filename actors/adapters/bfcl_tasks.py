@@ -40,7 +40,6 @@ class Call:
 class Row:
     """One task of the benchmark."""
 
-    row_id: str
     questions: tuple[str, ...]
     """Messages of the user, one for each turn; empty where functions are added instead."""
     classes: tuple[str, ...]
@@ -59,7 +58,6 @@ def rows(category: str) -> tuple[Row, ...]:
     answers = {line["id"]: line["ground_truth"] for line in _lines(f"possible_answer/{name}")}
     return tuple(
         Row(
-            row_id=line["id"],
             questions=tuple("\n".join(m["content"] for m in turn) for turn in line["question"]),
             classes=tuple(line["involved_classes"]),
             initial_config=line["initial_config"],

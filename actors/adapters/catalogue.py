@@ -1,5 +1,5 @@
 """The adapters by name with their requirements, and code that several of them share: splits of seeds, random states,
-and a test of how long a start takes."""
+ends of what did not begin, lists of actions, and a test of how long a start takes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.errors import ConfigurationError, explained
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,35 @@ def numpy_state_restored() -> Iterator[None]:
 def held_out(first: int) -> Mapping[str, range]:
     """Seeds below ``first`` are for training, as many from there on are the ``eval`` split."""
     return {"train": range(first), "eval": range(first, 2 * first)}
+
+
+def splits_of(lists: Mapping[str, Sequence[object]]) -> dict[str, range]:
+    """Seeds of fixed tasks in lists by split: those of list ``i`` begin at ``i * 100_000``."""
+    return {name: range(i * 100_000, i * 100_000 + len(tasks)) for i, (name, tasks) in enumerate(lists.items())}
+
+
+def task_at(lists: Mapping[str, Sequence[T]], seed: int) -> T:
+    """The task of a seed of :func:`splits_of`; any other seed is taken as one of the first list."""
+    splits = splits_of(lists)
+    name = next((name for name, seeds in splits.items() if seed in seeds), next(iter(lists)))
+    return lists[name][(seed - splits[name].start) % len(lists[name])]
+
+
+@contextmanager
+def undone_on_error(undo: Callable[[], object]) -> Iterator[None]:
+    """Calls ``undo`` where the code inside raises or is cancelled: an episode that did not begin holds nothing."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
+
+
+def with_actions(seen: str, actions: Iterable[object], most: int) -> str:
+    """An observation, followed by the possible actions in alphabetical order, ``most`` of them."""
+    names = sorted(map(str, actions))
+    more = ", ..." if len(names) > most else ""
+    return f"{seen}\nPossible actions: {', '.join(names[:most])}{more}" if names else seen
 
 
 BLOCKING_SECONDS = 0.005

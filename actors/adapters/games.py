@@ -17,7 +17,13 @@ from pydantic.dataclasses import dataclass
 from actors.environments.base import STRICT_OPTIONS, Environment, Episode, Reply, Step
 from pipeline.schema import Message, Task
 
-_SIGNED_INTEGER = re.compile(r"-?\d+")
+_INTEGER, _SIGNED_INTEGER = re.compile(r"\d+"), re.compile(r"-?\d+")
+
+
+def _last(integer: re.Pattern[str], reply: str) -> int | None:
+    """The last integer of a reply; None without one, and for one that is too long to be meant."""
+    found = integer.findall(reply)
+    return int(found[-1]) if found and len(found[-1]) < 20 else None
 
 
 @dataclass(config=STRICT_OPTIONS)
@@ -51,8 +57,7 @@ class ArithmeticEpisode(Episode):
         self._attempt = 0
 
     def step(self, reply: Reply) -> Step:
-        found = _SIGNED_INTEGER.findall(reply)
-        right = bool(found) and len(found[-1]) < 20 and int(found[-1]) == self._answer
+        right = _last(_SIGNED_INTEGER, reply) == self._answer
         first = self._attempt == 0
         self._attempt += 1
         return Step(
@@ -61,9 +66,6 @@ class ArithmeticEpisode(Episode):
             done=right or self._attempt >= self._options.attempts,
             signals={"first_right": float(right)} if first else {},
         )
-
-
-_INTEGER = re.compile(r"\d+")
 
 
 @dataclass(config=STRICT_OPTIONS)
@@ -100,8 +102,7 @@ class NumberGuessEpisode(Episode):
 
     def step(self, reply: Reply) -> Step:
         self._turn += 1
-        found = _INTEGER.findall(reply)
-        guess = int(found[-1]) if found and len(found[-1]) < 20 else None
+        guess = _last(_INTEGER, reply)
         if guess is not None:
             self._nearest = min(self._nearest, abs(guess - self._hidden))
         solved = guess == self._hidden
@@ -173,8 +174,7 @@ class PasscodeEpisode(Episode):
         self._turn = 0
 
     def step(self, reply: Reply) -> Step:
-        found = _INTEGER.findall(reply)
-        right = bool(found) and len(found[-1]) < 20 and int(found[-1]) in self._code[self._turn]
+        right = _last(_INTEGER, reply) in self._code[self._turn]
         self._turn += 1
         opened = right and self._turn == len(self._code)
         done = opened or not right

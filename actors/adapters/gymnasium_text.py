@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from actors.adapters.catalogue import held_out, package, takes_long
+from actors.adapters.catalogue import held_out, package, takes_long, undone_on_error
 from actors.environments.base import STRICT_OPTIONS, Environment, Episode, Reply, Step
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.plugins import attribute
@@ -75,11 +75,8 @@ class Gymnasium(Environment):
 
     def start(self, task: Task) -> GymnasiumEpisode:
         env = self._make(self.id, disable_env_checker=True, **self.options)
-        try:
+        with undone_on_error(env.close):
             return GymnasiumEpisode(self, env, task.seed % 2**31)
-        except BaseException:
-            env.close()
-            raise
 
 
 class GymnasiumEpisode(Episode):

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from actors.adapters.catalogue import undone_on_error
+
 WAIT_SECONDS_MAX = 30.0
 """Longest wait of a start for a process of its own."""
-
-
 CALL_SECONDS_MAX = 60.0
 """Longest time of one call into a process while others wait for it."""
 
@@ -92,12 +92,8 @@ class Pool:
                     self._processes.append(Process(self._environment(envStepLimit=10**9)))
             process = min(self._processes, key=lambda p: p.games)
             process.games += 1
-        try:
-            with process.call():
-                return process, _game_in(self._environment, process.main)
-        except BaseException:
-            self.give_back(process)
-            raise
+        with undone_on_error(lambda: self.give_back(process)), process.call():
+            return process, _game_in(self._environment, process.main)
 
     def give_back(self, process: Process, game: Any = None) -> None:
         """``game`` of it ended, or none was made. Java is notified here, in a thread that may wait: py4j's objects are

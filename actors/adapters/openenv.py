@@ -18,7 +18,7 @@ import orjson
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from actors.adapters.catalogue import held_out, package
+from actors.adapters.catalogue import held_out, package, undone_on_error
 from actors.environments.base import STRICT_OPTIONS, Environment, Episode, Reply, Step
 from pipeline.schema import Message, Task
 
@@ -65,12 +65,9 @@ class OpenEnv(Environment):
             close_timeout=CLOSE_SECONDS_MAX,
             proxy=None,
         )
-        try:
+        with undone_on_error(socket.transport.abort):
             answer = await ask(socket, "reset", {**self.reset, "seed": task.seed % 2**31})
             return OpenEnvEpisode(self, socket, answer)
-        except BaseException:
-            socket.transport.abort()
-            raise
 
 
 class OpenEnvEpisode(Episode):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from actors.adapters.catalogue import package
+from actors.adapters.catalogue import package, undone_on_error, with_actions
 from actors.adapters.jvm_pool import Pool, Process
 from actors.environments.base import STRICT_OPTIONS, Environment, Episode, Reply, Step
 from pipeline.schema import Message, Task
@@ -66,11 +66,8 @@ class TextWorldExpress(Environment):
 
     def start(self, task: Task) -> TextWorldEpisode:
         process, game = self._pool.take()
-        try:
+        with undone_on_error(lambda: self._pool.give_back(process, game)):
             return TextWorldEpisode(self, self._pool, process, game, task.seed)
-        except BaseException:
-            self._pool.give_back(process, game)
-            raise
 
     def expert(self, task: Task) -> list[str]:
         """Actions that solve ``task``, by the package."""
@@ -130,11 +127,8 @@ class TextWorldEpisode(Episode):
         self._actions = {str(action).lower(): str(action) for action in state["validActions"]}
         if self._options.compact:
             return describe(str(state["look"]))
-        if not self._options.show_actions:
-            return str(state["observation"]).strip()
-        actions = sorted(str(a) for a in state["validActions"])
-        shown = ", ".join(actions[:30]) + (", ..." if len(actions) > 30 else "")
-        return f"{str(state['observation']).strip()}\nPossible actions: {shown}"
+        actions = state["validActions"] if self._options.show_actions else ()
+        return with_actions(str(state["observation"]).strip(), actions, 30)
 
 
 def describe(look: str) -> str:

@@ -88,11 +88,17 @@ class Batching(ContinuousBatchingManager):
         with self.pause():
             yield
 
+    def _requests(self) -> tuple[dict[str, RequestState], dict[str, RequestState]]:
+        """Requests in the current batch, and those that wait for a place in it; none before the first pass."""
+        if self.batch_processor is None:
+            return {}, {}
+        scheduler = self.batch_processor.scheduler
+        return scheduler.active_requests, scheduler.waiting_requests
+
     def sampled_counts(self) -> dict[str, int]:
         """Tokens sampled so far by each unfinished request. Inside :meth:`frozen`."""
-        scheduler = None if self.batch_processor is None else self.batch_processor.scheduler
-        states = {} if scheduler is None else {**scheduler.waiting_requests, **scheduler.active_requests}
-        counts = {request_id: len(state.logprobs) for request_id, state in states.items()}
+        active, waiting = self._requests()
+        counts = {request_id: len(state.logprobs) for request_id, state in (waiting | active).items()}
         return dict.fromkeys(self.unread.copy(), 0) | counts
 
     def forget_cache(self) -> None:
@@ -119,20 +125,16 @@ class Batching(ContinuousBatchingManager):
 
     def running(self) -> int:
         """Requests in the current batch."""
-        return len(self.batch_processor.scheduler.active_requests) if self.batch_processor else 0
+        return len(self._requests()[0])
 
     def in_hand(self) -> int:
         """Requests that the sampling thread has or has yet to take, those that were cancelled since its last step
         included."""
-        scheduler = None if self.batch_processor is None else self.batch_processor.scheduler
-        taken = 0 if scheduler is None else len(scheduler.active_requests) + len(scheduler.waiting_requests)
-        return taken + int(self.input_queue.qsize())
+        return sum(map(len, self._requests())) + int(self.input_queue.qsize())
 
     def sampled_in_flight(self) -> int:
         """Tokens sampled so far by the requests in the current batch."""
-        if self.batch_processor is None:
-            return 0
-        return sum(len(state.logprobs) for state in list(self.batch_processor.scheduler.active_requests.values()))
+        return sum(len(state.logprobs) for state in list(self._requests()[0].values()))
 
     def cache_used(self) -> float:
         """Share of KV blocks that requests in flight hold, 0 to 1; blocks kept for prefix hits count as free."""

@@ -98,13 +98,9 @@ class Bounds:
     def _tokens(self, ids: Any) -> list[int]:
         if not isinstance(ids, list) or not ids:
             raise Refusal(400, "expected token_ids to be a list of at least one token id")
-        try:
-            low, high = min(ids), max(ids)
-        except TypeError:
-            low, high = -1, -1
-        if set(map(type, ids)) != {int} or low < 0:
+        if set(map(type, ids)) != {int} or min(ids) < 0:
             raise Refusal(400, "expected token_ids to be integers >= 0")
-        if high >= self.vocabulary_size:
+        if (high := max(ids)) >= self.vocabulary_size:
             raise Refusal(400, f"Token id {high} is out of vocabulary (size {self.vocabulary_size})")
         if len(ids) >= self.options.max_length:
             raise Refusal(

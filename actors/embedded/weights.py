@@ -21,8 +21,8 @@ from actors.servers.refusal import Refusal
 from pipeline.runtime.stored_names import Group, read_groups, written_groups
 
 
-def load_weights(model: Any, folder: Path) -> int:
-    """Copy the tensors of ``folder/*.safetensors`` into ``model`` in place, cast to its dtype; returns how many.
+def load_weights(model: Any, folder: Path) -> None:
+    """Copy the tensors of ``folder/*.safetensors`` into ``model`` in place, cast to its dtype.
 
     Raises :class:`Refusal` (400) before anything changes when a tensor is missing, unknown or of another shape.
     """
@@ -51,7 +51,6 @@ def load_weights(model: Any, folder: Path) -> int:
                 400, f"weights_path: {name} has shape {tuple(shape)}, the model has {tuple(state[name].shape)}"
             )
     _take(state, groups, tensors, model)
-    return len(tensors)
 
 
 def patch_weights(model: Any, files: Sequence[Path]) -> None:

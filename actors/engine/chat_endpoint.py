@@ -16,7 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 import orjson
 
 from pipeline.errors import ConfigurationError, EngineError, EngineProtocolError, EngineRefused, EngineUnavailable
-from pipeline.runtime.engine_keys import authorization
+from pipeline.runtime.engine_keys import authorization, is_loopback
 from pipeline.runtime.http import HttpClient, retried
 from pipeline.schema import FinishReason
 
@@ -25,7 +25,6 @@ AGAIN_SECONDS = 1.0
 """Wait before a request is made again: doubled each time."""
 _AGAIN = frozenset({408, 409, 425, 429})
 _CLOSED = frozenset({401, 403, 404, 405})
-_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _TOO_LONG = ("context_length_exceeded", "exceed_context_size_error", "maximum context length", "context window")
 """Codes and words with which OpenAI, llama.cpp and vLLM refuse a prompt that is too long."""
 
@@ -76,7 +75,7 @@ class ChatEndpoint(HttpClient):
         self._retries = retries
         self._seconds_max = request_seconds_max
         self._limit_name = "max_tokens"
-        super().__init__(authorization(key), proxies=urlsplit(self.url).hostname not in _LOOPBACK)
+        super().__init__(authorization(key), proxies=not is_loopback(urlsplit(self.url).hostname or ""))
 
     async def models(self) -> list[str]:
         """Names of the models that it lists; empty where it lists none. Raises :class:`ConfigurationError` when nobody

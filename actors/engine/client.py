@@ -86,37 +86,35 @@ class EngineClient(HttpClient):
     ) -> Generation:
         """Continue ``token_ids``. ``session_id`` goes to the engine as a hint; ``cache_salt`` separates prefix
         caches."""
-        parameters, n_before = _sampling_parameters(sampling), _n_before(token_ids, sampling)
+        parameters, tokens_max = _sampling_parameters(sampling), sampling.max_tokens
+        named = self._named | ({"cache_salt": cache_salt} if cache_salt else {})
+        # tokens of the prompt whose experts are asked for; None: none are
+        n_before = None if sampling.experts_from is None else len(token_ids) - sampling.experts_from
         if self._has_generate:
-            body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": parameters, **self._named}
-            if cache_salt:
-                body["cache_salt"] = cache_salt
+            body = {"token_ids": token_ids, "sampling_params": parameters, **named}
             stream = None
             if heard is not None:
                 body["stream"] = True
                 stream = AnswerStream(self._url, self._vocabulary, heard)
-            answer = await self._post(GENERATE, body, session_id, sampling.max_tokens, n_before, stream)
+            answer = await self._post(GENERATE, body, session_id, tokens_max, n_before, stream)
             if answer.status != 404 or answer.error is not None:
                 accepted = stream.whole() if stream is not None and stream.begun else self._accepted(answer)
-                return read_generate(self._url, accepted, sampling.max_tokens, self._vocabulary, self._run, n_before)
+                return read_generate(self._url, accepted, tokens_max, self._vocabulary, self._run, n_before)
             self._has_generate = False
-        return await self._complete(token_ids, sampling, parameters, session_id, cache_salt)
+        body = {"prompt": token_ids, "return_token_ids": True, "add_special_tokens": False, **parameters, **named}
+        return await self._complete(body, session_id, tokens_max, n_before)
 
     async def _complete(
-        self, token_ids: Sequence[int], sampling: Sampling, parameters: dict[str, Any], session_id: str, cache_salt: str
+        self, body: dict[str, Any], session_id: str, tokens_max: int, n_before: int | None
     ) -> Generation:
         before = await self.weight_version()
         if before is None:
             raise EngineGone(f"engine {self._url} has weights without a version stamp")
-        body = {"prompt": token_ids, "return_token_ids": True, "add_special_tokens": False, **parameters, **self._named}
-        if cache_salt:
-            body["cache_salt"] = cache_salt
-        n_before = _n_before(token_ids, sampling)
-        accepted = self._accepted(await self._post(COMPLETIONS, body, session_id, sampling.max_tokens, n_before))
+        accepted = self._accepted(await self._post(COMPLETIONS, body, session_id, tokens_max, n_before))
         after = await self.weight_version()
         if after is None or after < before:
             raise EngineGone(f"engine {self._url} was restarted during a request")
-        return read_completion(self._url, accepted, sampling.max_tokens, self._vocabulary, before, n_before)
+        return read_completion(self._url, accepted, tokens_max, self._vocabulary, before, n_before)
 
     async def weight_version(self) -> int | None:
         answer = await self._get("/weight_info")
@@ -208,8 +206,3 @@ def _sampling_parameters(sampling: Sampling) -> dict[str, Any]:
     if sampling.experts_from is not None:
         parameters["routed_experts_prompt_start"] = sampling.experts_from
     return parameters
-
-
-def _n_before(token_ids: Sequence[int], sampling: Sampling) -> int | None:
-    """Tokens of the prompt whose experts are asked for; None: none are."""
-    return None if sampling.experts_from is None else len(token_ids) - sampling.experts_from

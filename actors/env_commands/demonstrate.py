@@ -19,9 +19,8 @@ from actors.env_commands.play import expert_of
 from actors.environments.base import Reply
 from actors.environments.host import EnvironmentHost
 from actors.rendering.renderer import Renderer
-from actors.rendering.said import REASONING
 from actors.rendering.tokenizer import load_tokenizer
-from actors.tools.parsing.base import ToolSchema
+from actors.tools.parsing.base import REASONING, ToolSchema
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError, SchemaError
 from pipeline.schema import Message, Task

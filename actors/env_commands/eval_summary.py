@@ -120,7 +120,7 @@ def summarise(
             rewards.setdefault(outcome.task_id, []).append(outcome.reward)
     scored = [outcome for outcome in outcomes if outcome.reward is not None]
     means = [math.fsum(r) / len(r) for r in rewards.values()]
-    score = math.fsum(means) / len(means) if means else None
+    score = _mean(means)
     se = None
     if score is not None and len(means) > 1:
         se = math.sqrt(math.fsum((m - score) ** 2 for m in means) / (len(means) - 1) / len(means))

@@ -44,7 +44,7 @@ from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.runtime.plugin_limits import TaskOwner
 from pipeline.runtime.run_directory import RunDirectory
-from pipeline.schema import FinishReason, Message, Task
+from pipeline.schema import Message, Task
 from pipeline.tasks.open import open_source
 from pipeline.tasks.source import TaskSource
 
@@ -136,7 +136,7 @@ def sampling(client: EngineClient, renderer: Renderer, how: Sampling) -> Speak:
         generation = await client.generate(held["conversation"].prompt_ids, how)
         held["ids"] = generation.token_ids.tolist()
         held["completed"] = renderer.completed(held["ids"])
-        return Reply(held["completed"].text, generation.finish_reason or FinishReason.STOP)
+        return Reply(held["completed"].text, generation.finish_reason)
 
     return speak
 

@@ -172,22 +172,20 @@ class EnvironmentHost:
         late: Callable[[Any], object] | None = None,
     ) -> Any:
         seconds_max = self.config.step_seconds_max if seconds_max is None else seconds_max
-        is_async = inspect.iscoroutinefunction(function)
+        in_thread = self.blocking and not inspect.iscoroutinefunction(function)
         with boundary(where):
-            if not (self.blocking or is_async):
-                result = self._timed(where, function, *args)
-                if not inspect.isawaitable(result):
-                    return result
-                function, args, is_async = _identity, (result,), True
+            result = None if in_thread else self._timed(where, function, *args)
+            if not in_thread and not inspect.isawaitable(result):
+                return result
             with anyio.CancelScope() as scope:
 
                 def begun() -> None:
                     scope.deadline = anyio.current_time() + seconds_max
 
-                if is_async:
+                if in_thread:
+                    result = await self.threads.run(function, *args, begun=begun, late=late)
+                else:
                     begun()
-                    return await function(*args)
-                result = await self.threads.run(function, *args, begun=begun, late=late)
                 return await result if inspect.isawaitable(result) else result
             assert scope.cancelled_caught
         key = "" if where == CLOSE else f" (environments.{self.section}.step_seconds_max)"
@@ -260,7 +258,3 @@ def _valid(message: Message) -> Message:
     if not content.isascii():
         content = content.encode("utf-8", "replace").decode()
     return replace(message, content=content, extra=dict(message.extra))
-
-
-async def _identity(awaitable: Any) -> Any:
-    return await awaitable

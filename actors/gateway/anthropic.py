@@ -6,7 +6,7 @@ the answer; without it the thought stays in the text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -14,7 +14,6 @@ import orjson
 from actors.engine.base import Sampling
 from actors.gateway.conversation import (
     MESSAGES_MAX,
-    TOOLS_MAX,
     MessageList,
     ProgramCall,
     list_of,
@@ -58,26 +57,20 @@ def read_messages(
     data: bytes, sampling: Sampling, rules: ParameterRules, past: Past = lambda number: None
 ) -> ProgramCall:
     """Raises :class:`Refusal`."""
-    body = read_object(data)
-    tokens_max = Parameters(body, rules).whole("max_tokens", 1, 2**31)
-    if tokens_max is None:
+    call = read_count(data, sampling, rules, past)
+    if call.tokens_max is None:
         raise wrong("max_tokens", "a whole number", None)
-    return _read(body, sampling, rules, past, tokens_max)
+    return call
 
 
 def read_count(data: bytes, sampling: Sampling, rules: ParameterRules, past: Past = lambda number: None) -> ProgramCall:
-    """A request of ``/v1/messages/count_tokens``. Raises :class:`Refusal`."""
-    return _read(read_object(data), sampling, rules, past, None)
-
-
-def _read(
-    body: Mapping[str, Any], sampling: Sampling, rules: ParameterRules, past: Past, tokens_max: int | None
-) -> ProgramCall:
+    """A request of ``/v1/messages/count_tokens``, which has no ``max_tokens``. Raises :class:`Refusal`."""
+    body = read_object(data)
     reader = Parameters(body, rules)
     reader.draw(sampling)
     reader.relied_on(_RELIED_ON)
     dropped: set[str] = set()
-    tools = reader.tools(_tool(raw, dropped) for raw in list_of(body.get("tools"), "tools", TOOLS_MAX))
+    tools = reader.tools(lambda raw: _tool(raw, dropped))
     choice, thinking, output = (object_of(body, name) for name in ("tool_choice", "thinking", "output_config"))
     if choice.get("type") not in (None, "auto", "none"):
         words = f"tool_choice={choice['type']}: the policy chooses itself"
@@ -102,7 +95,7 @@ def _read(
         keys,
         tools=tools,
         model=reader.model(),
-        tokens_max=tokens_max,
+        tokens_max=reader.whole("max_tokens", 1, 2**31),
         stop=reader.stops("stop_sequences"),
         stream=reader.flag("stream"),
         calls_max=0 if choice.get("type") == "none" else 1 if one else None,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from actors.engine.base import Sampling
 from actors.gateway.conversation import (
     MESSAGES_MAX,
-    TOOLS_MAX,
     MessageList,
     ProgramCall,
     list_of,
@@ -78,9 +77,8 @@ def read_chat(data: bytes, sampling: Sampling, rules: ParameterRules, past: Past
     reader.draw(sampling)
     reader.relied_on(_RELIED_ON)
     dropped: set[str] = set()
-    tools = reader.tools(_tool(raw, dropped) for raw in list_of(body.get("tools"), "tools", TOOLS_MAX))
-    if body.get("tool_choice") != "none":
-        reader.unsupported("tool_choice", "the policy chooses itself", "auto")
+    tools = reader.tools(lambda raw: _tool(raw, dropped))
+    reader.unsupported("tool_choice", "the policy chooses itself", "auto", "none")
     n = reader.whole("n", 1, CHOICES_MAX) or 1
     options = body.get("stream_options")
     reader.unknown(_UNDERSTOOD)
@@ -116,20 +114,14 @@ def _read_messages(value: Any, dropped: set[str]) -> MessageList:
         content = text_of(raw.get("content"), f"{where}.content")
         calls = []
         if role == "assistant":
-            calls = [_call(call, f"{where}.tool_calls") for call in _list(raw, "tool_calls", where)]
+            stated = list_of(raw.get("tool_calls"), f"{where}.tool_calls", MESSAGES_MAX)
+            calls = [_call(call, f"{where}.tool_calls") for call in stated]
         answers = raw.get("tool_call_id") if role == "tool" else None
         if answers is not None and not isinstance(answers, str):
             raise wrong(f"{where}.tool_call_id", "text", answers)
         found.add(ROLES[role], content, calls, answers, raw.get("name") if role == "tool" else "")
         dropped |= without_effect(raw, _READ.get(role, {"role", "content"}), "messages")
     return found
-
-
-def _list(raw: Mapping[str, Any], name: str, where: str) -> list[Any]:
-    value = raw.get(name)
-    if value is not None and not isinstance(value, list):
-        raise wrong(f"{where}.{name}", "a list of calls", value)
-    return value or []
 
 
 def _call(raw: Any, where: str) -> dict[str, Any]:
@@ -149,14 +141,13 @@ def _tool(raw: Any, dropped: set[str]) -> dict[str, Any]:
 
 def chat_completion(answer: ProgramAnswer) -> dict[str, Any]:
     """The object ``chat.completion``."""
-    prompt, sampled = answer.n_prompt, answer.n_sampled
     return {
         **_head(answer),
         "object": "chat.completion",
         "choices": [
             _choice(choice, index, answer.call.logprobs, answer.renderer) for index, choice in enumerate(answer.choices)
         ],
-        "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
+        "usage": answer.usage,
     }
 
 

@@ -19,11 +19,9 @@ from actors.gateway.preview import Preview
 from actors.gateway.reply import ChatReply, thought_of
 from actors.rendering.renderer import Completed, Conversation
 from actors.rollout.recorder import BranchTip, PendingCall, Recorder
-from actors.tools.parsing.base import ToolCall, call_number, stated_call
+from actors.tools.parsing.base import NAME_CHARACTERS_MAX, ToolCall, call_number, stated_call
 from actors.tools.parsing.registry import Parser
 from pipeline.schema import FinishReason, Message
-
-NAME_CHARACTERS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,14 +70,15 @@ class ChatRecorder:
         if call.token_ids:
             return Prompt(call, None, self._longest(call.token_ids, lambda branch: branch.ids))
         tools = tools_key(call.tools)
+        messages, sampled = self._as_sampled(call)
         branch = self._longest(call.keys, lambda branch: branch.keys if branch.tools == tools else None)
         if branch is not None:
             assert branch.keys is not None and branch.tip.call.conversation is not None
-            messages, sampled = self._as_sampled(call)
             before, new = branch.tip.call.conversation, messages[len(branch.keys) :]
             before = replace(before, sampled=tuple(reply for reply in sampled if reply.special))
             return Prompt(call, self._recorder.next_prompt(before, branch.tip, new, branch.parsed), branch, new)
-        conversation = self._rendered(call)
+        instead = None if messages == list(call.messages) else call.messages
+        conversation = self._recorder.renderer.start(messages, call.tools, sampled, instead)
         branch = self._longest(conversation.prompt_ids, lambda branch: branch.ids)
         if branch is not None:
             conversation = replace(conversation, added_ids=conversation.prompt_ids[len(branch.ids) :])
@@ -120,9 +119,7 @@ class ChatRecorder:
             self._replies[reply.key] = completed
             branch.keys = (*asked.keys, reply.key)
             branch.tools = tools_key(asked.tools)
-            if reply.tool_calls:
-                stated = {"tool_calls": [dict(call) for call in reply.tool_calls]}
-                branch.parsed = Message("assistant", reply.content, stated)
+            branch.parsed = reply.message if reply.tool_calls else None
         del self._open[call.number]
         return reply
 
@@ -148,12 +145,6 @@ class ChatRecorder:
             if whole[: len(own)] == own:
                 found, longest = branch, len(own)
         return found
-
-    def _rendered(self, request: ProgramCall) -> Conversation:
-        """The whole prompt. Replies of this session stand in it as they were sampled, where the template takes that."""
-        messages, sampled = self._as_sampled(request)
-        instead = None if messages == list(request.messages) else request.messages
-        return self._recorder.renderer.start(messages, request.tools, sampled, instead)
 
     def _as_sampled(self, request: ProgramCall) -> tuple[list[Message], list[Completed]]:
         """Its messages, replies of this session as they were sampled, and these replies."""

@@ -43,6 +43,12 @@ class ProgramAnswer:
         """Tokens, of all choices together."""
         return sum(len(choice.generation.token_ids) for choice in self.choices)
 
+    @property
+    def usage(self) -> dict[str, int]:
+        """These counts in the form of OpenAI's completions."""
+        prompt, sampled = self.n_prompt, self.n_sampled
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
 
 Past = Callable[[str], ProgramAnswer | None]
 """An earlier answer of the session, by its number."""

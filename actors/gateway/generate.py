@@ -65,12 +65,11 @@ def generated(answer: ProgramAnswer) -> dict[str, Any]:
             for span in generation.version_spans
         ],
     }
-    prompt, sampled = answer.n_prompt, answer.n_sampled
     return {
         "request_id": answer.call.stated["request_id"] or f"generate-{answer.number}",
         "choices": [choice],
         "prompt_logprobs": None,
-        "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
+        "usage": answer.usage,
     }
 
 

@@ -26,7 +26,7 @@ from actors.engine.base import PausableTimeout
 from actors.environments.base import STRICT_OPTIONS, Reply
 from actors.environments.host import EnvironmentHost
 from actors.gateway.chat_recorder import ChatRecorder
-from actors.gateway.program_command import LOOPBACK, ProgramCommand, hung
+from actors.gateway.program_command import ProgramCommand, hung
 from actors.gateway.requests import PROGRAM, ParameterRules, Report, read_report
 from actors.gateway.server import Gateway
 from actors.gateway.session import Session
@@ -47,6 +47,7 @@ from pipeline.errors import (
     boundary,
 )
 from pipeline.runtime.children import OrphanReaper
+from pipeline.runtime.engine_keys import is_loopback
 from pipeline.runtime.plugins import attribute
 from pipeline.schema import TrajectoryStatus
 
@@ -236,7 +237,7 @@ class ProgramLoop(AgentLoop):
         given = [name for name in ("command", "function", "external") if getattr(self, name)]
         if len(given) != 1:
             raise ValueError(f"expected exactly one of command, function and external, got {given or 'none'}")
-        if self.host not in LOOPBACK and self.token_env is None:
+        if not is_loopback(self.host) and self.token_env is None:
             raise ValueError(f"host {self.host} is not loopback: name the variable of a token in token_env")
         if self.command is not None and self.command[:1] == ("python",):
             self.command = (sys.executable, *self.command[1:])

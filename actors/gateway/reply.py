@@ -9,6 +9,7 @@ from typing import Any
 from actors.engine.base import Generation
 from actors.gateway.conversation import Key, key_of
 from actors.tools.parsing.base import Thinking
+from pipeline.schema import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,12 @@ class ChatReply:
     def said(self) -> str:
         """The content behind the thought."""
         return self.content[self.thought_end :]
+
+    @property
+    def message(self) -> Message:
+        """The reply as a message, with its calls apart."""
+        calls = {"tool_calls": [dict(call) for call in self.tool_calls]} if self.tool_calls else {}
+        return Message("assistant", self.content, calls)
 
     @property
     def key(self) -> Key:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from actors.engine.base import Sampling
-from actors.gateway.conversation import shown, wrong
+from actors.gateway.conversation import TOOLS_MAX, list_of, shown, wrong
 from actors.servers.refusal import Refusal
 from pipeline.errors import PlugInError
 
@@ -85,9 +85,9 @@ class Parameters:
             raise Refusal(400, message, code="unsupported_parameter", param=name)
         self.ignored.append(name)
 
-    def tools(self, tools: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    def tools(self, read: Callable[[Any], Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
         """The tools of the call, where a parser reads what the model writes."""
-        found = tuple(tools)
+        found = tuple(map(read, list_of(self.body.get("tools"), "tools", TOOLS_MAX)))
         if found and self.rules.tools_refused:
             raise Refusal(400, self.rules.tools_refused, code="unsupported_parameter", param="tools")
         return found

@@ -13,7 +13,6 @@ from typing import Any
 from actors.engine.base import Sampling
 from actors.gateway.conversation import (
     MESSAGES_MAX,
-    TOOLS_MAX,
     MessageList,
     ProgramCall,
     list_of,
@@ -37,7 +36,6 @@ from actors.gateway.dialect import (
 from actors.gateway.reply import ChatReply, Choice
 from actors.gateway.requests import DRAW, ParameterRules, Parameters, ReliedOn
 from actors.servers.refusal import Refusal, read_object
-from pipeline.schema import Message
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -74,10 +72,8 @@ def read_response(
     reader.draw(sampling)
     reader.relied_on(_RELIED_ON)
     dropped: set[str] = set()
-    tools = reader.tools(_tool(raw, dropped) for raw in list_of(body.get("tools"), "tools", TOOLS_MAX))
-    choice = body.get("tool_choice")
-    if choice != "none":
-        reader.unsupported("tool_choice", "the policy chooses itself", "auto")
+    tools = reader.tools(lambda raw: _tool(raw, dropped))
+    reader.unsupported("tool_choice", "the policy chooses itself", "auto", "none")
     text, reasoning = object_of(body, "text"), object_of(body, "reasoning")
     if text.get("format") not in (None, {"type": "text"}):
         reader.refuse_or_ignore("text.format", rules.unsupported, "text.format: replies cannot be forced into a form")
@@ -103,13 +99,13 @@ def read_response(
         tokens_max=reader.whole("max_output_tokens", 1, 2**31),
         stream=reader.flag("stream"),
         logprobs=_LOGPROBS in include,
-        calls_max=0 if choice == "none" else None if parallel else 1,
+        calls_max=0 if body.get("tool_choice") == "none" else None if parallel else 1,
         ignored=tuple(reader.ignored),
         kept=reader.flag("store", True),
         stated={
             **{name: body.get(name) for name in _ECHOED},
             "tools": body.get("tools") or [],
-            "tool_choice": choice or "auto",
+            "tool_choice": body.get("tool_choice") or "auto",
             "parallel_tool_calls": parallel,
         },
     )
@@ -132,11 +128,9 @@ def _continue(found: MessageList, number: Any, past: Past) -> None:
             code="previous_response_not_found",
             param="previous_response_id",
         )
-    first = 1 if answer.call.stated["instructions"] else 0
+    first = 1 if text_of(answer.call.stated["instructions"], "instructions") else 0
     reply = answer.choices[0].reply
-    calls = {"tool_calls": [dict(call) for call in reply.tool_calls]} if reply.tool_calls else {}
-    messages = (*answer.call.messages[first:], Message("assistant", reply.content, calls))
-    found.extend(messages, (*answer.call.keys[first:], reply.key))
+    found.extend((*answer.call.messages[first:], reply.message), (*answer.call.keys[first:], reply.key))
 
 
 @dataclass(slots=True)
@@ -168,7 +162,7 @@ class _Items:
             raise wrong(f"{where}.type", f"one of {', '.join(_READ)}, item_reference", kind)
         self.dropped |= without_effect(raw, {"type", "id", "status", *_READ[kind]}, "input")
         if kind == "reasoning":
-            self._begin_part(bool(self.thought or self.texts or self.calls))
+            self._end_message()
             parts = raw.get("content") or raw.get("summary")
             number = str(raw.get("id") or "").removeprefix("rs_")
             self.thought = thought_text(text_of(parts, f"{where}.content"), number, self.past) if parts else ""
@@ -185,7 +179,8 @@ class _Items:
             if role not in ("user", "assistant", "system", "developer"):
                 raise wrong(f"{where}.role", "user, assistant, system or developer", role)
             if role == "assistant":
-                self._begin_part(bool(self.texts or self.calls))
+                if self.texts or self.calls:
+                    self._end_message()
                 self.texts.append(content)
             else:
                 self._end_message()
@@ -199,10 +194,6 @@ class _Items:
         if found is None:
             raise wrong(f"{where}.id", "an item of a stored response of this session", number)
         return found  # type: ignore[no-any-return]
-
-    def _begin_part(self, another: bool) -> None:
-        if another:
-            self._end_message()
 
     def _end_message(self) -> None:
         if self.thought or self.texts or self.calls:

@@ -43,6 +43,11 @@ IGNORED = "X-Afterplay-Ignored"
 REPEATED = "X-Afterplay-Repeated"
 """Header of answers: the request was taken for a repeat, and has the reply of the first."""
 DIALECTS = (CHAT, MESSAGES, RESPONSES, GENERATE)
+OF_SESSION = "/sessions/{session}"
+COUNTED = {dialect.path: dialect.name for dialect in DIALECTS} | {
+    f"{MESSAGES.path}/count_tokens": "count", "/v1/models": "models", "/sessions": "lease", "/finish": "finish",
+}  # fmt: skip
+"""Names of the routes in metrics, by their paths without that of a session."""
 
 
 class Gateway:
@@ -116,53 +121,43 @@ class Gateway:
 
     def _application(self, start: Start) -> web.Application:
         app = web.Application(
-            middlewares=[errors_as_json(_error), self._refusals], client_max_size=self._body_bytes_max
+            middlewares=[errors_as_json(_error), self._accounts], client_max_size=self._body_bytes_max
         )
-        for prefix in ("", "/sessions/{session}"):
+        for prefix in ("", OF_SESSION):
             for dialect in DIALECTS:
-                asked = partial(self._ask, dialect=dialect, start=start)
-                app.router.add_post(f"{prefix}{dialect.path}", self._counted(dialect.name, asked))
-            app.router.add_post(f"{prefix}{MESSAGES.path}/count_tokens", self._counted("count", self._count_tokens))
-            app.router.add_get(f"{prefix}/v1/models", self._counted("models", self._models))
-        app.router.add_post("/sessions", self._counted("lease", self._lease))
-        app.router.add_get("/sessions/{session}", self._show)
-        app.router.add_post("/sessions/{session}/finish", self._counted("finish", self._finish))
+                app.router.add_post(f"{prefix}{dialect.path}", partial(self._ask, dialect=dialect, start=start))
+            app.router.add_post(f"{prefix}{MESSAGES.path}/count_tokens", self._count_tokens)
+            app.router.add_get(f"{prefix}/v1/models", self._models)
+        app.router.add_post("/sessions", self._lease)
+        app.router.add_get(OF_SESSION, self._show)
+        app.router.add_post(f"{OF_SESSION}/finish", self._finish)
         app.router.add_get("/health", self._health)
         return app
 
-    def _counted(self, route: str, handler: Handler) -> Handler:
-        async def counted(request: web.Request) -> web.StreamResponse:
-            outcome = "hung_up"
-            try:
-                response = await handler(request)
-                broken = _broken(response)
-                answered = "repeated" if REPEATED in response.headers else "ok"
-                outcome = answered if broken is None else _outcome(broken)
-                return response
-            except Refusal as refusal:
-                outcome = _outcome(refusal)
-                raise
-            except ConnectionError:
-                raise
-            except Exception:
-                outcome = "refused"
-                raise
-            finally:
-                self._count(route, outcome)
-
-        return counted
-
     @web.middleware
-    async def _refusals(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Tells a session which of its calls were not answered; those of routes that do not exist among them."""
+    async def _accounts(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Counts calls by their outcome, and tells a session which of its calls were not answered; those of routes that
+        do not exist among them."""
+        outcome, refusal = "hung_up", None
         try:
             response = await handler(request)
+            outcome = "repeated" if REPEATED in response.headers else "ok"
+            refusal = response.broken if isinstance(response, _Stream) else None
+            return response
         except (Refusal, web.HTTPException) as error:
-            self._refused(request, as_refusal(request, error))
+            refusal = as_refusal(request, error)
             raise
-        if (broken := _broken(response)) is not None:
-            self._refused(request, broken)
-        return response
+        except ConnectionError:
+            raise
+        except Exception:
+            outcome = "refused"
+            raise
+        finally:
+            resource = request.match_info.route.resource
+            if resource is not None and (name := COUNTED.get(resource.canonical.removeprefix(OF_SESSION))) is not None:
+                self._count(name, outcome if refusal is None else _outcome(refusal))
+            if refusal is not None:
+                self._refused(request, refusal)
 
     def _refused(self, request: web.Request, refusal: Refusal) -> None:
         session = self._session_of(request)
@@ -254,9 +249,7 @@ class Gateway:
 
 def _error(request: web.Request, refusal: Refusal) -> Any:
     """The error in the form of the route's dialect; OpenAI's where it has none."""
-    dialect = next((dialect for dialect in DIALECTS if f"{request.path}/".endswith(f"{dialect.path}/")), CHAT)
-    if f"{MESSAGES.path}/" in request.path:
-        dialect = MESSAGES
+    dialect = next((dialect for dialect in DIALECTS if f"{dialect.path}/" in f"{request.path}/"), CHAT)
     return dialect.error(refusal)
 
 
@@ -265,10 +258,6 @@ class _Stream(web.StreamResponse):
 
     broken: Refusal | None = None
     """The error that is the last event."""
-
-
-def _broken(response: web.StreamResponse) -> Refusal | None:
-    return response.broken if isinstance(response, _Stream) else None
 
 
 def _outcome(refusal: Refusal) -> str:

@@ -210,17 +210,17 @@ class Actor:
             if self.connected:
                 await self._link.send(WireMessage(Kind.SLOTS, {"slots": self.offered}))
             while self._orders.in_flight:
-                await self._change()
+                await self._changed.wait()
         for scope in self._scopes.values():
             scope.cancel()
         while self._orders.in_flight:
-            await self._change()
+            await self._changed.wait()
         for order in self._orders.withdraw_all():
             self._answer(Rollout(order, self._services).aborted("the actor stopped before it was begun"), order)
         self._work()
         with anyio.move_on_after(flush_seconds_max):
             while len(self._outbox) and self.connected:
-                await self._change()
+                await self._changed.wait()
         return not len(self._outbox)
 
     async def _receive(self) -> None:
@@ -246,7 +246,7 @@ class Actor:
             self.connected = False
             self._memory.lost()
             if self._outbox.in_flight_bytes:
-                self._services.metrics.send_failures_total.labels(reason="disconnected").inc()
+                self.metrics.send_failures_total.labels(reason="disconnected").inc()
             self._outbox.reconnected()
             log.warning("lost the replay stage: %s", event.reason)
         elif message is None:
@@ -279,7 +279,7 @@ class Actor:
             self._outbox.forget(trajectory_id)
         for trajectory_id, reason in (message.header.get("refused") or {}).items():
             if self._outbox.forget(trajectory_id):
-                self._services.metrics.send_failures_total.labels(reason="rejected").inc()
+                self.metrics.send_failures_total.labels(reason="rejected").inc()
                 log.warning("trajectory %s was refused: %s", trajectory_id, reason)
 
     def _cancel(self, order_id: str) -> None:
@@ -330,7 +330,7 @@ class Actor:
             frames = self._encoded(trajectory)
         except (LimitExceeded, SchemaError) as error:
             log.error("trajectory %s cannot be sent: %s", trajectory.trajectory_id, error)
-            self._services.metrics.send_failures_total.labels(reason="rejected").inc()
+            self.metrics.send_failures_total.labels(reason="rejected").inc()
             failure = Failure("actor", type(error).__name__, str(error))
             lost: dict[str, Any] = {"turns": (), "rewards": {}, "lessons": None, "hinted_contexts": {}}
             trajectory = replace(trajectory, status=TrajectoryStatus.ERROR, failure=failure, **lost)
@@ -384,7 +384,7 @@ class Actor:
             if taken is not None or out_of_credit:
                 self._blocked_since = time.perf_counter()
             if taken is None:
-                await self._change()
+                await self._changed.wait()
             else:
                 trajectory_id, frames = taken
                 await self._link.send(WireMessage(Kind.TRAJECTORY, {"trajectory_id": trajectory_id}, frames))
@@ -395,7 +395,7 @@ class Actor:
         """Add the time since the last call, so that the counter moves while the actor is blocked."""
         if self._blocked_since is not None:
             now = time.perf_counter()
-            self._services.metrics.send_blocked_seconds_total.inc(now - self._blocked_since)
+            self.metrics.send_blocked_seconds_total.inc(now - self._blocked_since)
             self._blocked_since = now
 
     async def _follow_engines(self) -> None:
@@ -414,9 +414,6 @@ class Actor:
     async def _send_engines(self, engines: dict[str, Any]) -> None:
         if self.connected:
             await self._link.send(WireMessage(Kind.ENGINES, {"engines": engines}))
-
-    async def _change(self) -> None:
-        await self._changed.wait()
 
 
 class _Hello(Mapping[str, Any]):

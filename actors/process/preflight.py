@@ -30,8 +30,7 @@ from actors.environments.host import START, STEP, EnvironmentHost
 from actors.environments.plugins import make_source
 from actors.gateway.program_loop import ProgramLoop
 from actors.metrics import ActorMetrics
-from actors.rendering.renderer import Conversation, Renderer
-from actors.rendering.tokenizer import load_tokenizer
+from actors.rendering.renderer import Conversation, Renderer, renderer_of
 from actors.rollout.agent_loop import AgentLoop, MultiTurn, Opening, SingleTurn
 from actors.rollout.services import build_loop
 from actors.tools.parsing.base import call_number, stated_call
@@ -387,10 +386,8 @@ async def _ask(
 def check_prompts(config: RunConfig, openings: Mapping[str, Opening], folder: Path, found: Findings) -> None:
     """Compare the first prompts, tool schemas included, with the limits on tokens, and see that they and those after
     them have all that is said. ``folder`` has the tokenizer."""
-    model = config.model
     with found.collecting():
-        tokenizer, ends = load_tokenizer(folder, model.chat_template, model.trust_remote_code)
-        renderer = Renderer(tokenizer, ends, model.chat_template or model.source)
+        renderer = renderer_of(config.model, folder)
         for name, opening in openings.items():
             with found.collecting(f"environments.{name}: "):
                 conversation = renderer.start(opening.messages, opening.tools)

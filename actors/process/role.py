@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 
 import anyio
 import anyio.to_thread
@@ -19,8 +18,7 @@ from actors.environments.host import EnvironmentHost
 from actors.environments.plugins import make_source
 from actors.metrics import ActorMetrics
 from actors.process.actor import Actor
-from actors.rendering.renderer import Renderer
-from actors.rendering.tokenizer import load_tokenizer
+from actors.rendering.renderer import renderer_of
 from actors.rollout.services import Services
 from pipeline.config import RunConfig
 from pipeline.config.rollouts import ANSWERS_BYTES_MAX, OUTBOX_BYTES_MAX
@@ -64,7 +62,7 @@ async def main(ctx: RoleContext) -> None:
         )
         for name, section in config.environments.items()
     }
-    renderer = await anyio.to_thread.run_sync(_renderer, config, ctx.directory.model)
+    renderer = await anyio.to_thread.run_sync(renderer_of, config.model, ctx.directory.model)
     patience = PausableTimeout(pauses=True) if config.engine.colocate == "sleep" else None
     connect = connector(config, vocabulary_size(ctx.directory.model), patience)
     pool = EnginePool(
@@ -175,8 +173,3 @@ def _report(ctx: RoleContext, actor: Actor) -> None:
         unacknowledged=actor.unacknowledged,
         **({"hung": hung} if (hung := sum(host.threads.hung for host in actor.environments.values())) else {}),
     )
-
-
-def _renderer(config: RunConfig, folder: Path) -> Renderer:
-    tokenizer, ends = load_tokenizer(folder, config.model.chat_template, config.model.trust_remote_code)
-    return Renderer(tokenizer, ends, config.model.chat_template or config.model.source)

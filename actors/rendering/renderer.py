@@ -30,15 +30,17 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from actors.rendering.partial_text import PartialText
 from actors.rendering.said import TextLost, lost, lost_schema
 from actors.rendering.special_text import Span, SpecialText
 from actors.rendering.template_probes import MARK, ProbedTemplate, template_source
-from actors.rendering.tokenizer import plain_backend, plain_decoder
+from actors.rendering.tokenizer import load_tokenizer, plain_backend, plain_decoder
 from actors.rendering.tool_messages import Form, described
 from actors.tools.parsing.base import ToolSchema
+from pipeline.config.rollouts import ModelConfig
 from pipeline.errors import ConfigurationError, boundary
 from pipeline.schema import Message
 from pipeline.views.vocabulary import bytes_of_tokens, is_byte
@@ -365,16 +367,13 @@ class Renderer:
         ids = self._encode(end + rest)
         if end:
             ids = ids[1:] if ids and ids[0] == completed.end_id else self._encode(rest)
-        messages = (*conversation.messages, Message("assistant", completed.text), *new)
-        return Conversation(
-            messages,
-            conversation.text + completed.text + end + self._special.restore(rest),
-            (*conversation.prompt_ids, *completion_ids, *ids),
-            ids,
-            conversation.branch,
-            conversation.tools,
-            sampled,
-            conversation.given,
+        return replace(
+            conversation,
+            messages=(*conversation.messages, Message("assistant", completed.text), *new),
+            text=conversation.text + completed.text + end + self._special.restore(rest),
+            prompt_ids=(*conversation.prompt_ids, *completion_ids, *ids),
+            added_ids=ids,
+            sampled=sampled,
         )
 
     def _between(self, completed: Completed, new: Sequence[Message], parsed_reply: Message | None) -> str:
@@ -420,7 +419,7 @@ class Renderer:
 
     def _after_calls(self, rest: str, sampled: str) -> str:
         """Text behind a reply whose last call is closed in ``rest``: as the policy closed it, or by an end token."""
-        last = [text for text in self._special.texts_in(sampled)][-1:]
+        last = list(self._special.texts_in(sampled))[-1:]
         closers = [text for text in last if sampled.rstrip().endswith(text)]
         found = [at + len(text) for text in closers if (at := rest.find(text)) >= 0]
         found += [at for text in self._end_texts.values() if text and (at := rest.find(text)) >= 0]
@@ -478,6 +477,12 @@ class Renderer:
         text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+
+def renderer_of(model: ModelConfig, folder: Path) -> Renderer:
+    """The renderer of a run's model, which is prepared in ``folder``. Raises :class:`ConfigurationError`."""
+    tokenizer, ends = load_tokenizer(folder, model.chat_template, model.trust_remote_code)
+    return Renderer(tokenizer, ends, model.chat_template or model.source)
 
 
 def _said(messages: Sequence[Message], given: int, replies: Sequence[str] | None) -> Iterator[Message]:

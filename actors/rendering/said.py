@@ -11,12 +11,11 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from actors.tools.parsing.base import REASONING
 from pipeline.schema import Message
 
 SYSTEM_ROLES = ("system", "developer")
 _KINDS = {"user": "a message of the user", "assistant": "a written reply", "tool": "the answer of a tool"}
-REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a reply that hold thoughts."""
 _OF_SCHEMAS = frozenset({"type", "title", "format"})
 """Keys of a JSON schema whose values are no text of the tool's author. ``$ref`` and its like are none either."""
 

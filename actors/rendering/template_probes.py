@@ -16,7 +16,7 @@ from actors.rendering.special_text import Span, SpecialText
 from actors.rendering.tool_messages import Form, described, forms_of_tools, with_calls_in_text, with_system_text
 from actors.tools.parsing.base import ToolFormat, ToolSchema, stated_call
 from actors.tools.parsing.formats import HERMES
-from actors.tools.parsing.registry import FORMATS, format_of_template
+from actors.tools.parsing.registry import FORMATS, format_of_template, marked_formats
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Message
 
@@ -163,9 +163,8 @@ class ProbedTemplate:
         try:
             return FORMATS.get(format_of_template(self.source, self._tokenizer), HERMES)
         except ConfigurationError:
-            known = " ".join([self.source, *getattr(self._tokenizer, "added_tokens_encoder", {})])
-            marked = [form for form in FORMATS.values() if form.mark.search(known)]
-            return marked[0] if len(marked) == 1 else HERMES
+            marked = marked_formats(self.source, self._tokenizer)
+            return FORMATS[marked[0]] if len(marked) == 1 else HERMES
 
     @cached_property
     def special_in_replies(self) -> frozenset[str]:

@@ -27,9 +27,9 @@ def load_tokenizer(
         ) from error
     if chat_template is not None:
         try:
-            tokenizer.chat_template = Path(chat_template).read_text()
-        except OSError as error:
-            raise ConfigurationError(f"model.chat_template: {error}") from error
+            tokenizer.chat_template = Path(chat_template).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"model.chat_template: {chat_template} cannot be read: {error}") from error
     ends = json_of(folder / "generation_config.json").get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
     return tokenizer, tuple(end for end in ends if isinstance(end, int) and not isinstance(end, bool))
@@ -51,7 +51,7 @@ def _load(folder: Path, trust_remote_code: bool) -> Any:
 def json_of(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty where there is none."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

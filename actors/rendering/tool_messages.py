@@ -186,19 +186,17 @@ def with_system_of_the_user(messages: Sequence[Message]) -> list[Message]:
     """System messages at the beginning of the user's next message, or as a message of the user."""
     shown: list[Message] = []
     held: list[str] = []
-    for message in [*messages, None]:
-        if message is not None and message.role in SYSTEM_ROLES:
+    for message in messages:
+        if message.role in SYSTEM_ROLES:
             held.append(message.content)
-        elif held and message is not None and message.role == "user":
-            shown.append(replace(message, content="\n\n".join([*held, message.content])))
-            held = []
-        else:
-            if held:
-                shown.append(Message("user", "\n\n".join(held)))
-                held = []
-            if message is not None:
-                shown.append(message)
-    return shown
+            continue
+        if held and message.role == "user":
+            message = replace(message, content="\n\n".join([*held, message.content]))
+        elif held:
+            shown.append(Message("user", "\n\n".join(held)))
+        shown.append(message)
+        held = []
+    return [*shown, Message("user", "\n\n".join(held))] if held else shown
 
 
 def with_alternating_user(messages: Sequence[Message]) -> list[Message]:

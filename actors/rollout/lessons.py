@@ -28,6 +28,14 @@ from pipeline.schema import Message, Order, PromptLessons
 from pipeline.transport.link import Link
 from pipeline.transport.messages import Kind, WireMessage
 
+log = logging.getLogger(__name__)
+
+SEARCH_SECONDS_MAX = 5.0
+"""Longer searches count as timed out, and their episodes run without lessons."""
+ROOM_SHARE_MAX = 0.5
+"""Largest share that lessons take of the tokens that the plain prompt leaves of the context: the episode needs the
+rest."""
+
 
 class LessonClient(Protocol):
     """A source of lessons. It may hang or raise any error; the caller limits its time."""
@@ -111,15 +119,6 @@ def _count(n: int, ratio: float, offset: float) -> int:
 def _offset(purpose: str, group_id: str) -> float:
     """A number in [0, 1), the same in every process."""
     return zlib.crc32(f"{purpose}/{group_id}".encode()) / 2**32
-
-
-log = logging.getLogger(__name__)
-
-SEARCH_SECONDS_MAX = 5.0
-"""Longer searches count as timed out, and their episodes run without lessons."""
-ROOM_SHARE_MAX = 0.5
-"""Largest share that lessons take of the tokens that the plain prompt leaves of the context: the episode needs the
-rest."""
 
 
 @dataclass(slots=True)

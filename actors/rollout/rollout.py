@@ -19,7 +19,7 @@ that a time limit separated from its answer is dropped and its tokens are counte
 ``rewards["environment"]`` is the undiscounted sum of the rewards of all turns; ``reward`` stays None until the
 trajectory is scored, and an ERROR has neither.
 
-The conversation of a turn-by-turn rollout: its prompts, limits and counterfactual prompts.
+:class:`RecordedDialogue` is the conversation of a turn-by-turn rollout: its prompts, limits and counterfactual prompts.
 """
 
 from __future__ import annotations
@@ -70,6 +70,10 @@ from pipeline.errors import (
 )
 from pipeline.runtime.plugin_limits import TaskOwner, kept_running
 from pipeline.schema import EngineRecord, Failure, Message, Order, PromptLessons, Timings, Trajectory, TrajectoryStatus
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS_MAX = 6.0
 
 
 class RecordedDialogue:
@@ -191,11 +195,6 @@ class RecordedDialogue:
         """The conversations that are followed beside the real one."""
         plain = self._memory.plain if self._memory is not None and not self._memory.keep else None
         return [prompt for prompt in (plain, self._hinted) if prompt is not None]
-
-
-log = logging.getLogger(__name__)
-
-CLOSE_SECONDS_MAX = 6.0
 
 
 def classified(error: Exception) -> Failure:

@@ -25,6 +25,12 @@ from pipeline.errors import AfterplayError, ConfigurationError, PlugInError, bou
 from pipeline.runtime.plugin_limits import watch_tasks
 from pipeline.schema import Order
 
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS_MAX = 5.0
+SERVE_AGAIN_SECONDS = 0.5
+SERVE_AGAIN_SECONDS_MAX = 30.0
+"""Before the ``serve`` of an agent loop that failed is begun again."""
 GROUP = "afterplay.loops"
 BUILT_IN = {
     "single_turn": "actors.rollout.agent_loop:SingleTurn",
@@ -45,14 +51,6 @@ def build_loop(host: EnvironmentHost, renderer: Renderer, metrics: ActorMetrics)
     with explained(f"{where}: bind raised"):
         loop.bind(host, renderer, metrics)
     return loop
-
-
-log = logging.getLogger(__name__)
-
-CLOSE_SECONDS_MAX = 5.0
-SERVE_AGAIN_SECONDS = 0.5
-SERVE_AGAIN_SECONDS_MAX = 30.0
-"""Before the ``serve`` of an agent loop that failed is begun again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,17 @@ from actors.metrics import ActorMetrics
 from actors.rendering.renderer import Renderer
 from actors.rollout.agent_loop import AgentEpisode, AgentLoop, Answer, Game, Limit, Opening
 from actors.tools.base import Check, Tool, Toolset, as_tool, build_tool, check_of, schema_of_tool
-from actors.tools.parsing.base import CallError, Parsed, ToolCall, call_number, stated_call
+from actors.tools.parsing.base import NAME_CHARACTERS_MAX, CallError, Parsed, ToolCall, call_number, stated_call
 from actors.tools.parsing.registry import parser_of
 from actors.tools.runner import Done, EpisodeTools, Failures, Ready, ToolLimits, truncater
 from pipeline.errors import AfterplayError, ConfigurationError, boundary
 from pipeline.schema import Message
 
+log = logging.getLogger(__name__)
+
+LABELS_MAX = 64
+"""Different names of tools in metrics; more are called ``other``."""
+CHECKS_MAX = 1024
 LEFT_OUT = "[left out: an earlier answer]"
 _THINK_END = "</think>"
 
@@ -60,14 +65,6 @@ def without_thinking(messages: Sequence[Message]) -> tuple[Message, ...]:
         else message
         for i, message in enumerate(messages)
     )
-
-
-log = logging.getLogger(__name__)
-
-LABELS_MAX = 64
-"""Different names of tools in metrics; more are called ``other``."""
-CHECKS_MAX = 1024
-NAME_CHARACTERS_MAX = 64
 
 
 class ToolSpec(BaseModel):
@@ -128,7 +125,6 @@ class ToolAgent(AgentLoop):
     def bind(self, host: EnvironmentHost, renderer: Renderer, metrics: ActorMetrics) -> None:
         """Build the tools. Raises :class:`ConfigurationError`."""
         self._where = f"environments.{host.section}.loop"
-        self._renderer = renderer
         self._metrics = metrics
         self._threads = host.threads
         self._blocking = host.blocking

@@ -62,13 +62,15 @@ class Container(LocalSandbox):
         inside = self._folder / "control"
         waiting, go = os.pipe()
         with socket.socket(socket.AF_UNIX) as listener, os.fdopen(go, "wb") as told:
-            child = self._child = ChildGroup(
-                ["/bin/sh", "-c", STARTER, "sh", str(self._folder), self._name, engine, *self._words(inside)],
-                self.settings.reaper,
-                stdin=waiting,
-                output_bytes_max=SAID_BYTES_MAX,
-            )
-            os.close(waiting)
+            try:
+                child = self._child = ChildGroup(
+                    ["/bin/sh", "-c", STARTER, "sh", str(self._folder), self._name, engine, *self._words(inside)],
+                    self.settings.reaper,
+                    stdin=waiting,
+                    output_bytes_max=SAID_BYTES_MAX,
+                )
+            finally:
+                os.close(waiting)
             self.settings.reaper.forget(child.pid)  # it must not be killed between making and starting a container
             self._folder.mkdir(mode=0o700)
             inside.mkdir()

@@ -1,8 +1,7 @@
 """Command line and environment of one inference server of a run (``afterplay engine FILE``).
 
-An engine that announces its address: it joins a run that is alive, serves, and leaves on SIGTERM by draining.
-
-*consumes* signals and the server's health; *produces* an announcement every ``RENEW_SECONDS`` while the server is
+:class:`JoiningEngine` announces its address: it joins a run that is alive, serves, and leaves on SIGTERM by draining.
+It *consumes* signals and the server's health; *produces* an announcement every ``RENEW_SECONDS`` while the server is
 healthy. To leave it withdraws the announcement, waits until actors and learner have looked again and no request is
 under way, at most ``engine.request_seconds_max``, and stops the server. Turns that are longer than one request
 (``engine.part_tokens``) continue at other engines from the tokens that they have. A second signal stops at once.

@@ -25,6 +25,12 @@ from actors.tools.parsing.base import CallError, ToolCall
 from pipeline.errors import PlugInError, boundary, described, is_failure, traceback_of
 from pipeline.schema import Task
 
+log = logging.getLogger(__name__)
+
+LOGGED_MAX = 3
+"""Tracebacks logged for each tool and kind of error; all are counted."""
+RELEASE_SECONDS_MAX = 5.0
+NAMES_SHOWN_MAX = 20
 Side = Literal["left", "right", "middle"]
 """The side that is cut away."""
 MARK = "\n... [{n} {unit} left out] ...\n"
@@ -85,12 +91,6 @@ def _head_and_tail(length_max: int, side: Side) -> tuple[int, int]:
     return length_max - length_max // 2, length_max // 2
 
 
-log = logging.getLogger(__name__)
-
-LOGGED_MAX = 3
-"""Tracebacks logged for each tool and kind of error; all are counted."""
-
-
 class Failures:
     """Log of the failures of tools' own code, with tracebacks, bounded for each tool and kind of error."""
 
@@ -107,10 +107,6 @@ class Failures:
             more = "; more of these are only counted" if count == LOGGED_MAX else ""
             words = (tool, where, described(error), episode, more, traceback_of(error))
             log.warning("tool %s failed in %s with %s (episode %s)%s\n%s", *words)
-
-
-RELEASE_SECONDS_MAX = 5.0
-NAMES_SHOWN_MAX = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,16 +239,14 @@ class EpisodeTools:
             return "ok", _checked(result)
         except ToolError as error:
             return "refused", ToolResult(f"Error: {error}")
-        except TimeoutError as error:
-            self._failures.add(ready.label, "execute", self._key, error)
-            return "timeout", ToolResult(f"Error: {call.name} did not answer in time.")
-        except _WrongValue as error:
-            self._failures.add(ready.label, "execute", self._key, error)
-            return "wrong_value", ToolResult(f"Error: {call.name} failed.")
         except BaseException as error:
             if not is_failure(error):
                 raise
             self._failures.add(ready.label, "execute", self._key, error)
+            if isinstance(error, TimeoutError):
+                return "timeout", ToolResult(f"Error: {call.name} did not answer in time.")
+            if isinstance(error, _WrongValue):
+                return "wrong_value", ToolResult(f"Error: {call.name} failed.")
             return "raised", ToolResult(f"Error: {call.name} failed ({type(error).__name__}).")
 
     def _refused(self, name: str, outcome: str, text: str) -> Done:

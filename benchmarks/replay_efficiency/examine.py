@@ -20,8 +20,7 @@ import numpy.typing as npt
 
 from actors.environments.base import Environment, Episode, Reply
 from actors.environments.plugins import build
-from actors.rendering.renderer import Conversation, Renderer
-from actors.rendering.tokenizer import load_tokenizer
+from actors.rendering.renderer import Conversation, Renderer, renderer_of
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.schema import FinishReason, Task
@@ -163,8 +162,8 @@ def sample(contexts: Sequence[Tokens], score: Score, random: np.random.Generator
 def load_examination(config: RunConfig, model: Path, plays: int, held_out: int = 0) -> Examination:
     """``model``: the run's prepared model folder, for its tokenizer."""
     with LOADING:
-        tokenizer, ends = load_tokenizer(model, config.model.chat_template, config.model.trust_remote_code)
-    return Examination(config, Renderer(tokenizer, ends), plays, held_out)
+        renderer = renderer_of(config.model, model)
+    return Examination(config, renderer, plays, held_out)
 
 
 def load_score(folder: Path) -> Score:

@@ -16,6 +16,10 @@ ToolSchema = Mapping[str, Any]
 """``{"type": "function", "function": {"name", "description", "parameters"}}``."""
 CALLS_MAX = 256
 """Calls read from one reply; what comes after them is left unread."""
+NAME_CHARACTERS_MAX = 64
+"""Part of a name that a policy wrote which goes back into messages."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a reply that hold thoughts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,11 @@ class CallError:
     """Message to the policy."""
     name: str = ""
     """The tool, where that much could be read."""
+
+    @classmethod
+    def of(cls, reason: object) -> CallError:
+        """With the ``reason`` why it cannot be read."""
+        return cls(f"The tool call could not be read: {reason}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +129,7 @@ class ToolFormat:
                 more, at = self.read(text, inside, tools)
                 calls += more
             except Unreadable as error:
-                calls.append(CallError(f"The tool call could not be read: {error}."))
+                calls.append(CallError.of(error))
                 at = max(inside, text.find(self.close, inside)) if self.close else inside
             at = max(at, begin + 1)
             if thought[0] < at:
@@ -171,8 +180,7 @@ def json_of(text: str) -> Any:
 
 def json_at(text: str, start: int) -> tuple[Any, int]:
     """The JSON value at ``start`` (spaces skipped) and where it ends. Raises :class:`Unreadable`."""
-    while start < len(text) and text[start] in " \t\r\n":
-        start += 1
+    start = skip_space(text, start)
     try:
         value, end = _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
@@ -180,6 +188,19 @@ def json_at(text: str, start: int) -> tuple[Any, int]:
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"not valid JSON: {str(error)[:200] or type(error).__name__}") from None
     return value, end
+
+
+def skip_space(text: str, at: int) -> int:
+    """The first place from ``at`` on without JSON's white space."""
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def schema_in(tools: Sequence[ToolSchema], name: str) -> Any:
+    """JSON schema of a tool's arguments; None where it is unknown."""
+    functions = (tool.get("function", {}) for tool in tools)
+    return next((function.get("parameters") for function in functions if function.get("name") == name), None)
 
 
 def shown(value: Any) -> str:

@@ -35,7 +35,9 @@ from actors.tools.parsing.base import (
     call,
     call_of,
     json_at,
+    schema_in,
     shown,
+    skip_space,
 )
 
 CHARACTERS_MAX = 100_000
@@ -107,22 +109,17 @@ def _one(node: ast.expr, tools: Sequence[ToolSchema]) -> ToolCall | CallError:
             arguments[keyword.arg] = plain_value(keyword.value)
         return call(name, arguments)
     except RecursionError:
-        return CallError("The tool call could not be read: it is nested too deeply.")
+        return CallError.of("it is nested too deeply")
     except Unreadable as error:
-        return CallError(f"The tool call could not be read: {error}.")
+        return CallError.of(error)
 
 
 def _order(tools: Sequence[ToolSchema], name: str, n: int) -> list[str]:
     """Names of the first ``n`` parameters, for arguments without a name."""
-    if n == 0:
-        return []
-    for tool in tools:
-        function = tool.get("function", {})
-        if function.get("name") == name:
-            names = list(function.get("parameters", {}).get("properties", {}))
-            if n <= len(names):
-                return names[:n]
-    raise Unreadable(f"expected the arguments of {name} by name")
+    names = list((schema_in(tools, name) or {}).get("properties", {}))
+    if n > len(names):
+        raise Unreadable(f"expected the arguments of {name} by name")
+    return names[:n]
 
 
 def _name(node: ast.expr) -> str:
@@ -186,7 +183,7 @@ def _read_gemma(text: str, at: int, tools: Sequence[ToolSchema]) -> tuple[list[T
 
 
 def _gemma_value(text: str, at: int, depth: int) -> tuple[Any, int]:
-    at = _skip(text, at)
+    at = skip_space(text, at)
     if depth > DEPTH_MAX:
         raise Unreadable("it is nested too deeply")
     if text.startswith(_QUOTE, at):
@@ -202,7 +199,7 @@ def _gemma_value(text: str, at: int, depth: int) -> tuple[Any, int]:
     closing = "}" if text[at] == "{" else "]"
     table: dict[str, Any] = {}
     items: list[Any] = []
-    at = _skip(text, at + 1)
+    at = skip_space(text, at + 1)
     while not text.startswith(closing, at):
         if table or items:
             if not text.startswith(",", at):
@@ -217,14 +214,8 @@ def _gemma_value(text: str, at: int, depth: int) -> tuple[Any, int]:
         else:
             item, at = _gemma_value(text, at, depth + 1)
             items.append(item)
-        at = _skip(text, at)
+        at = skip_space(text, at)
     return (table if closing == "}" else items), at + 1
-
-
-def _skip(text: str, at: int) -> int:
-    while at < len(text) and text[at] in " \t\r\n":
-        at += 1
-    return at
 
 
 def render_gemma(calls: Sequence[ToolCall]) -> str:
@@ -296,7 +287,7 @@ def _call_or_error(value: Any, one: Callable[[Any], ToolCall]) -> ToolCall | Cal
     try:
         return one(value)
     except Unreadable as error:
-        return CallError(f"The tool call could not be read: {error}.")
+        return CallError.of(error)
 
 
 def _require_close(text: str, at: int, close: str) -> None:
@@ -433,7 +424,7 @@ def _read_llama(text: str, at: int, tools: Sequence[ToolSchema]) -> tuple[list[T
             value, at = json_at(text, at)
             calls.append(call_of(value))
         except Unreadable as error:
-            calls.append(CallError(f"The tool call could not be read: {error}."))
+            calls.append(CallError.of(error))
             break
         at = _behind_gap(text, at)
     return calls, at

@@ -88,6 +88,6 @@ def _call(one: Any) -> ToolCall | CallError:
         function = one.get("function", one)
         return call(str(function["name"]), function["arguments"])
     except Unreadable as error:
-        return CallError(f"The tool call could not be read: {error}.")
+        return CallError.of(error)
     except (AttributeError, KeyError, TypeError) as error:
-        return CallError(f"The tool call could not be read: {type(error).__name__}.")
+        return CallError.of(type(error).__name__)

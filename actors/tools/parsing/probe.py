@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from actors.tools.parsing.base import Parsed, Thinking, ToolCall, ToolSchema, call_number, stated_call
+from actors.tools.parsing.base import REASONING, Parsed, Thinking, ToolCall, ToolSchema, call_number, stated_call
 
 _QUESTION, _SAID, _THOUGHT = "Probe question.", "Probe reply.", "Probe thought."
-_THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _PROPERTIES: Mapping[str, Any] = {
     name: {"type": kind, "description": "A value."}
     for name, kind in {"text": "string", "count": "integer", "ratio": "number", "flag": "boolean"}.items()
@@ -97,7 +96,7 @@ class TemplateProbe:
         """The marks around thoughts, and whether a prompt ends inside of them."""
         marks = dict(Thinking().marks)
         prompt = self.prompt
-        for key in _THINKING_KEYS:
+        for key in REASONING:
             for more in ({"content": _SAID}, {"content": "", "tool_calls": _stated(_CALLS[1][:1], as_text=False)}):
                 before, thought, after = self._text(more | {key: _THOUGHT}).rpartition(_THOUGHT)
                 added = before.removeprefix(prompt)
@@ -117,7 +116,7 @@ class TemplateProbe:
             for as_text in (False, True):
                 reply = self._reply(calls, {"content": "", "tool_calls": _stated(calls, as_text)})
                 found += [reply] if reply is not None else []
-        for key in _THINKING_KEYS if found else ():
+        for key in REASONING if found else ():
             stated = {"content": "", "tool_calls": _stated(_CALLS[1][:1], as_text=False)}
             thought = found[0].text
             for mark in (mark for pair in self.thinking.marks for mark in pair):

@@ -8,13 +8,12 @@ from typing import Any
 
 from actors.tools.parsing.base import Parsed, Thinking, ToolFormat, ToolSchema
 from actors.tools.parsing.formats import GEMMA, JSON_FORMATS, PYTHONIC
-from actors.tools.parsing.libraries import transformers_parser, vllm_parser
+from actors.tools.parsing.libraries import Parse, transformers_parser, vllm_parser
 from actors.tools.parsing.partial import PartialContent
 from actors.tools.parsing.probe import TemplateProbe
 from actors.tools.parsing.tag_formats import QWEN, TAG_FORMATS
 from pipeline.errors import ConfigurationError
 
-Read = Callable[[str, Sequence[ToolSchema], Thinking], Parsed]
 FORMATS: dict[str, ToolFormat] = {**JSON_FORMATS, **TAG_FORMATS, "pythonic": PYTHONIC, "gemma": GEMMA, "qwen": QWEN}
 """``qwen`` reads ``hermes`` and ``qwen_xml``. ``auto`` takes the first that reads what the template writes."""
 
@@ -23,7 +22,7 @@ FORMATS: dict[str, ToolFormat] = {**JSON_FORMATS, **TAG_FORMATS, "pythonic": PYT
 class Parser:
     """Parses replies: the first of ``reads`` that finds a call counts."""
 
-    reads: tuple[Read, ...]
+    reads: tuple[Parse, ...]
     thinking: Thinking = field(default_factory=Thinking)
     forms: tuple[ToolFormat, ...] = ()
     """The forms that ``reads`` are of; empty where another library parses, so that nobody knows where a call begins."""
@@ -55,7 +54,7 @@ def parser_of(name: str, template: str, tokenizer: Any, where: str = "parser", m
     return Parser(tuple(_parser(one, tokenizer, where) for one in names), thinking, forms)
 
 
-def _parser(name: str, tokenizer: Any, where: str) -> Read:
+def _parser(name: str, tokenizer: Any, where: str) -> Parse:
     if name in FORMATS:
         return FORMATS[name].parse
     if name == "transformers":
@@ -65,6 +64,12 @@ def _parser(name: str, tokenizer: Any, where: str) -> Read:
     raise ConfigurationError(
         f"{where}: expected auto, transformers, vllm:NAME or one of {', '.join(FORMATS)}, got {name!r}"
     )
+
+
+def marked_formats(template: str, tokenizer: Any) -> list[str]:
+    """Names of the forms whose marks the chat template or the tokenizer knows."""
+    known = " ".join([template, *getattr(tokenizer, "added_tokens_encoder", {})])
+    return [name for name, form in FORMATS.items() if form.mark.search(known)]
 
 
 def format_of_template(template: str, tokenizer: Any = None, where: str = "parser", model: str = "") -> str:
@@ -91,8 +96,7 @@ def format_of_template(template: str, tokenizer: Any = None, where: str = "parse
         fault = f"writes a call in a form that no parser reads: {replies[0].text[:200]!a}"
     else:
         fault = f"lists the tools and writes no call of them{f' ({probe.failure[:200]})' if probe.failure else ''}"
-    known = " ".join([template, *getattr(tokenizer, "added_tokens_encoder", {})])
-    marked = [name for name, form in FORMATS.items() if form.mark.search(known)]
+    marked = marked_formats(template, tokenizer)
     hint = f"; its marks are those of {' or '.join(marked)}" if marked else ""
     raise ConfigurationError(
         f"{where}: auto found no parser: the chat template of {model or tokenizer.name_or_path or 'the model'} "

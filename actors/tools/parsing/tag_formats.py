@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.tools.parsing.argument_types import typed, untyped
-from actors.tools.parsing.base import CallError, ToolCall, ToolFormat, ToolSchema, Unreadable, call, shown
+from actors.tools.parsing.base import CallError, ToolCall, ToolFormat, ToolSchema, Unreadable, call, schema_in, shown
 from actors.tools.parsing.formats import HERMES
 
 _BLANKS = {"NAME": r"(?P<name>[^<>{}\"\n]+)", "KEY": r"(?P<key>[^<>\"\n]+)", "TYPE": "(?P<type>true|false)"}
@@ -56,7 +56,7 @@ class Tags:
 
         def one(text: str, found: re.Match[str], tools: Sequence[ToolSchema]) -> tuple[ToolCall, int]:
             name, at = found["name"].strip(), found.end()
-            schema = _schema(tools, name)
+            schema = schema_in(tools, name)
             arguments: dict[str, Any] = {}
             while (begun := key.match(text, at)) is not None:
                 ended = text.find(value_end, begun.end())
@@ -109,14 +109,6 @@ def _pattern(written: str) -> re.Pattern[str]:
     for blank, pattern in _BLANKS.items():
         text = text.replace(blank, pattern, 1)
     return re.compile(text)
-
-
-def _schema(tools: Sequence[ToolSchema], name: str) -> Any:
-    for tool in tools:
-        function = tool.get("function", {})
-        if function.get("name") == name:
-            return function.get("parameters")
-    return None
 
 
 def _value(text: str, begun: re.Match[str], schema: Any) -> Any:

@@ -7,19 +7,21 @@ import copy
 import random
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.engine.base import Sampling
+from actors.engine.base import Generation, Sampling
 from actors.gateway.anthropic import MESSAGES, read_messages
 from actors.gateway.chat import CHAT, read_chat
-from actors.gateway.dialect import Dialect
+from actors.gateway.dialect import Dialect, ProgramAnswer
+from actors.gateway.reply import ChatReply, Choice
 from actors.gateway.requests import ParameterRules
 from actors.gateway.responses import RESPONSES, read_response
 from actors.servers.refusal import Refusal
-from pipeline.schema import Order, TrajectoryStatus
+from pipeline.schema import FinishReason, Order, TrajectoryStatus
 from tests.support.agent_programs import Caller, Serve, assert_exact, echoing, run_order, user
 from tests.support.stub_engine import StubEngine
 
@@ -142,6 +144,18 @@ def test_what_a_policy_of_text_cannot_read_is_refused_whatever_the_rules(dialect
     body = {**(MESSAGES_REQUEST if dialect is MESSAGES else RESPONSES_REQUEST), **more}
     with pytest.raises(Refusal):
         read(dialect, body, ParameterRules(unsupported="ignore"))
+
+
+def test_a_continued_response_has_every_message_where_its_instructions_are_empty() -> None:
+    call = read(RESPONSES, {"input": "say hello", "instructions": [{"type": "input_text", "text": ""}]})
+    choice = Choice(
+        ChatReply("hello", (), "stop"),
+        Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), (), FinishReason.STOP),
+    )
+    answer = ProgramAnswer("1" * 24, 0, "m", call, (choice,), 1, None)  # type: ignore[arg-type]
+    body = {"input": "again", "previous_response_id": f"resp_{answer.number}"}
+    further = RESPONSES.read(orjson.dumps(body), RUN, RULES, {answer.number: answer}.get)
+    assert [message.content for message in further.messages] == ["say hello", "hello", "again"]
 
 
 def test_fields_without_effect_are_named() -> None:

@@ -211,3 +211,13 @@ def test_actor_loads_a_plain_tokenizer_without_torch(tmp_path: Path, words: Any)
 def test_folder_without_a_tokenizer_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no tokenizer can be loaded"):
         load_tokenizer(tmp_path)
+
+
+def test_a_chat_template_that_is_no_utf_8_is_a_configuration_error(tmp_path: Path, words: Any) -> None:
+    words.save_pretrained(tmp_path)
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }} ｜", "utf-16")
+    with pytest.raises(ConfigurationError, match=r"model\.chat_template: .*chat\.jinja cannot be read"):
+        load_tokenizer(tmp_path, str(template))
+    template.write_text("{{ messages }} ｜", "utf-8")
+    assert load_tokenizer(tmp_path, str(template))[0].chat_template == "{{ messages }} ｜"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import Counter
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 import anyio
 import pytest
 
-from actors.sandboxes.base import Finished, SandboxOptions
+from actors.sandboxes.base import Finished, SandboxOptions, SandboxSettings
 from actors.sandboxes.bubblewrap import Bubblewrap
+from actors.sandboxes.container import Container
 from actors.sandboxes.registry import find_kind, given_as_word
 from actors.sandboxes.unconfined import Unconfined
 from pipeline.errors import ConfigurationError, PlugInError
+from pipeline.runtime.children import OrphanReaper
 from tests.support.sandbox_kinds import KINDS, SERVICE, WALLS, made, said, sandboxes_of
 
 pytestmark = pytest.mark.timeout(300)
@@ -163,6 +166,18 @@ def test_a_kind_that_cannot_work_is_told_with_the_key_and_the_remedy(
         find_kind(SandboxOptions(kind="bubblewrap"), "loop.sandbox")
     assert find_kind(SandboxOptions(), "loop.sandbox") is Unconfined
     assert "without a sandbox" in caplog.text
+
+
+async def test_a_container_whose_process_cannot_begin_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*arguments: Any, **more: Any) -> None:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr("actors.sandboxes.container.ChildGroup", refused)
+    options, reaper = SandboxOptions(kind="docker", image="any"), OrphanReaper(grace_seconds=0)
+    before = os.listdir("/dev/fd")
+    with pytest.raises(OSError):
+        await Container(SandboxSettings(options, None, (), (), None, reaper)).start()
+    assert os.listdir("/dev/fd") == before
 
 
 @pytest.mark.parametrize("kind", WALLS)
