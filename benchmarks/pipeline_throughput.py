@@ -6,41 +6,45 @@ same run.
     python -m benchmarks.pipeline_throughput --trajectories 8192 --tokens 2000 --turns 8
 
 Three real processes: an actor whose episodes are ready-made (each is encoded on its own, as an actor does), the real
-replay stage with its durable SQLite store, and a learner's end that decodes every trajectory, assembles every group
-and answers CONSUMED. The bare side is one PUSH and one PULL socket in two processes that move the same number of
-messages of the same size, once (Afterplay moves each trajectory twice, and makes it durable in between).
+replay stage with its durable SQLite store, and a learner's session that decodes every trajectory, assembles every group
+and answers CONSUMED, and makes no rows. The bare side is one PUSH and one PULL socket in two processes that move the
+same number of messages of the same size, once (Afterplay moves each trajectory twice, and makes it durable in between).
+CPU time is that of the whole process, for each trajectory; on shared cores it says more than the rates.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import multiprocessing
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import anyio
 import numpy as np
 import zmq
 
-from learner.process.session import GroupAssembler
+from benchmarks.replay_stage import sampled_by
+from learner.process.session import LearnerProgress, LearnerSession
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.load import dump, loads
 from pipeline.config.rollouts import OUTBOX_BYTES_MAX
 from pipeline.schema import SCHEMA_VERSION, FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
-from pipeline.schema.codec import decode_trajectory, encode_trajectory
-from pipeline.schema.orders import GroupPlan, Order, decode_request
+from pipeline.schema.codec import Limits, encode_trajectory
+from pipeline.schema.orders import Order, decode_request
+from pipeline.schema.record_file import n_bytes
 from pipeline.transport.messages import EventKind, Kind, WireMessage
 from pipeline.transport.outbox import Outbox
 from pipeline.transport.zeromq import open_link
 
 GROUPS, ROLLOUTS, SLOTS = 32, 8, 1024
+PROCESSES = ("actor", "stage", "learner")
 
 
 def ready_made(tokens: int, turns: int) -> Trajectory:
@@ -70,7 +74,7 @@ def ready_made(tokens: int, turns: int) -> Trajectory:
 
 async def act(config: RunConfig, tokens: int, turns: int) -> None:
     """An actor whose episodes take no time."""
-    template = ready_made(tokens, turns)
+    template, version = ready_made(tokens, turns), 0
     outbox: Outbox[str, WireMessage] = Outbox(OUTBOX_BYTES_MAX)
     async with open_link(config, "actor-0") as link:
         link.describe(
@@ -83,6 +87,9 @@ async def act(config: RunConfig, tokens: int, turns: int) -> None:
                 outbox.grant(message.header["credit_bytes"])
             elif event.kind is EventKind.MESSAGE and message is not None and message.kind is Kind.ORDER:
                 order = decode_request(Order, message.header)
+                if order.policy_version != version:
+                    version = order.policy_version
+                    template = replace(template, turns=tuple(sampled_by(version, turn) for turn in template.turns))
                 played = replace(template, trajectory_id=order.order_id, group_id=order.group_id, task=order.task)
                 answer = WireMessage(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, encode_trajectory(played))
                 outbox.add(order.order_id, answer, answer.n_bytes)
@@ -93,65 +100,38 @@ async def act(config: RunConfig, tokens: int, turns: int) -> None:
                 await link.send(item[1])
 
 
-async def learn(config: RunConfig) -> tuple[float, int]:
-    """The learner's end: seconds from the first to the last trained update, and the bytes of the trajectories in
+async def learn(config: RunConfig, pids: Sequence[int]) -> tuple[float, list[float]]:
+    """The learner's end: seconds from the first to the last trained update, and CPU seconds of these processes in
     between."""
-    assembler = GroupAssembler(config.groups.groups_per_step)
-    steps, n_bytes, started = config.run.total_steps, 0, 0.0
-    async with open_link(config, "learner") as link:
-        hello = {
-            "role": "learner",
-            "name": "learner",
-            "schema_version": SCHEMA_VERSION,
-            "session": "bench",
-            "updates": 0,
-        }
-        hello |= {
-            "durable_updates": 0,
-            "credit_groups": 4 * GROUPS,
-            "holding": [],
-            "consumed": [],
-        }
-        link.describe(hello)
-        update, numbers = 0, itertools.count(1)
+    async with open_link(config, "learner") as link, anyio.create_task_group() as tasks:
+        session = LearnerSession(link, config.groups, 4 * GROUPS, LearnerProgress(), Limits.of(config))
+        tasks.start_soon(session.run)
+        await session.welcome()
+        started, before = time.perf_counter(), list(map(cpu_seconds, pids))
+        await session.announce(0, 0)
+        for update in range(config.run.total_steps):
+            await session.ready(update)
+            await session.consumed(update)
+            await session.announce(update + 1, update + 1)
+            await session.checkpointed(update + 1)
+        seconds, after = time.perf_counter() - started, list(map(cpu_seconds, pids))
+        await session.bye("finished")
+        tasks.cancel_scope.cancel()
+    return seconds, [one - other for one, other in zip(after, before, strict=True)]
 
-        async def tell(kind: Kind, header: dict[str, Any]) -> None:
-            await link.send(WireMessage(kind, {**header, "number": next(numbers)}))
 
-        while update < steps:
-            event = await link.receive()
-            message = event.message
-            if event.kind is EventKind.CONNECTED:
-                await tell(Kind.VERSION, {"policy_version": 0, "updates": 0})
-                started = time.perf_counter()
-            if event.kind is not EventKind.MESSAGE or message is None:
-                continue
-            if message.kind is Kind.PLAN:
-                assembler.plan(decode_request(GroupPlan, message.header), message.header["update"])
-            elif message.kind is Kind.DELIVERY:
-                h = message.header
-                n_bytes += message.n_bytes
-                trajectory = decode_trajectory(message.frames)
-                assembler.deliver(h["group_id"], h["index"], trajectory, h["reward"], h["rewards"])
-            while update < steps and assembler.ready(update):
-                groups = assembler.take(update)
-                names = [g.group_id for g in groups]
-                await tell(Kind.CONSUMED, {"update": update, "group_ids": names})
-                assembler.consumed(update)
-                update += 1
-                await tell(Kind.VERSION, {"policy_version": update, "updates": update})
-                await tell(Kind.CHECKPOINTED, {"updates": update})
-        seconds = time.perf_counter() - started
-        await link.send(WireMessage(Kind.BYE, {"reason": "finished"}))
-    return seconds, n_bytes
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process until now, of Linux."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def run_actor(config: RunConfig, tokens: int, turns: int) -> None:
     anyio.run(act, config, tokens, turns, backend_options={"use_uvloop": True})
 
 
-def through_afterplay(trajectories: int, tokens: int, turns: int) -> tuple[float, int]:
-    """Seconds and bytes for ``trajectories`` (rounded to whole updates), and how many there were."""
+def through_afterplay(trajectories: int, tokens: int, turns: int) -> tuple[float, list[float]]:
+    """Seconds for each of ``trajectories`` (rounded to whole updates); CPU seconds of actor, stage and learner."""
     steps = max(1, trajectories // (GROUPS * ROLLOUTS))
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
@@ -174,12 +154,15 @@ def through_afterplay(trajectories: int, tokens: int, turns: int) -> tuple[float
         )
         actor.start()
         try:
-            seconds, n_bytes = anyio.run(learn, config, backend_options={"use_uvloop": True})
+            assert actor.pid is not None
+            pids = actor.pid, stage.pid, os.getpid()
+            seconds, cpu = anyio.run(learn, config, pids, backend_options={"use_uvloop": True})
         finally:
             actor.kill()
             stage.terminate()
             stage.wait(20)
-    return seconds / (steps * GROUPS * ROLLOUTS), n_bytes // (steps * GROUPS * ROLLOUTS)
+    n = steps * GROUPS * ROLLOUTS
+    return seconds / n, [one / n for one in cpu]
 
 
 def push(address: str, size: int, count: int) -> None:
@@ -214,13 +197,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--turns", type=int, default=8)
     arguments = parser.parse_args()
-    ours, size = through_afterplay(arguments.trajectories, arguments.tokens, arguments.turns)
+    size = sum(map(n_bytes, encode_trajectory(ready_made(arguments.tokens, arguments.turns))))
+    ours, cpu = through_afterplay(arguments.trajectories, arguments.tokens, arguments.turns)
     bare = through_zeromq(size, arguments.trajectories)
     print(f"trajectories of {arguments.tokens} tokens, {arguments.turns} turns, {size} bytes")
     for name, seconds in (("bare ZeroMQ, one hop", bare), ("actor → replay (durable) → learner", ours)):
         print(
             f"{name:36}{1 / seconds:10.0f} trajectories/s{size / seconds / 1e6:10.1f} MB/s{1e6 * seconds:9.1f} µs each"
         )
+    print("CPU: " + ", ".join(f"{name} {1e6 * one:.0f} µs" for name, one in zip(PROCESSES, cpu, strict=True)))
     print(f"share of bare ZeroMQ's rate: {bare / ours:.3f}")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -129,7 +129,7 @@ class Actor:
         self._changed = anyio.Event()
         self._blocked_since: float | None = None
         self._group: TaskGroup | None = None
-        link.describe(_Hello(self._hello))
+        link.describe(self._hello)
 
     @property
     def environments(self) -> Mapping[str, EnvironmentHost]:
@@ -414,19 +414,3 @@ class Actor:
     async def _send_engines(self, engines: dict[str, Any]) -> None:
         if self.connected:
             await self._link.send(WireMessage(Kind.ENGINES, {"engines": engines}))
-
-
-class _Hello(Mapping[str, Any]):
-    """The header of HELLO, read when it is sent."""
-
-    def __init__(self, read: Callable[[], Mapping[str, Any]]) -> None:
-        self._read = read
-
-    def __getitem__(self, key: str) -> Any:
-        return self._read()[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read())
-
-    def __len__(self) -> int:
-        return len(self._read())

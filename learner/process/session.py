@@ -252,7 +252,7 @@ class LearnerSession:
         self._trained: dict[int, Trained] = {}
         """Facts of the updates in the log."""
         self._sending = anyio.Lock()
-        self._link.describe(self.hello())
+        self._link.describe(self.hello)
 
     def hello(self) -> dict[str, Any]:
         """Header of HELLO."""
@@ -448,6 +448,5 @@ class LearnerSession:
         await self._flush()
 
     def _notify(self) -> None:
-        self._link.describe(self.hello())
         changed, self._changed = self._changed, anyio.Event()
         changed.set()

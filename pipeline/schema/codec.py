@@ -55,7 +55,6 @@ from pipeline.schema.trajectory import (
     Turn,
     VersionSpan,
     are_sampled_logprobs,
-    are_tiles,
     experts_of,
 )
 
@@ -305,15 +304,16 @@ def _decode_turns(
     """
     ids.flags.writeable = logprobs.flags.writeable = False
     sound = (not len(ids) or ids.min() >= 0) and are_sampled_logprobs(logprobs)
-    build = partial(_build_turns, headers, ids, logprobs, spans, experts, sound)
     try:
-        checked = sound and _are_sound(headers, len(ids), len(logprobs), spans)
+        sound = sound and _are_sound(headers, len(ids), len(logprobs), spans)
     except (KeyError, TypeError, AttributeError, WireError):
-        checked = False
-    if not checked:
+        sound = False
+    build = partial(_build_turns, headers, ids, logprobs, spans, experts, sound)
+    if not sound:
         return build()
+    trained = any(header["n"][1] for header in headers if header.get("trained", True))
     versions = [version for _, _, version in spans]
-    return DecodedTurns(build, len(headers), (min(versions), max(versions)) if versions else None)
+    return DecodedTurns(build, len(headers), trained, (min(versions), max(versions)) if versions else None)
 
 
 def _are_sound(headers: list[dict[str, Any]], n_ids: int, n_logprobs: int, spans: list[list[int]]) -> bool:
@@ -361,8 +361,9 @@ def _build_turns(
     experts: ExpertArray | None,
     sound: bool,
 ) -> tuple[Turn, ...]:
-    """The turns of :func:`_decode_turns`. ``sound``: ids and log-probabilities need no check."""
+    """The turns of :func:`_decode_turns`. ``sound``: their spans need no check."""
     turns = []
+    span = _span if sound else TokenSpan
     at_id = at_logprob = at_span = 0
     for header in headers:
         n_context, n_completion, n_spans = _lengths(header["n"])
@@ -371,7 +372,6 @@ def _build_turns(
         if end > len(ids) or end_logprob > len(logprobs) or end_span > len(rows):
             raise _lengths_disagree(end, end_logprob, end_span, ids, logprobs, rows)
         versions = tuple([VersionSpan(*row) for row in rows[at_span:end_span]])
-        span = _span if sound and are_tiles(versions, n_completion) else TokenSpan
         turns.append(
             Turn(
                 span(_CONTEXT, ids[at_id:middle]),

@@ -368,15 +368,17 @@ class Turn:
 class DecodedTurns(Sequence[Turn]):
     """Turns that were checked as a whole, and are built when one is first asked for.
 
-    The replay stage looks at no turn of most trajectories, and building them costs three times as much as checking.
+    The replay stage looks at no turn of most trajectories, the learner not before it makes rows, and building them
+    costs three times as much as checking.
     """
 
-    __slots__ = ("_build", "_turns", "n_turns", "version_range")
+    __slots__ = ("_build", "_turns", "n_turns", "trained", "version_range")
 
     def __init__(
-        self, build: Callable[[], tuple[Turn, ...]], n_turns: int, version_range: tuple[int, int] | None
+        self, build: Callable[[], tuple[Turn, ...]], n_turns: int, trained: bool, version_range: tuple[int, int] | None
     ) -> None:
-        self._build, self.n_turns, self.version_range = build, n_turns, version_range
+        """``trained``: a turn that is trained has sampled tokens."""
+        self._build, self.n_turns, self.trained, self.version_range = build, n_turns, trained, version_range
         self._turns: tuple[Turn, ...] | None = None
 
     def __len__(self) -> int:
@@ -537,7 +539,10 @@ class Trajectory:
     def usable(self) -> bool:
         """True if it may be trained once it has a reward: it ended by itself or by a limit, and sampled tokens to
         train."""
-        trained = any(len(turn.completion) for turn in self.turns if turn.trained)
+        if isinstance(self.turns, DecodedTurns):
+            trained = self.turns.trained
+        else:
+            trained = any(len(turn.completion) for turn in self.turns if turn.trained)
         return self.status in (TrajectoryStatus.COMPLETE, TrajectoryStatus.TRUNCATED) and trained
 
     @property

@@ -91,7 +91,7 @@ class StalenessLedger:
     def version_max(self) -> int:
         """Newest version that an engine may serve already: after the newest one announced, one for each update that the
         learner has made or has groups for, and one for each of its starts."""
-        unannounced = self.consumed - (self.live or 0) + len(set(self.placed.values()))
+        unannounced = self.consumed - (self.live or 0) + sum(n > 0 for n in self._filled.values())
         return self.policy_version + unannounced + self.learner_starts
 
     @property
@@ -189,7 +189,7 @@ class StalenessLedger:
             if self.placed.pop(group, None) is not None:
                 self._filled[update] -= 1
         self.consumed = max(self.consumed, update + 1)
-        self._unplaced = +self._unplaced  # without the deadlines that no group has any more
+        self._unplaced, self._filled = +self._unplaced, +self._filled  # without what no group has any more
 
     def cancel(self, group: int) -> None:
         """The group will not be trained; its slot is free again. Unknown groups are ignored."""

@@ -6,7 +6,7 @@ Its state of the connection is pure and owns no socket.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
@@ -129,8 +129,7 @@ class Link(Endpoint):
     """The side that connects, under a name that is stable over restarts of the connection. Use as an async context
     manager.
 
-    The first HELLO goes out after the first ``describe``. A mapping given to it is read at each HELLO, so a live one
-    stays true.
+    The first HELLO goes out after the first ``describe``.
 
     *Consumes* messages while its mailbox has room. *Produces* events; after a final REFUSED (also: "another process
     took your name") ``receive`` and ``send`` raise :class:`TransportClosed` with the hub's reason. *Waits*: ``send``
@@ -154,7 +153,7 @@ class Link(Endpoint):
         self._id = secrets.token_hex(8)
         self._wire = wire
         self._session = Session(limits)
-        self._hello: Mapping[str, Any] = {}
+        self._hello: Callable[[], Mapping[str, Any]] = dict
         self._described = anyio.Event()
 
     async def __aenter__(self) -> Self:
@@ -177,9 +176,9 @@ class Link(Endpoint):
             self._session.end_reason or self._session.down_reason or f"waiting for the answer of {self._wire.address}"
         )
 
-    def describe(self, hello: Mapping[str, Any]) -> None:
-        """Set the header of the HELLO that is sent on every (re)connection; call it whenever the state changes."""
-        self._hello = hello
+    def describe(self, hello: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
+        """Set the header of the HELLO that is sent on every (re)connection. A function is asked at each."""
+        self._hello = hello if callable(hello) else lambda: hello
         self._described.set()
 
     def reconnect(self, reason: str) -> None:
@@ -228,7 +227,7 @@ class Link(Endpoint):
     def _greet(self) -> bool:
         greeting = self._session.greeting + 1
         own = {"name": self.name, "link": self._id, "greeting": greeting}
-        header = {"schema_version": SCHEMA_VERSION, **self._hello, **own}
+        header = {"schema_version": SCHEMA_VERSION, **self._hello(), **own}
         try:
             frames = encode_message(WireMessage(Kind.HELLO, header), self._limits)
         except LimitExceeded as error:

@@ -39,11 +39,15 @@ class Wire:
     """A link whose other end is the test."""
 
     def __init__(self):
-        self.hello, self.sent, self.reconnections = {}, [], []
+        self.sent, self.reconnections = [], []
         self._queue: asyncio.Queue[Event] = asyncio.Queue(100)
 
-    def describe(self, header):
-        self.hello = orjson.loads(orjson.dumps(header))
+    def describe(self, hello):
+        self._hello = hello
+
+    @property
+    def hello(self):
+        return orjson.loads(orjson.dumps(self._hello()))
 
     async def receive(self):
         return await self._queue.get()

@@ -110,6 +110,19 @@ def test_no_group_is_trained_later_than_its_bound(
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 4), st.integers(1, 4), choices)
+def test_newest_version_counts_each_update_that_has_groups_once(
+    bound: int, groups_per_step: int, script: list[tuple[int, int]]
+) -> None:
+    history = History(bound, groups_per_step)
+    for choice, pick in script:
+        history.step(choice, pick)
+        batches = history.batches
+        unannounced = batches.consumed - (batches.live or 0) + len(set(batches.placed.values()))
+        assert batches.version_max == batches.policy_version + unannounced + batches.learner_starts
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 4), st.integers(1, 4), choices)
 def test_the_rule_never_blocks_for_ever(bound: int, groups_per_step: int, script: list[tuple[int, int]]) -> None:
     history = History(bound, groups_per_step)
     for choice, pick in script:

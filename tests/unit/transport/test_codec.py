@@ -211,7 +211,7 @@ def outcome(frames) -> list[Any]:
         decoded = decode_trajectory(frames)
     except (WireError, SchemaError) as error:
         return [type(error), str(error)]
-    return [plain(dataclasses.replace(decoded, turns=tuple(decoded.turns))), decoded.version_range()]
+    return [plain(dataclasses.replace(decoded, turns=tuple(decoded.turns))), decoded.version_range(), decoded.usable]
 
 
 @fast
@@ -251,7 +251,8 @@ def test_foreign_orders_and_plans_raise_our_errors(header):
 def test_turns_are_built_once_when_one_is_asked_for():
     decoded = decode_trajectory(EXAMPLE)
     assert isinstance(decoded.turns, DecodedTurns)
-    assert len(decoded.turns) == 3 and decoded.version_range() == (1, 2) and decoded.turns._turns is None
+    assert len(decoded.turns) == 3 and decoded.version_range() == (1, 2) and decoded.usable
+    assert decoded.turns._turns is None
     assert (
         decoded.turns[-1] is decoded.graded_turn is list(decoded.turns)[2]
         and decoded.turns[:2] == (*decoded.turns,)[:2]

@@ -345,9 +345,15 @@ async def test_only_the_answer_to_its_last_hello_connects_a_link(face):
         assert connected.kind is EventKind.CONNECTED and connected.message.header["n"] == 2
 
 
-async def test_a_link_that_reconnects_greets_again(face):
+async def test_a_link_that_reconnects_greets_again_with_what_is_true_then(face):
+    asked = []
+
+    def hello():
+        asked.append(len(asked))
+        return {"role": "actor", "asked": asked[-1]}
+
     async with face.hub() as hub, face.link("a", hub) as link:
-        link.describe({"role": "actor"})
+        link.describe(hello)
         first = (await hub.receive()).message.header["greeting"]
         await hub.send("a", WireMessage(Kind.WELCOME, {"greeting": first}))
         assert (await link.receive()).kind is EventKind.CONNECTED
@@ -355,7 +361,7 @@ async def test_a_link_that_reconnects_greets_again(face):
         assert (await link.receive()).kind is EventKind.DISCONNECTED
         while (event := await hub.receive()).kind is not EventKind.PEER_UP:
             assert event.kind is EventKind.PEER_DOWN
-        assert event.message.header["greeting"] == first + 1
+        assert (event.message.header["greeting"], event.message.header["asked"]) == (first + 1, 1)
 
 
 async def test_the_answer_to_the_first_hello_of_a_process_does_not_connect_the_one_that_follows_it(face):
