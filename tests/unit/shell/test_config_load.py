@@ -104,8 +104,11 @@ def test_a_list_element_can_be_set():
         ("\nlearnr: {}", "run.yaml, line 2: unknown key learnr; did you mean learner?"),
         (
             "learner:\n  temperature: 1",
-            "run.yaml, line 2: unknown key learner.temperature; did you mean sampling.temperature?",
+            "run.yaml, line 2: unknown key learner.temperature; there are sampling.temperature and "
+            "evaluation.temperature, and learner has device",
         ),
+        ("groups: {tasks: 1}", "unknown key groups.tasks; there is evaluation.tasks, and groups has n_rollout"),
+        ("replay: {seed: 1}", "unknown key replay.seed; there is run.seed, and replay has enabled"),
         ("stage: {zzz: 1}", "stage has address"),
         ("environments: {a: {weigth: 1}}", "environments.a.weigth; did you mean environments.a.weight?"),
         ("groups:\n  n_rollout: 0", "line 2: groups.n_rollout: expected greater than or equal to 1, got 0"),
