@@ -186,7 +186,7 @@ def config_in_pods(config: RunConfig, name: str) -> RunConfig:
     return config.updated(
         engine=engine,
         run={"directory": Path("/runs"), "id": config.run.id or name},
-        stage={"address": address, "store": "/store/replay.sqlite", "curve": Path("/keys")},
+        stage={"address": address, "store": Path("/store/replay.sqlite"), "curve": Path("/keys")},
         metrics={"host": "0.0.0.0", "port": METRICS_PORT},
     )
 

@@ -221,6 +221,11 @@ def test_resolving_fixes_what_several_processes_must_know(tmp_path, monkeypatch)
     assert config.run.path == tmp_path / "runs" / "run"
     assert config.metrics.port == 0
     assert resolve(config) == config
+    config = resolve(
+        loads("learner: {reference: {source: folder, folder: teacher}}\nstage: {store: s/rollouts.sqlite}")
+    )
+    assert config.stage.store == tmp_path / "s" / "rollouts.sqlite"
+    assert config.learner.reference.folder == tmp_path / "teacher"
 
 
 def test_a_path_may_begin_at_the_home_folder(monkeypatch):
@@ -229,11 +234,13 @@ def test_a_path_may_begin_at_the_home_folder(monkeypatch):
         "environments: {q: {name: question, tasks_from: {kind: huggingface, path: ~/data}}}\n"
         "scorer: {functions: [{path: exact}]}\n"
         "loss: {supervised: {weight: 1, source: file, demonstrations: ~/shown.jsonl}}\n"
-        "learner: {reference: {source: folder, folder: ~/model}}\nstage: {curve: ~/keys}\nrun: {directory: ~/runs}"
+        "learner: {reference: {source: folder, folder: ~/model}}\n"
+        "stage: {curve: ~/keys, store: ~/s.sqlite}\nrun: {directory: ~/runs}"
     )
     paths = (config.environments["q"].tasks_from.path, config.loss.supervised.demonstrations, config.stage.curve)
     assert [str(path) for path in paths] == ["/home/me/data", "/home/me/shown.jsonl", "/home/me/keys"]
     assert (str(config.learner.reference.folder), str(config.run.directory)) == ("/home/me/model", "/home/me/runs")
+    assert str(config.stage.store) == "/home/me/s.sqlite"
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
 
 
