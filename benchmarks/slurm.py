@@ -93,7 +93,8 @@ class Job:
         """The node of each process that runs, but for those that end by themselves at the start."""
         lines = self.cluster.command("squeue", "-h", "-s", "-j", self.number, "-o", "%j %N").splitlines()
         others = ("batch", "extern", WATCH, "prepare", "preflight")
-        return {name: node for name, node in (line.split() for line in lines) if name not in others}
+        found = ((name.partition("@")[0], node) for name, node in (line.split() for line in lines))
+        return {name: node for name, node in found if name not in others}
 
     def places_at(self, step: int) -> dict[str, str]:
         """The node of each process at ``step`` or later, once the preflight has ended."""

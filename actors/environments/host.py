@@ -13,7 +13,6 @@ import asyncio
 import copy
 import inspect
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,6 +29,7 @@ from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout, boundary, explained
 from pipeline.runtime.plugin_limits import BlockingCalls, kept_running
 from pipeline.schema import ROLES, Message, Task
+from pipeline.schema.trajectory import finite_number
 from pipeline.tasks.splits import encode_splits
 
 log = logging.getLogger(__name__)
@@ -222,12 +222,9 @@ class EnvironmentHost:
         return tuple(map(_valid, messages))
 
     def _number(self, value: Any, what: str) -> float:
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise self._wrong(STEP, f"{what} to be a number", value) from None
-        if not math.isfinite(number):
-            raise self._wrong(STEP, f"{what} to be finite", value)
+        number = finite_number(value)
+        if number is None:
+            raise self._wrong(STEP, f"{what} to be a finite number", value)
         return number
 
     def _wrong(self, where: str, expected: str, came: Any) -> PlugInError:

@@ -39,6 +39,15 @@ class Prompt:
         return self.call.token_ids if self.conversation is None else self.conversation.prompt_ids
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A reply as the program gets it, its text as it was sampled, and numbers about it."""
+
+    reply: ChatReply
+    completed: Completed
+    signals: dict[str, float]
+
+
 @dataclass(slots=True, eq=False)
 class _Branch:
     """A branch, and the keys that identify its next call."""
@@ -99,10 +108,9 @@ class ChatRecorder:
         self._open[call.number] = prompt.call, branch
         return call
 
-    def finish(
-        self, call: PendingCall, generation: Generation, temperature: float, stop: Sequence[str] = ()
-    ) -> ChatReply:
-        """The engine has answered: it is a turn from here on. ``stop``: texts that the reply is truncated before."""
+    def read(self, call: PendingCall, generation: Generation, stop: Sequence[str] = ()) -> Reading:
+        """The engine's answer, read. ``stop``: texts that the reply is truncated before. It changes nothing, and raises
+        what the tokenizer or the parser raises."""
         asked = self._open[call.number][0]
         completed = self._recorder.renderer.completed(generation.token_ids.tolist())
         text, stopped = completed.text, ""
@@ -113,10 +121,15 @@ class ChatRecorder:
         thought, end = thought_of(_prompt_text(call), reply.content)
         reply = replace(reply, stop=stopped, thought=thought, thought_end=end)
         signals = {"tool_calls": float(len(reply.tool_calls)), "unreadable_calls": float(unreadable)}
-        tip = self._recorder.finish(call, generation, completed, temperature, signals)
+        return Reading(reply, completed, signals)
+
+    def finish(self, call: PendingCall, generation: Generation, temperature: float, reading: Reading) -> ChatReply:
+        """The engine's answer is a turn from here on."""
+        asked, reply = self._open[call.number][0], reading.reply
+        tip = self._recorder.finish(call, generation, reading.completed, temperature, reading.signals)
         branch = self._branches[call.branch] = _Branch(tip, tip.ids)
         if not asked.token_ids:
-            self._replies[reply.key] = completed
+            self._replies[reply.key] = reading.completed
             branch.keys = (*asked.keys, reply.key)
             branch.tools = tools_key(asked.tools)
             branch.parsed = reply.message if reply.tool_calls else None

@@ -95,10 +95,11 @@ class ProgramCommand:
                 with boundary(SANDBOX):
                     await sandbox.put({path: text.encode() for path, text in files.items()})
             finished = await self._finished(sandbox, session, command, deadline - anyio.current_time())
-            if files is not None:
+            too_many = files is not None and finished.limit == "disk"  # no command can read them
+            if files is not None and not too_many:
                 session.files = await taken(sandbox, files)
         session.stderr = finished.stderr.decode(errors="replace")
-        if session.report is not None:
+        if session.report is not None and not too_many:
             return session.report
         if finished.limit == "time":
             raise hung(session)

@@ -395,30 +395,32 @@ class Session:
             part.tokens = sampled
 
     def _record(self, exchange: Exchange) -> None:
-        """The replies are turns from here on. One that the tokenizer or the parser cannot take is the exchange's
-        error."""
-        call, choices, told = exchange.call, [], []
+        """The replies are turns from here on. One that the tokenizer or the parser cannot take is the exchange's error,
+        and none of them is a turn."""
+        call, choices, told, sampled = exchange.call, [], [], []
         parts, exchange.parts = exchange.parts, []
-        for part in parts:
-            assert part.completion is not None
-            generation, temperature = part.completion.generation, self.policy.sampling.temperature
-            try:
-                self.require_open()
-                reply = self._recording.finish(part.pending, generation, temperature, call.stop)
-            except Refusal as refusal:
-                exchange.error = refusal
-            except Exception as error:
-                self._recording.fail(part.pending)
-                words = f"the reply cannot be read: {type(error).__name__}: {error}"
-                exchange.error = Refusal(500, words, code="unreadable_reply")
-                exchange.error.__cause__ = error
-            else:
-                choices.append(Choice(reply, generation))
-                ids = generation.token_ids.tolist()
-                told.append((*call.keys, reply.key) if call.keys else (*call.token_ids, *ids))
+        try:
+            self.require_open()
+            for part in parts:
+                assert part.completion is not None
+                generation = part.completion.generation
+                sampled.append((part.pending, generation, self._recording.read(part.pending, generation, call.stop)))
+        except Refusal as refusal:
+            exchange.error = refusal
+        except Exception as error:
+            words = f"the reply cannot be read: {type(error).__name__}: {error}"
+            exchange.error = Refusal(500, words, code="unreadable_reply")
+            exchange.error.__cause__ = error
         if exchange.error is not None:
+            for part in parts:
+                self._recording.fail(part.pending)
             self._repeats.forget(exchange)
             return
+        for pending, generation, reading in sampled:
+            reply = self._recording.finish(pending, generation, self.policy.sampling.temperature, reading)
+            choices.append(Choice(reply, generation))
+            ids = generation.token_ids.tolist()
+            told.append((*call.keys, reply.key) if call.keys else (*call.token_ids, *ids))
         assert exchange.begun is not None
         exchange.told = tuple(told)
         exchange.begun = exchange.answer = replace(exchange.begun, choices=tuple(choices))

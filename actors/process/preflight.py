@@ -431,11 +431,14 @@ def _continue(renderer: Renderer, conversation: Conversation, append: bool) -> N
 def _compare(name: str, n_tokens: int, config: RunConfig, found: Findings) -> None:
     context_max, turn_max = config.context_max, config.sampling.max_tokens
     episode_max = config.environments[name].max_tokens
-    for key, most in (("model.max_length", context_max), (f"environments.{name}.max_tokens", episode_max)):
+    reserved = config.model.max_length - context_max
+    limits = (("model.max_length", context_max, reserved), (f"environments.{name}.max_tokens", episode_max, 0))
+    for key, most, more in limits:
         if n_tokens >= most:
+            needed = n_tokens + turn_max + more
             found.problems.append(
                 f"environments.{name}: expected a first prompt shorter than {key} ({most} tokens), got {n_tokens} "
-                f"tokens with the tool schemas: set {key} to at least {n_tokens + turn_max}, or shorten the prompt"
+                f"tokens with the tool schemas: set {key} to at least {needed}, or shorten the prompt"
             )
             return
     found.notes.append(f"environments.{name}: the first prompt has {n_tokens} of {context_max} tokens")

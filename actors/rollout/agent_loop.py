@@ -27,13 +27,11 @@ In the loops ``multi_turn`` and ``single_turn`` only the environment answers the
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from numbers import Real
 from typing import Any, Protocol
 
 from actors.environments.base import Episode, Reply, Step
@@ -46,6 +44,7 @@ from actors.tools.parsing.base import ToolSchema
 from pipeline.errors import PlugInError
 from pipeline.runtime.plugin_limits import TaskOwner
 from pipeline.schema import ROLES, Message, Task, TrajectoryStatus
+from pipeline.schema.trajectory import finite_number
 
 
 class Limit(StrEnum):
@@ -247,11 +246,8 @@ def checked_answer(answer: Any) -> Answer:
         raise wrong("Answer.messages to say something unless the episode ends", answer.messages)
     if not isinstance(answer.signals, Mapping):
         raise wrong("Answer.signals to be a mapping of names to numbers", answer.signals)
-    for name, value in (("reward", answer.reward), *answer.signals.items()):
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise wrong(f"Answer's {name} to be a finite number", value)
-    signals = {name: float(value) for name, value in answer.signals.items()}
-    return replace(answer, reward=float(answer.reward), signals=signals)
+    signals = {name: _number(name, value) for name, value in answer.signals.items()}
+    return replace(answer, reward=_number("reward", answer.reward), signals=signals)
 
 
 def checked_history(messages: Any) -> tuple[Message, ...]:
@@ -259,6 +255,13 @@ def checked_history(messages: Any) -> tuple[Message, ...]:
     if not isinstance(messages, list | tuple) or not messages or not _are_messages(messages):
         raise wrong("rewrite() to return Messages, at least one", messages)
     return tuple(messages)
+
+
+def _number(name: str, value: Any) -> float:
+    number = finite_number(value)
+    if number is None:
+        raise wrong(f"Answer's {name} to be a finite number", value)
+    return number
 
 
 def _are_messages(messages: Any) -> bool:

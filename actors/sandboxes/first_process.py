@@ -195,6 +195,7 @@ class Command:
                     limit, looked = exceeded(self._settings), now
                 limit = limit or ("time" if now >= self._deadline else None)
             code = self._end(code)
+            limit = limit or exceeded(self._settings)  # of files, which stay, it may have made too many since
             for file in self._read:
                 while file in files.get_map() and self._take(file):
                     pass

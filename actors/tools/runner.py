@@ -9,12 +9,10 @@ with a mark at the cut.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, Literal, Protocol
 
 import anyio
@@ -24,6 +22,7 @@ from actors.tools.base import Check, Tool, ToolError, ToolResult
 from actors.tools.parsing.base import CallError, ToolCall
 from pipeline.errors import PlugInError, boundary, described, is_failure, traceback_of
 from pipeline.schema import Task
+from pipeline.schema.trajectory import finite_number
 
 log = logging.getLogger(__name__)
 
@@ -282,7 +281,12 @@ def _checked(result: Any) -> ToolResult:
         raise _WrongValue(f"expected ToolResult.text to be text, got {repr(result.text)[:200]}")
     if not isinstance(result.signals, Mapping):
         raise _WrongValue(f"expected ToolResult.signals to be a mapping, got {repr(result.signals)[:200]}")
-    for name, value in (("reward", result.reward), *result.signals.items()):
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise _WrongValue(f"expected {name} to be a finite number, got {repr(value)[:200]}")
-    return ToolResult(result.text, float(result.reward), {str(k): float(v) for k, v in result.signals.items()})
+    reward = _number("reward", result.reward)
+    return ToolResult(result.text, reward, {str(k): _number(k, v) for k, v in result.signals.items()})
+
+
+def _number(name: str, value: Any) -> float:
+    number = finite_number(value)
+    if number is None:
+        raise _WrongValue(f"expected {name} to be a finite number, got {repr(value)[:200]}")
+    return number

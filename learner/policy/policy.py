@@ -361,10 +361,21 @@ def _without_dropout(model: torch.nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
+def _require_plain_head(model: Any) -> None:
+    """Raise :class:`ConfigurationError` for weights between the hidden states and the output layer."""
+    applied = {id(p) for part in (model.base_model, model.get_output_embeddings()) for p in part.parameters()}
+    if others := [name for name, p in model.named_parameters() if id(p) not in applied]:
+        raise ConfigurationError(
+            f"model.source: expected a model whose logits are those of one output layer, got {type(model).__name__}, "
+            f"which has {others[0]} before it: take another model"
+        )
+
+
 class Policy(Backbone):
     """A causal language model that scores sampled tokens.
 
-    With ``config.lora.rank`` only adapters are trained; ``adapter_folder`` holds those to resume from.
+    With ``config.lora.rank`` only adapters are trained; ``adapter_folder`` holds those to resume from. Raises
+    :class:`ConfigurationError` for a model whose output layer is more than one matrix.
     """
 
     def __init__(
@@ -376,6 +387,7 @@ class Policy(Backbone):
         dtype: torch.dtype = torch.float32,
         adapter_folder: Path | None = None,
     ) -> None:
+        _require_plain_head(model)
         self.adapters: Adapters | None = None
         if config.lora.rank:
             from learner.policy.lora import Adapters  # peft takes seconds to import
@@ -533,4 +545,5 @@ class Policy(Backbone):
         scales = [getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier")]
         scaling = getattr(config, "logits_scaling", None) or 1.0
         scale = math.prod(scales) * (scaling if config.model_type == "hyperclovax" else 1.0 / scaling)
-        return Head(layer.weight, getattr(layer, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
+        caps = [getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap")]
+        return Head(layer.weight, getattr(layer, "bias", None), scale, caps[0] or caps[1])

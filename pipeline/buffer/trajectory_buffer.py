@@ -103,6 +103,8 @@ class TrajectoryBuffer:
         """Guards everything above; held for moments."""
         self._adding = threading.Lock()
         """Held by whoever adds, and by a save until it has its copy of the index."""
+        self._saving = threading.Lock()
+        """Held by whoever saves: no checkpoint replaces a newer one, or lacks segments that it needs."""
         self._lock: FileLock | None = None
         self._writer: BackgroundWriter | None = None
         if directory is not None:
@@ -183,21 +185,21 @@ class TrajectoryBuffer:
         """Write a checkpoint of index, counters and random state: in place, or as a whole copy in another directory
         (the only way without a directory of its own). Killed at any moment, the checkpoint before is still readable.
         """
-
-        if directory is not None and directory != self.directory:
-            state, blocks = self.snapshot()
-            try:
-                write_copy(directory, state, lambda row: blocks.get(int(row[0])) or self._stored(row))
-            finally:
-                self._segments.saving = frozenset()
-            return
-        if self.directory is None:
-            raise StoreError("expected a directory to save a buffer that is in memory, got none")
-        state, _ = self.snapshot()
-        write_checkpoint(self.directory, state)
-        with self._state:
-            self._segments.checkpointed, self._segments.saving = state.segments, frozenset()
-            self._remove_empty_segments()
+        with self._saving:
+            if directory is not None and directory != self.directory:
+                state, blocks = self.snapshot()
+                try:
+                    write_copy(directory, state, lambda row: blocks.get(int(row[0])) or self._stored(row))
+                finally:
+                    self._segments.saving = frozenset()
+                return
+            if self.directory is None:
+                raise StoreError("expected a directory to save a buffer that is in memory, got none")
+            state, _ = self.snapshot()
+            write_checkpoint(self.directory, state)
+            with self._state:
+                self._segments.checkpointed, self._segments.saving = state.segments, frozenset()
+                self._remove_empty_segments()
 
     def snapshot(self) -> tuple[Checkpoint, dict[int, bytes | memoryview]]:
         """The state now, everything in it durable, and the payloads where they are in memory only."""

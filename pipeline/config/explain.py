@@ -47,8 +47,8 @@ def resolve(config: RunConfig, taken: Collection[int] | None = None) -> RunConfi
     if engine.discovery is not None and engine.discovery.startswith("file:"):
         urls = Path(engine.discovery.removeprefix("file:")).expanduser().absolute()
         engine = engine.model_copy(update={"discovery": f"file:{urls}"})
-    curve = None if stage.curve is None else stage.curve.absolute()
-    stage = stage.model_copy(update={"address": _fixed(stage.address), "curve": curve})
+    curve, store = (None if path is None else path.absolute() for path in (stage.curve, stage.store))
+    stage = stage.model_copy(update={"address": _fixed(stage.address), "curve": curve, "store": store})
     if config.metrics.port:
         for i in range(2 + config.actor.replicas):
             _require_free(config.metrics.host, config.metrics.port + i, "metrics.port")
@@ -59,8 +59,12 @@ def resolve(config: RunConfig, taken: Collection[int] | None = None) -> RunConfi
     if (file := supervised.demonstrations) is not None:
         supervised = supervised.model_copy(update={"demonstrations": file.absolute()})
     loss = config.loss.model_copy(update={"supervised": supervised})
+    reference = config.learner.reference
+    if (folder := reference.folder) is not None:
+        reference = reference.model_copy(update={"folder": folder.absolute()})
+    learner = config.learner.model_copy(update={"reference": reference})
     changed = {"engine": engine, "stage": stage, "run": run, "loss": loss, "environments": environments}
-    return config.model_copy(update=changed)
+    return config.model_copy(update={**changed, "learner": learner})
 
 
 def _require_own_urls(engine: EngineConfig) -> None:

@@ -404,13 +404,16 @@ USUAL_NAMES = {
 def _suggestion(wrong: str, known: Sequence[str], section: Path_) -> str:
     if (ours := USUAL_NAMES.get(wrong.lower())) is not None:
         return f"; did you mean {ours}?"
+    there = f"{_dotted(section) or 'the file'} has {', '.join(known)}" if known else ""
+    models = {name: model_at(RunConfig, (name,)) for name in RunConfig.model_fields}
+    namesakes = [f"{name}.{wrong}" for name, model in models.items() if model and wrong in model.model_fields]
+    if namesakes:  # the same word may mean another thing there
+        are = "is" if len(namesakes) == 1 else "are"
+        return f"; there {are} {' and '.join(namesakes)}" + (f", and {there}" if there else "")
     close = difflib.get_close_matches(wrong.lower(), known, n=1, cutoff=0.6)
     if close:
         return f"; did you mean {_dotted((*section, close[0]))}?"
-    for name in RunConfig.model_fields:
-        if (model := model_at(RunConfig, (name,))) is not None and wrong in model.model_fields:
-            return f"; did you mean {name}.{wrong}?"
-    return f"; {_dotted(section) or 'the file'} has {', '.join(known)}" if known else ""
+    return f"; {there}" if there else ""
 
 
 def model_at(model: type[BaseModel], path: Path_) -> type[BaseModel] | None:

@@ -25,7 +25,7 @@ class StageConfig(Section):
     curve: Path | None = None
     """Folder with CURVE keys, made by ``afterplay keys``: the stage's own, and one for each learner and actor. Required
     for ``stage.address: tcp://…``; ``afterplay run`` makes them in the run directory if it is None."""
-    store: str | None = None
+    store: Path | None = None
     """Path of the SQLite file. None: ``replay.sqlite`` in the run directory."""
     synchronous: Literal["FULL", "NORMAL"] = "FULL"
     """SQLite durability. ``FULL`` survives a power loss, ``NORMAL`` a killed process."""

@@ -101,7 +101,10 @@ def _make_secrets(kubectl: list[str], name: str, actors: int) -> None:
     """Make the keys of a run that has none. Raises :class:`ConfigurationError` where it has too few."""
     secrets = secrets_of(name, max(actors, KEYS_MIN))
     owners = [secret["metadata"]["name"] for secret in secrets]
-    if run_program([*kubectl, "get", "secret", owners[-1]], check=False).returncode:
+    there = run_program([*kubectl, "get", "secret", *owners, "--ignore-not-found", "--output=name"]).stdout.split()
+    if f"secret/{owners[-1]}" not in there:  # the last one that is made
+        if there:  # the command was interrupted: keys of two starts do not fit together
+            run_program([*kubectl, "delete", "secret", *owners, "--ignore-not-found"])
         listed = {"apiVersion": "v1", "kind": "List", "items": secrets}
         run_program([*kubectl, "create", "-f", "-"], stdin=orjson.dumps(listed).decode())
         return
@@ -186,7 +189,7 @@ def config_in_pods(config: RunConfig, name: str) -> RunConfig:
     return config.updated(
         engine=engine,
         run={"directory": Path("/runs"), "id": config.run.id or name},
-        stage={"address": address, "store": "/store/replay.sqlite", "curve": Path("/keys")},
+        stage={"address": address, "store": Path("/store/replay.sqlite"), "curve": Path("/keys")},
         metrics={"host": "0.0.0.0", "port": METRICS_PORT},
     )
 

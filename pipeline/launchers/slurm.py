@@ -146,7 +146,7 @@ def run_job(job: str, request: Launch) -> int:
         inventory = job_inventory()
         if facts.get("BatchFlag") == "1" and len(inventory.nodes) > 1:
             start_watch(inventory, directory.path / LOG)
-        cluster = Cluster(inventory, partial(step_command, inventory))
+        cluster = Cluster(inventory, partial(step_command, inventory, directory.path))
         code = run(request.config, request.fresh, cluster=cluster)
         lost = {node.name for node in inventory.nodes} - set(nodes_of(job))
     except SystemExit:  # SIGTERM, before the supervisor listens to it
@@ -226,16 +226,17 @@ def job_inventory() -> Inventory:
     return Inventory(tuple(inventory), "; ".join({facts["lack"]: None for facts in found.values() if facts["lack"]}))
 
 
-def step_command(inventory: Inventory, place: Place, command: Sequence[str]) -> list[str]:
+def step_command(inventory: Inventory, folder: Path, place: Place, command: Sequence[str]) -> list[str]:
     """Command on the first node that runs ``command`` as a step: on the node of the plan, or on another one if that is
-    lost and the process needs neither its GPUs nor its address."""
+    lost and the process needs neither its GPUs nor its address. The step's name has the run directory ``folder`` in it:
+    several runs may share an allocation."""
     fixed = place.role == "engine" and len({node.address for node in inventory.nodes}) > 1
     nodes = sorted(inventory.nodes, key=lambda node: node.name != place.node)
     others = nodes[1:]
     turn = place.index % len(others) if others else 0
     return [
         *module_command("pipeline.launchers.slurm", "run"),
-        place.name,
+        f"{place.name}@{folder}",
         ",".join(f"{node.name}={node.address}" for node in (nodes[0], *others[turn:], *others[:turn])),
         "pinned" if place.gpus or fixed else "free",
         *(f"{name}={value}" for name, value in place.environment.items()),

@@ -232,7 +232,12 @@ class ChildGroup:
         """The exit code, or minus the number of the signal, once it has ended and the rest of its group is killed."""
         self.end.set_running_or_notify_cancel()
         self._stdout, self._stderr = _Tail(output_bytes_max), _Tail(output_bytes_max)
-        threading.Thread(target=self._watch, name=f"child {self.pid}", daemon=True).start()
+        try:
+            threading.Thread(target=self._watch, name=f"child {self.pid}", daemon=True).start()
+        except RuntimeError as error:  # no thread is free at the moment
+            self.kill()
+            self._watch()
+            raise BlockingIOError(errno.EAGAIN, str(error)) from error
 
     @property
     def stdout(self) -> str:

@@ -40,6 +40,21 @@ def require_finite(name: str, value: float) -> None:
         raise SchemaError(f"expected {name} to be a finite number, got {value!r}")
 
 
+def finite_number(value: object) -> float | None:
+    """A number of user code, also of NumPy or PyTorch, as ``float``; None for text, and for what is no finite number.
+
+    >>> finite_number(1), finite_number("1"), finite_number(float("nan")), finite_number(10**400)
+    (1.0, None, None, None)
+    """
+    if isinstance(value, str | bytes | bytearray):
+        return None
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except Exception:  # whatever the object's own conversion raises
+        return None
+    return number if math.isfinite(number) else None
+
+
 def require_array(name: str, array: Any, dtype: type[np.generic], length: int | None = None) -> None:
     """A one-dimensional little-endian array of ``dtype`` (and ``length``, when given)."""
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != np.dtype(dtype):

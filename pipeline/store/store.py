@@ -117,7 +117,7 @@ _LOST = (
 
 def store_path(config: RunConfig, directory: RunDirectory) -> Path:
     """The SQLite file of a run."""
-    return Path(config.stage.store) if config.stage.store else directory.store_file
+    return config.stage.store.absolute() if config.stage.store else directory.store_file
 
 
 def marks_path(path: Path) -> Path:

@@ -229,7 +229,7 @@ def waiting_in_words(processes: Mapping[str, Process], answers: Mapping[str, Hea
     stands first has to end before what stands behind it can begin. Pure."""
     prepare = processes.get(PREPARE)
     if prepare is not None and prepare.alive:
-        return f"the model is being prepared, for {now - prepare.started_at:.0f} s so far (downloads take longest)"
+        return f"the model is being prepared, for {now - prepare.started_at:.0f} s so far"
     loading = [name for name, process in processes.items() if process.phase is Phase.STARTING and name != PREFLIGHT]
     if loading:
         first = min(processes[name].started_at for name in loading)

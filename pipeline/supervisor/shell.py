@@ -134,6 +134,8 @@ class Supervisor:
             code, reason = await self._live(spec), ""
         except ProcessLost as error:
             code, reason = -signal.SIGKILL, str(error)
+        except OSError as error:  # no process is free at the moment
+            code, reason = ExitCode.FAILED, f"it cannot be started: {error}"
         self._children.pop(spec.name, None)
         self.answers.pop(spec.name, None)
         with suppress(OSError):

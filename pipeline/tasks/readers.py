@@ -123,6 +123,9 @@ class JsonlRows(Rows):
                     except BadRow as error:
                         yield error
                 offset += len(line)
+                while len(line) > LINE_BYTES_MAX and not line.endswith(b"\n"):  # the rest of the same line
+                    line = file.readline(LINE_BYTES_MAX + 1)
+                    offset += len(line)
 
     def read(self, number: int) -> Row:
         file = self._files[bisect.bisect_right(self._starts, number) - 1]

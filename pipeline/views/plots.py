@@ -78,9 +78,10 @@ def figure(metrics_file: Path, name: str) -> Figure:
     lines, figure = read_lines(metrics_file), _figure()
     reward, signals, *plain, seconds = axes = figure.subplots(2, 4).ravel()
     _reward(reward, lines, results_by_updates(metrics_file.with_name("evaluations.jsonl")).values())
-    signals.set_title("environment signals")
     names = {name for line in lines if isinstance(line.get("signals"), Mapping) for name in line["signals"]}
-    for colour, signal in enumerate(sorted(names)[: len(_COLOURS)]):
+    drawn = sorted(names)[: len(_COLOURS)]
+    signals.set_title("environment signals" + (f" ({len(drawn)} of {len(names)})" if len(drawn) < len(names) else ""))
+    for colour, signal in enumerate(drawn):
         _plot(signals, lines, signal, signal, colour, within="signals")
     _ratio_band(plain[0], lines)
     for axis, (title, curves) in zip(plain, CURVES.items(), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -11,6 +12,7 @@ import anyio
 import anyio.to_thread
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,8 +20,9 @@ from actors.adapters.games import Arithmetic, NumberGuess, Passcode
 from actors.environments import Environment, Episode, Reply, Step, plugins
 from actors.environments import plugins as discovery
 from actors.environments.host import EnvironmentHost
+from actors.rollout.agent_loop import Answer, checked_answer
 from pipeline.config.rollouts import EnvironmentConfig
-from pipeline.errors import ConfigurationError, PlugInTimeout
+from pipeline.errors import ConfigurationError, PlugInError, PlugInTimeout
 from pipeline.schema import Message, Task
 
 PLUG_IN = """
@@ -192,6 +195,30 @@ async def test_numpys_numbers_and_truth_values_are_those_of_a_step() -> None:
     host = EnvironmentHost("c", EnvironmentConfig(name="c"), environment=_Computed())
     step = await host.step(await host.start(Task("c/0", "c", 0)), Reply("a"))
     assert step == Step((), 0.5, True, {"n": 2.0}) and step.done is True
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (True, 1.0), (np.float32(0.5), 0.5), (np.array(0.5), 0.5), (torch.tensor(0.5), 0.5),
+        ("1.0", None), (b"1", None), (math.nan, None), (10**400, None), (torch.ones(2), None), (None, None),
+    ],
+)  # fmt: skip
+async def test_environments_and_agent_loops_may_give_the_same_numbers(value: Any, number: float | None) -> None:
+    class Game(_Computed):
+        def start(self, task: Task) -> Episode:
+            return type("Only", (_ComputedEpisode,), {"step": lambda self, reply: Step((), value, True)})()
+
+    host = EnvironmentHost("c", EnvironmentConfig(name="c"), environment=Game())
+    episode = await host.start(Task("c/0", "c", 0))
+    if number is None:
+        with pytest.raises(PlugInError, match="to be a finite number, got"):
+            await host.step(episode, Reply("a"))
+        with pytest.raises(PlugInError, match="to be a finite number, got"):
+            checked_answer(Answer(reward=value, done=True))
+    else:
+        assert (await host.step(episode, Reply("a"))).reward == number
+        assert checked_answer(Answer(reward=value, done=True)).reward == number
 
 
 class _Slow(Environment):

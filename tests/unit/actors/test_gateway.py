@@ -113,6 +113,34 @@ async def test_choices_and_calls_at_once_are_branches(serve: Serve, long_order: 
     assert_exact(trajectory, engine)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_replies_that_come_together_all_are_turns_or_none(
+    serve: Serve, long_order: Order, words: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    engine, reading, read = echoing(words), [], Renderer.completed
+
+    def last_is_unreadable(self: Renderer, ids: list[int]) -> Any:
+        reading.append(ids)
+        if len(reading) == 3:
+            raise ValueError("no text")
+        return read(self, ids)
+
+    monkeypatch.setattr(Renderer, "completed", last_is_unreadable)
+
+    async def run(task: Any, client: Caller) -> float:
+        body = {"messages": [user("say hello")], "n": 3, "stream": stream}
+        async with client._session.post(f"{client.base_url}/chat/completions", json=body) as response:
+            said = await response.text()
+            assert response.status == (200 if stream else 500)
+        assert said.count("unreadable_reply") == 1 and "the reply cannot be read: ValueError: no text" in said
+        await client.chat([user("say hello")])
+        return 1.0
+
+    trajectory = await run_order(serve(engine, run), long_order)
+    assert trajectory.status is TrajectoryStatus.COMPLETE, trajectory.failure
+    assert len(trajectory.turns) == 1 and len(engine.requests) == 4
+
+
 async def test_token_calls_are_recorded_as_they_are(serve: Serve, long_order: Order, words: Any) -> None:
     engine = echoing(words)
 

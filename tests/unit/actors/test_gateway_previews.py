@@ -257,7 +257,9 @@ def test_the_events_joined_are_the_whole_answer(
             at = end
             shown = [one.choice(writer.apart) for one in previews]
             written += writer.more(shown)
-    choices = [Choice(recording.finish(pending, whole, 1.0, call.stop), whole) for pending, whole in generations]
+    readings = [recording.read(pending, whole, call.stop) for pending, whole in generations]
+    finished = zip(generations, readings, strict=True)
+    choices = [Choice(recording.finish(pending, whole, 1.0, read), whole) for (pending, whole), read in finished]
     for before, choice in zip(shown, choices, strict=False):
         assert choice.reply.content.startswith(before.reply.content)
     answer = ProgramAnswer("0" * 24, 1, "m", call, tuple(choices), len(pendings[0].prompt_ids), renderer)

@@ -18,6 +18,7 @@ from actors.gateway.chat import read_chat
 from actors.gateway.chat_recorder import ChatRecorder
 from actors.gateway.conversation import ProgramCall
 from actors.gateway.generate import read_generate
+from actors.gateway.reply import ChatReply
 from actors.gateway.requests import ParameterRules
 from actors.rendering.renderer import Renderer
 from actors.rollout.recorder import PendingCall, Recorder
@@ -65,9 +66,13 @@ class Talk:
         return self.recording.begin(self.recording.prompt(ProgramCall(token_ids=ids)))
 
     def end(self, pending: PendingCall, ids: list[int]) -> dict[str, Any]:
-        answer = self.recording.finish(pending, generation(ids), 1.0)
+        answer = self.finish(pending, ids)
         self.seen.append((pending.branch, pending.prompt_ids, ids))
         return said(answer.content)
+
+    def finish(self, pending: PendingCall, ids: list[int], stop: tuple[str, ...] = ()) -> ChatReply:
+        whole = generation(ids)
+        return self.recording.finish(pending, whole, 1.0, self.recording.read(pending, whole, stop))
 
     def call(self, messages: list[dict[str, Any]], ids: list[int] | None = None) -> dict[str, Any]:
         return self.end(self.begin(messages), ids or [10, 11, self.tokenizer.eos_token_id])
@@ -292,7 +297,7 @@ def test_tool_calls_are_parsed_and_their_echo_goes_on(smollm2: Any, a: str, agai
     text = f'I add. <tool_call>\n{{"name": "add", "arguments": {{"a": {a}}}}}\n</tool_call>'
     ids = [*smollm2(text, add_special_tokens=False).input_ids, smollm2.eos_token_id]
     pending = talk.begin([user("1 + 1?")], tools=[TOOL])
-    answer = talk.recording.finish(pending, generation(ids), 1.0)
+    answer = talk.finish(pending, ids)
     talk.seen.append((pending.branch, pending.prompt_ids, ids))
     (turn,) = talk.recorder.turns()
     assert answer.finish_reason == "tool_calls" and turn.completion_message.content == text
@@ -316,7 +321,7 @@ def test_a_reply_without_a_readable_call_is_text(smollm2: Any) -> None:
     talk = Talk(smollm2)
     text = "<tool_call>\n{broken\n</tool_call>"
     ids = [*smollm2(text, add_special_tokens=False).input_ids, smollm2.eos_token_id]
-    answer = talk.recording.finish(talk.begin([user("x")], tools=[TOOL]), generation(ids), 1.0)
+    answer = talk.finish(talk.begin([user("x")], tools=[TOOL]), ids)
     assert answer.content == text and not answer.tool_calls and answer.finish_reason == "stop"
     assert talk.recorder.turns()[0].signals["unreadable_calls"] == 1.0
 
@@ -325,7 +330,7 @@ def test_a_stop_text_cuts_what_is_returned_and_nothing_that_was_sampled(smollm2:
     talk = Talk(smollm2)
     ids = smollm2("one two STOP", add_special_tokens=False).input_ids
     pending = talk.begin([user("count")], stop="STOP")
-    answer = talk.recording.finish(pending, generation(ids), 1.0, ("STOP",))
+    answer = talk.finish(pending, ids, ("STOP",))
     talk.seen.append((pending.branch, pending.prompt_ids, ids))
     assert answer.content == "one two " and talk.recorder.turns()[0].completion.token_ids.tolist() == ids
     talk.call([user("count"), said("one two "), user("go on")], [smollm2.eos_token_id])
@@ -456,7 +461,7 @@ def test_fewer_calls_are_returned_where_the_program_asks_for_that_and_the_branch
     history: list[dict[str, Any]] = [user("2 + 3?")]
     for asked, n_calls in (({"parallel_tool_calls": False}, 1), ({"tool_choice": "none"}, 0), ({}, 2)):
         pending = talk.begin(history, tools=tools, **asked)
-        answer = talk.recording.finish(pending, generation(twice), 1.0)
+        answer = talk.finish(pending, twice)
         talk.seen.append((pending.branch, pending.prompt_ids, twice))
         assert pending.branch == 0 and len(answer.tool_calls) == n_calls
         assert (answer.content == f"{call}\n{call}") == (n_calls == 0)

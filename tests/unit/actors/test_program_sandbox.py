@@ -285,3 +285,10 @@ async def test_files_are_judged_where_a_limit_ended_the_program(repair: Any) -> 
     trajectory = await repair(REPAIR + SOLVE + again)
     assert trajectory.status is TrajectoryStatus.TRUNCATED, trajectory.failure
     assert trajectory.rewards == {"environment": 1.0}
+
+
+@pytest.mark.parametrize("ends", ["time.sleep(1000)", "print(json.dumps({'reward': 1.0}))"])
+async def test_a_program_with_too_many_files_is_a_failure_of_the_program(ends: str, repair: Any) -> None:
+    many = f"import time\nfor n in range(9_999): open(f'/tmp/{{n}}', 'w').close()\n{ends}\n"
+    failure = (await repair(REPAIR + SOLVE + many, sandbox={"disk_mib": 1})).failure
+    assert (failure.boundary, failure.kind) == ("program", "SandboxLimit") and "sandbox.disk_mib" in failure.message

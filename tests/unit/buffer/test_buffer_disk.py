@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,28 @@ def test_kill_at_any_moment_of_a_save_leaves_a_readable_state(tmp_path, monkeypa
     assert seen == {tuple(old), tuple(buffer.ids())}
     assert kill_at > 3
     buffer.close()
+
+
+def test_saves_of_several_threads_leave_the_newest_checkpoint_whole(tmp_path, monkeypatch):
+    written = []
+
+    def checked(directory, state):
+        buffer_checkpoint.write_checkpoint(directory, state)
+        load(directory).close()
+        written.append(state.added)
+
+    monkeypatch.setattr("pipeline.buffer.trajectory_buffer.write_checkpoint", checked)
+    with TrajectoryBuffer(tmp_path / "own", capacity=2, segment_bytes=300) as buffer:
+
+        def work():
+            for i in range(8):
+                buffer.add(trajectory(i))
+                buffer.save()
+
+        with ThreadPoolExecutor(2) as threads:
+            for done in [threads.submit(work) for _ in range(2)]:
+                done.result()
+    assert written == sorted(written)
 
 
 def test_a_copy_that_was_cut_off_is_not_taken_for_newer_trajectories(tmp_path):

@@ -120,10 +120,19 @@ class Cluster:
         if "--dry-run" in command and self.refuses:
             return subprocess.CompletedProcess(command, 1, "", self.refuses)
         if "create" in command:
-            self.secrets |= {item["metadata"]["name"]: item for item in orjson.loads(input)["items"]}
-        if "get" in command:
-            found = self.secrets.get(command[command.index("secret") + 1])
-            return subprocess.CompletedProcess(command, found is None, orjson.dumps(found).decode(), "")
+            items = {item["metadata"]["name"]: item for item in orjson.loads(input)["items"]}
+            exist = items.keys() & self.secrets.keys()
+            self.secrets = items | self.secrets  # kubectl makes the others all the same
+            return subprocess.CompletedProcess(command, bool(exist), "", f"{exist} already exist")
+        if "get" in command or "delete" in command:
+            named = [name for name in command if name in self.secrets]
+            if "delete" in command:
+                self.secrets = {name: item for name, item in self.secrets.items() if name not in named}
+            elif "json" in command:
+                return subprocess.CompletedProcess(
+                    command, not named, orjson.dumps(self.secrets[named[0]]).decode(), ""
+                )
+            return subprocess.CompletedProcess(command, 0, "".join(f"secret/{name}\n" for name in named), "")
         return subprocess.CompletedProcess(command, 0, "", "")
 
 
@@ -199,6 +208,17 @@ def test_a_learner_that_has_finished_ends_the_other_pods(tmp_path: Path, caplog:
         thread.join()
     end_pods("mine", tmp_path / "absent", api)
     assert len(caplog.messages) == 2 and all("helm uninstall" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("made", range(5))
+def test_keys_whose_making_was_interrupted_are_made_again_together(monkeypatch: pytest.MonkeyPatch, made: int) -> None:
+    cluster = Cluster(monkeypatch)
+    before = {secret["metadata"]["name"]: secret for secret in secrets_of("tiny", 64)[:made]}
+    cluster.secrets = dict(before)
+    launch_tiny()
+    assert len(cluster.secrets) == 4
+    same = {name for name, secret in cluster.secrets.items() if secret == before.get(name)}
+    assert same == (before.keys() if made == 4 else set())
 
 
 def test_a_run_is_given_more_actors_as_long_as_there_are_keys(monkeypatch: pytest.MonkeyPatch) -> None:

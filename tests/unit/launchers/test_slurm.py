@@ -31,6 +31,7 @@ from pipeline.supervisor.plan import plan
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY, GPU = str(ROOT / "configs" / "tiny.yaml"), str(ROOT / "configs" / "gpu.yaml")
+RUN = Path("/runs/a")
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +143,7 @@ class Controller:
         if "job" in arguments:
             return f"JobState=RUNNING {self.facts} Restarts={self.restarts} ReqNodeList=n9 NodeList=n[1-2]"
         self.told.append((name, *arguments))
-        return "n1\nn2\n" if "hostnames" in arguments else "7.3 actor-1\n"
+        return "n1\nn2\n" if "hostnames" in arguments else "7.3 actor-1@/runs/a\n7.4 actor-1@/runs/b\n"
 
 
 def run_as(controller: Controller, monkeypatch: pytest.MonkeyPatch, run: Callable[[], ExitCode], folder: Path) -> bool:
@@ -165,9 +166,10 @@ def test_a_start_of_a_job_that_hung_leaves_the_next_start_alone(
     controller = Controller(monkeypatch, restarts=0)
 
     def hangs() -> ExitCode:
-        assert slurm.nodes_of("7") == ["n1", "n2"] and slurm.signal_steps("7", "actor-1", "TERM")
+        assert slurm.nodes_of("7") == ["n1", "n2"] and slurm.signal_steps("7", "actor-1@/runs/a", "TERM")
+        assert [told for told in controller.told if told[0] == "scancel"] == [("scancel", "--signal=TERM", "7.3")]
         controller.restarts, controller.told = 1, []
-        assert slurm.nodes_of("7") == [] and not slurm.signal_steps("7", "actor-1", "KILL")
+        assert slurm.nodes_of("7") == [] and not slurm.signal_steps("7", "actor-1@/runs/a", "KILL")
         return ExitCode.FINISHED
 
     assert not run_as(controller, monkeypatch, hangs, tmp_path)
@@ -247,17 +249,17 @@ def test_processes_of_a_lost_node_are_spread_over_the_others() -> None:
     inventory = Inventory(tuple(Node(f"n{i}", address=f"10.0.0.{i}") for i in range(4)))
     config = load(TINY, ["actor.replicas=12"], environment={})
     places = [p for p in plan(config, inventory).places if p.role == "actor" and p.node == "n3"]
-    seconds = [step_command(inventory, place, ["x"])[6].split(",")[1] for place in places]
+    seconds = [step_command(inventory, RUN, place, ["x"])[6].split(",")[1] for place in places]
     assert len(set(seconds)) == 3
-    command = step_command(inventory, places[0], ["x", "y"])
-    assert command[5:8] == [places[0].name, "n3=10.0.0.3,n0=10.0.0.0,n1=10.0.0.1,n2=10.0.0.2", "free"]
+    command = step_command(inventory, RUN, places[0], ["x", "y"])
+    assert command[5:8] == [f"{places[0].name}@{RUN}", "n3=10.0.0.3,n0=10.0.0.0,n1=10.0.0.1,n2=10.0.0.2", "free"]
     assert command[-3:] == ["--", "x", "y"]
 
 
 def test_a_process_with_gpus_is_pinned_and_sees_only_them() -> None:
     inventory = Inventory((Node("n0", ("0", "1")), Node("n1", ("0", "1"))))
     engine = next(p for p in plan(load(GPU, environment={}), inventory).places if p.role == "engine")
-    command = step_command(inventory, engine, ["x"])
+    command = step_command(inventory, RUN, engine, ["x"])
     assert command[7] == "pinned" and f"CUDA_VISIBLE_DEVICES={','.join(engine.gpus)}" in command
 
 
@@ -265,10 +267,10 @@ def test_the_parts_of_an_engine_on_several_nodes_are_pinned_to_them(tmp_path: Pa
     config = load(GPU, ["placement.tensor_parallel=4"], environment={})
     inventory = Inventory(tuple(Node(f"n{i}", ("0", "1"), address=f"10.0.0.{i}") for i in range(3)))
     chosen = plan(config, inventory).fitting()
-    commands = {p.name: step_command(inventory, p, p.command("FILE")) for p in chosen.places if p.role == "engine"}
+    commands = {p.name: step_command(inventory, RUN, p, p.command("FILE")) for p in chosen.places if p.role == "engine"}
     assert {name: (c[5], c[6].split("=")[0], c[7]) for name, c in commands.items()} == {
-        "engine-0": ("engine-0", "n1", "pinned"),
-        "engine-0-node-1": ("engine-0-node-1", "n2", "pinned"),
+        "engine-0": (f"engine-0@{RUN}", "n1", "pinned"),
+        "engine-0-node-1": (f"engine-0-node-1@{RUN}", "n2", "pinned"),
     }
     assert all("--master-addr=10.0.0.1" in command for command in commands.values())
     script = job_script(chosen, (), tmp_path)
@@ -280,7 +282,7 @@ def test_an_engine_stays_where_others_look_for_it() -> None:
     for second, kind in (("10.0.0.1", "pinned"), ("127.0.0.1", "free")):
         inventory = Inventory((Node("n0", address="127.0.0.1"), Node("n1", address=second)))
         place = next(p for p in plan(config, inventory).places if p.name == "engine-1")
-        assert step_command(inventory, place, ["x"])[7] == kind
+        assert step_command(inventory, RUN, place, ["x"])[7] == kind
 
 
 def test_a_port_of_an_engine_is_free_on_its_own_node() -> None:

@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_leaves
 from learner.data.rows import Row
 from learner.policy.logprobs import Head, Tile, sampled_logprobs
 from learner.policy.policy import Policy
+from pipeline.errors import ConfigurationError
 
 
 def reference(hidden, head, targets, temperatures):
@@ -132,6 +133,7 @@ STATES = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_sta
         ("Gemma4Config", {"text_config": CAPPED, "vision_config": None, "audio_config": None}),
         ("HyperCLOVAXConfig", SMALL | {"logits_scaling": 0.25}),
         ("FalconH1Config", SMALL | STATES | {"lm_head_multiplier": 0.25}),
+        ("RecurrentGemmaConfig", SMALL | {"num_hidden_layers": 3, "lru_width": 16, "logits_soft_cap": 1.0}),
     ],
 )
 def test_the_policy_has_the_log_probabilities_of_the_models_own_logits(kit, family, options):
@@ -143,3 +145,10 @@ def test_the_policy_has_the_log_probabilities_of_the_models_own_logits(kit, fami
     policy = Policy(model, kit.learner_config(packing="padded"), torch.device("cpu"))
     came, _ = policy.score_rows([Row.plain("x", ids)])
     np.testing.assert_allclose(came, every[torch.arange(8), torch.from_numpy(ids[1:])], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["ModernBertDecoderConfig", "RoCBertConfig"])
+def test_a_model_with_weights_before_its_output_layer_is_refused(kit, family):
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, family)(**SMALL, is_decoder=True))
+    with pytest.raises(ConfigurationError, match=r"logits are those of one output layer, got .*dense.weight"):
+        Policy(model, kit.learner_config(packing="padded"), torch.device("cpu"))

@@ -333,11 +333,11 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     "step returns something else": (lambda p: p.plays(bank(step="7")), "expected step() to return a Step, got 7"),
     "reward of a step is NaN": (
         lambda p: p.plays(bank(step="Step(reward=float('nan'), done=True)")),
-        "expected Step.reward to be finite, got nan",
+        "expected Step.reward to be a finite number, got nan",
     ),
     "reward of a step is a text": (
-        lambda p: p.plays(bank(step="Step(reward='one', done=True)")),
-        "expected Step.reward to be a number, got 'one'",
+        lambda p: p.plays(bank(step="Step(reward='1.0', done=True)")),
+        "expected Step.reward to be a finite number, got '1.0'",
     ),
     "step exits": (lambda p: p.plays(bank(step="exit(3)")), "failed with SystemExit: it called sys.exit(3)"),
     "no messages": (

@@ -45,6 +45,18 @@ def test_a_command_that_obeys_sigterm_takes_the_rest_of_its_group_along(start):
     assert child.end.result(0) == 4
 
 
+def test_a_command_that_nothing_can_watch_is_not_started(start, monkeypatch):
+    start("exit 0").end.result(10)  # the reaper runs
+
+    def full(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    with pytest.raises(BlockingIOError, match="can't start new thread"):
+        start("sleep 60 & sleep 60")
+    assert [child for child in psutil.Process().children(recursive=True) if child.name() in ("sh", "sleep")] == []
+
+
 def test_a_closed_reaper_leaves_no_group():
     with OrphanReaper(grace_seconds=0.2) as reaper:
         child = ChildGroup(["sleep", "60"], reaper)

@@ -306,6 +306,15 @@ def test_the_picture_is_drawn_from_full_partial_and_odd_lines(tmp_path, monkeypa
     assert elsewhere.read_bytes().startswith(b"\x89PNG") and titles == [tmp_path.name]
 
 
+@pytest.mark.parametrize(("n", "title"), [(9, "environment signals"), (12, "environment signals (9 of 12)")])
+def test_the_picture_says_how_many_signals_it_leaves_out(tmp_path, n, title):
+    directory = RunDirectory(tmp_path)
+    write_lines(directory, line(0, signals={f"s{i:02d}": float(i) for i in range(n)}))
+    panel = figure(directory.metrics_file, "run").axes[1]
+    assert panel.get_title() == title
+    assert [curve.get_label() for curve in panel.get_lines()] == [f"s{i:02d}" for i in range(9)]
+
+
 def test_a_run_without_steps_has_no_picture_and_says_so(tmp_path):
     assert "no steps yet" in str(draw(tmp_path / "metrics.jsonl", tmp_path / "curves.png"))
     assert isinstance(invoke("plot", str(tmp_path)).exception, ConfigurationError)

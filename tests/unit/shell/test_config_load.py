@@ -104,8 +104,11 @@ def test_a_list_element_can_be_set():
         ("\nlearnr: {}", "run.yaml, line 2: unknown key learnr; did you mean learner?"),
         (
             "learner:\n  temperature: 1",
-            "run.yaml, line 2: unknown key learner.temperature; did you mean sampling.temperature?",
+            "run.yaml, line 2: unknown key learner.temperature; there are sampling.temperature and "
+            "evaluation.temperature, and learner has device",
         ),
+        ("groups: {tasks: 1}", "unknown key groups.tasks; there is evaluation.tasks, and groups has n_rollout"),
+        ("replay: {seed: 1}", "unknown key replay.seed; there is run.seed, and replay has enabled"),
         ("stage: {zzz: 1}", "stage has address"),
         ("environments: {a: {weigth: 1}}", "environments.a.weigth; did you mean environments.a.weight?"),
         ("groups:\n  n_rollout: 0", "line 2: groups.n_rollout: expected greater than or equal to 1, got 0"),
@@ -218,6 +221,11 @@ def test_resolving_fixes_what_several_processes_must_know(tmp_path, monkeypatch)
     assert config.run.path == tmp_path / "runs" / "run"
     assert config.metrics.port == 0
     assert resolve(config) == config
+    config = resolve(
+        loads("learner: {reference: {source: folder, folder: teacher}}\nstage: {store: s/rollouts.sqlite}")
+    )
+    assert config.stage.store == tmp_path / "s" / "rollouts.sqlite"
+    assert config.learner.reference.folder == tmp_path / "teacher"
 
 
 def test_a_path_may_begin_at_the_home_folder(monkeypatch):
@@ -226,11 +234,13 @@ def test_a_path_may_begin_at_the_home_folder(monkeypatch):
         "environments: {q: {name: question, tasks_from: {kind: huggingface, path: ~/data}}}\n"
         "scorer: {functions: [{path: exact}]}\n"
         "loss: {supervised: {weight: 1, source: file, demonstrations: ~/shown.jsonl}}\n"
-        "learner: {reference: {source: folder, folder: ~/model}}\nstage: {curve: ~/keys}\nrun: {directory: ~/runs}"
+        "learner: {reference: {source: folder, folder: ~/model}}\n"
+        "stage: {curve: ~/keys, store: ~/s.sqlite}\nrun: {directory: ~/runs}"
     )
     paths = (config.environments["q"].tasks_from.path, config.loss.supervised.demonstrations, config.stage.curve)
     assert [str(path) for path in paths] == ["/home/me/data", "/home/me/shown.jsonl", "/home/me/keys"]
     assert (str(config.learner.reference.folder), str(config.run.directory)) == ("/home/me/model", "/home/me/runs")
+    assert str(config.stage.store) == "/home/me/s.sqlite"
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
 
 

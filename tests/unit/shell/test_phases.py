@@ -81,9 +81,7 @@ def test_the_console_says_what_a_run_waits_for_in_words_of_a_newcomer() -> None:
     rules = (Rule("preflight", 3, once=True), Rule("prepare", 3, once=True), Rule("engine-0", 3), Rule("learner", 1))
     machine = Machine(rules)
     machine.begin(0)
-    assert waiting_in_words(machine.processes, {}, 20) == (
-        "the model is being prepared, for 20 s so far (downloads take longest)"
-    )
+    assert waiting_in_words(machine.processes, {}, 20) == "the model is being prepared, for 20 s so far"
     machine.exited("prepare", 0, 25)
     assert waiting_in_words(machine.processes, {}, 30) == "engine-0, learner load programs and model, for 30 s so far"
     machine.healthy("learner", 31)

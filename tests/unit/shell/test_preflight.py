@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 
 import actors.process.preflight
-from actors.process.preflight import check_environments
+from actors.process.preflight import check_environments, check_prompts
 from actors.rollout.rollout import classified
 from learner.models.tiny import build_tokenizer
 from pipeline.config import RunConfig
+from pipeline.config.learner import LearnerConfig
 from pipeline.config.load import loads
 from pipeline.config.rewards import ScorerConfig
 from pipeline.errors import ConfigurationError, Findings, PlugInError, boundary
@@ -91,6 +93,25 @@ def test_a_prompt_is_measured_as_soon_as_the_model_is_there(game: Path) -> None:
     prepared(config)
     with pytest.raises(ConfigurationError, match=r"shorter than model\.max_length \(64 tokens\), got 93 tokens"):
         preflight.check_beside_run(config)
+
+
+@pytest.mark.parametrize("source", ["initial", "server"])
+def test_the_proposed_length_is_the_least_with_room_for_the_first_reply(source: str, game: Path) -> None:
+    game.write_text(GAME.replace('"guess"', '"guess " * 90'))
+    reference = {"source": source, "url": "http://127.0.0.1:1"} if source == "server" else {"source": source}
+    config = configured(game).model_copy(update={"learner": LearnerConfig(reference=reference)})
+    folder = prepared(config).model
+    openings = check_environments(config, {}, Findings())
+
+    def said(length: int) -> list[str]:
+        found = Findings()
+        check_prompts(config.updated(model={"max_length": length}), openings, folder, found)
+        return found.problems + [note for note in found.notes if "first reply has room" in note]
+
+    proposed = re.search(r"set model\.max_length to at least (\d+)", said(64)[0])
+    assert proposed is not None
+    assert said(int(proposed[1])) == []
+    assert said(int(proposed[1]) - 1) != []
 
 
 def test_an_error_of_a_check_stops_no_run(game: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import math
+import os
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +93,26 @@ async def test_a_process_whose_machine_is_lost_is_started_again_elsewhere(tmp_pa
     assert supervisor.machine.processes["learner"].restarts == 1
     said = display.console.file.getvalue()  # type: ignore[attr-defined]
     assert "learner ended (its node b is lost); restart 1 in" in said
+
+
+async def test_a_process_that_finds_no_place_in_the_limit_of_processes_is_started_again(tmp_path: Path) -> None:
+    class Full(FakeHost):
+        refusals = 2
+
+        async def start(self, spec: ProcessSpec, waiting: Waiting) -> FakeChild:
+            if self.refusals:
+                self.refusals -= 1
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            return await super().start(spec, waiting)
+
+    host = Full()
+    supervisor, display = supervisor_on(host, tmp_path, Rule("learner", 0, ends_run=True))
+    async with anyio.create_task_group() as group:
+        group.start_soon(supervisor.run, display, MetricsTail(tmp_path / "none"))
+        (await host.started.get()).stop(0)
+    assert supervisor.machine.code is ExitCode.FINISHED
+    said = display.console.file.getvalue()  # type: ignore[attr-defined]
+    assert "learner ended (it cannot be started: [Errno 11] Resource temporarily unavailable); restart 2 in" in said
 
 
 async def test_a_run_ends_while_a_process_waits_for_a_place(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_bad_row_is_told_with_its_line_or_skipped_and_counted(
         opened(kind="jsonl", path=path)
     assert f"environments.q.tasks_from: {path}, line 5: " in str(caught.value)
     assert says in str(caught.value) and "bad_rows: skip" in str(caught.value)
-    source = opened(kind="jsonl", path=path, bad_rows="skip")
+    source = opened(kind="jsonl", path=path, bad_rows="skip", columns={})
     assert source.counts["bad"] == 1 and source.counts["used"] == 6 and says in source.bad[0]
     assert [task.payload["answer"] for task in source.splits["train"]] == [1, 2, 3, 1, 2, 3]
 
@@ -250,3 +250,18 @@ def test_a_whole_number_is_read_exactly_or_the_row_is_refused(answer: int, where
         else:
             assert isinstance(row, BadRow) and f"of at most 64 bits, got {answer} in 'answer'" in str(row)
         rows.close()
+
+
+@pytest.mark.parametrize("length", [39, 40, 81, 82, 200])
+def test_a_line_that_is_too_long_is_one_bad_row(
+    length: int, tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.tasks.readers.LINE_BYTES_MAX", 40)
+    rows = [json.dumps({"prompt": text}) for text in ("a", "b" * (length - 14), "c")]
+    path = tmp_path / "q.jsonl"
+    path.write_text("\n".join([*rows, "no JSON"]))
+    source = opened(kind="jsonl", path=path, bad_rows="skip", columns={})
+    whole = length < 40
+    assert dict(source.counts)["bad"] == 2 - whole
+    assert [task.payload["prompt"][0] for task in source.splits["train"]] == (["a", "b", "c"] if whole else ["a", "c"])
+    assert source.bad[-1].startswith(f"{path}, line 4: ")
