@@ -93,7 +93,7 @@ class SimulatedActors:
         with ExitStack() as stack:
             for target, name, value in (
                 (role, "open_link", lambda config, name: link(name)),
-                (role, "_renderer", lambda config, folder: _renderer()),
+                (role, "renderer_of", lambda config, folder: _renderer()),
                 (role, "EnginePool", pool),
                 (role, "Actor", actor),
                 (role, "gc_policy", nullcontext),

@@ -130,7 +130,7 @@ def test_a_bad_row_is_told_with_its_line_or_skipped_and_counted(
         opened(kind="jsonl", path=path)
     assert f"environments.q.tasks_from: {path}, line 5: " in str(caught.value)
     assert says in str(caught.value) and "bad_rows: skip" in str(caught.value)
-    source = opened(kind="jsonl", path=path, bad_rows="skip", columns={})
+    source = opened(kind="jsonl", path=path, bad_rows="skip")
     assert source.counts["bad"] == 1 and source.counts["used"] == 6 and says in source.bad[0]
     assert [task.payload["answer"] for task in source.splits["train"]] == [1, 2, 3, 1, 2, 3]
 
