@@ -62,7 +62,7 @@ class Mixing:
             planned = self._batch * share + self._fraction
             self._target = math.floor(planned + SLACK)
             self._fraction = max(0.0, planned - self._target)
-        self._retest_credit = min(1.0, self._retest_credit + self._replay.retest_ratio)
+        self._retest_credit = min(1.0, self._retest_credit) + self._replay.retest_ratio
 
     @property
     def retest_due(self) -> bool:

@@ -133,6 +133,16 @@ def test_a_share_of_groups_goes_to_retired_tasks(make):
     assert len({p.task.seed for p in plans if p.task.seed >= 5000}) == 5
 
 
+@pytest.mark.parametrize("ratio", [0.15, 0.3, 0.6, 0.9, 1.0])
+def test_the_share_of_retests_is_what_the_run_file_says(ratio):
+    mixing, found = Mixing(ReplayConfig(enabled=True, mode="mix", task_ratio=0, retest_ratio=ratio), 4), 0
+    for i in range(1000):
+        mixing.begin(1.0, 1.0)
+        found += (retest := mixing.retest_due)
+        mixing.admitted(str(i), retest=retest)
+    assert abs(found - 1000 * ratio) <= 1
+
+
 def test_credit_for_retests_does_not_pile_up_while_nothing_is_retired(make):
     stage = Stage(make.config(batch=4, retest_ratio=0.5, tasks=1000))
     stage.draw(100)
