@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +29,7 @@ from learner.checkpoints.writer import CheckpointWriter
 from learner.metrics import LearnerMetrics
 from pipeline.config.evaluation import EvaluationConfig
 from pipeline.runtime.disk import when_room
-from pipeline.runtime.folders import atomic_folder, find_damage
+from pipeline.runtime.folders import atomic_folder, find_damage, remove_folder
 from pipeline.runtime.run_directory import read_json, sync
 
 log = logging.getLogger(__name__)
@@ -127,5 +126,5 @@ def keep_best(root: Path, best: Mapping[str, Any]) -> Path | None:
     sync(root)
     for path in root.glob(f"{BEST}-*"):
         if path != target:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_folder(path)
     return target

@@ -56,6 +56,7 @@ from pipeline.runtime.folders import (
     atomic_folder,
     damaged_folders,
     find_damage,
+    remove_folder,
     set_aside,
     write_contents,
 )
@@ -144,10 +145,10 @@ def _copy(path: str, value: Any) -> Any:
 
 
 def write_image(
-    root: Path, image: CheckpointImage, initial_model: Path, keep: int, protected: Collection[int] = ()
+    root: Path, image: CheckpointImage, initial_model: Path, keep: int, protected: Callable[[], Collection[int]] = tuple
 ) -> Path:
-    """Write a checkpoint and delete all but the newest ``keep`` and those of ``protected`` updates. The tokenizer comes
-    from ``initial_model``.
+    """Write a checkpoint and delete all but the newest ``keep`` and those of the updates that are ``protected`` by
+    then. The tokenizer comes from ``initial_model``.
 
     A kill at any moment leaves the older checkpoints readable. One that failed may be tried again; with several ranks
     the others follow each attempt.
@@ -169,10 +170,10 @@ def write_image(
         write_contents(folder)
     if image.shards is not None:
         image.shards.finish()
-    spared = {checkpoint_path(root, updates) for updates in protected}
+    spared = {checkpoint_path(root, updates) for updates in protected()}
     for path in find_checkpoints(root)[keep:]:
         if path not in spared:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_folder(path)
     return target
 
 

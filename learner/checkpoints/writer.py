@@ -58,7 +58,7 @@ class CheckpointWriter:
             if image is None:
                 continue
             start, updates = time.perf_counter(), image.updates
-            write = partial(write_image, self.root, image, self.initial_model, self.keep, self.protected)
+            write = partial(write_image, self.root, image, self.initial_model, self.keep, lambda: self.protected)
             what = f"the checkpoint of step {updates}"
             try:
                 await when_room(write, self.root, what, image.n_bytes, abandon=True)

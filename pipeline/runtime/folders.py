@@ -93,6 +93,14 @@ def remove_leftovers(parent: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def remove_folder(folder: Path) -> None:
+    """Remove a folder, if the file system lets us. A kill leaves no part of it under its name, but a leftover."""
+    old = folder.with_name(f"{_TEMPORARY}old-{folder.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        os.rename(folder, old)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def sync_tree(folder: Path) -> None:
     """fsync every file and folder below ``folder``, and itself."""
     for root, _, names in os.walk(folder):

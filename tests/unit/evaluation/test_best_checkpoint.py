@@ -8,12 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import anyio.from_thread
 import orjson
 import pytest
 from prometheus_client import CollectorRegistry
 
 from learner.checkpoints.best import BestKeeper, is_evaluated, keep_best
-from learner.checkpoints.checkpoint import CheckpointState, checkpoint_path, find_checkpoints, is_complete
+from learner.checkpoints.checkpoint import (
+    CheckpointImage,
+    CheckpointState,
+    checkpoint_path,
+    find_checkpoints,
+    is_complete,
+)
 from learner.checkpoints.writer import CheckpointWriter
 from learner.metrics import LearnerMetrics
 from pipeline.config.evaluation import EvaluationConfig
@@ -86,6 +93,27 @@ async def test_what_is_evaluated_is_spared_until_it_is_decided(tmp_path: Path) -
     assert metrics.evaluation_score.labels(env="a")._value.get() == 0.25
     await keeper.apply({**told, "evaluating": 15})
     assert writer.protected == {15}
+
+
+async def test_what_is_evaluated_since_a_write_began_is_spared_when_it_ends(tmp_path: Path) -> None:
+    keeper, writer, _ = keeper_of(tmp_path)
+    writer.initial_model = tmp_path / "model"
+    write(tmp_path, 10)
+
+    def save_pretrained(folder: Path, state_dict: dict[str, Any]) -> None:
+        folder.mkdir()
+        anyio.from_thread.run(keeper.apply, {"evaluating": 10, "last": None, "best": None})
+
+    policy = SimpleNamespace(model=SimpleNamespace(save_pretrained=save_pretrained), adapters=None)
+    image = CheckpointImage(CheckpointState(11, 11, {}), {}, None, {}, None, policy)  # type: ignore[arg-type]
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(writer.run)
+            async with writer.slot(11) as submit:
+                submit(image)
+            await writer.idle()
+            tasks.cancel_scope.cancel()
+    assert find_checkpoints(tmp_path) == [checkpoint_path(tmp_path, 11), checkpoint_path(tmp_path, 10)]
 
 
 async def test_the_best_is_in_place_when_the_last_result_comes_as_the_run_ends(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import random
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import learner.checkpoints.checkpoint as checkpoints
 from learner.checkpoints.checkpoint import (
     CheckpointState,
     find_checkpoints,
+    numbered_checkpoints,
     read_state,
     restore_training,
     save_checkpoint,
@@ -24,7 +26,7 @@ from learner.process.session import LearnerProgress
 from learner.training.trainer import Trainer
 from learner.weights.publisher import write_weights
 from pipeline.errors import StoreError, TrainingError
-from pipeline.runtime.folders import CONTENTS, find_damage, write_contents
+from pipeline.runtime.folders import CONTENTS, find_damage, remove_leftovers, write_contents
 
 
 def trainer_of(kit, folder=None, **learner):
@@ -153,6 +155,28 @@ def test_a_kill_at_any_moment_leaves_the_older_checkpoint_readable(kit, tmp_path
             save_checkpoint(root, trainer, state_of(trainer), initial, keep=2)
     assert find_checkpoints(root) == [older]
     assert restore_training(older, trainer_of(kit, folder=older / "model")).updates == 1
+
+
+def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_no_part_of_it(kit, tmp_path, initial, monkeypatch):
+    trainer, root = trainer_of(kit), tmp_path / "c"
+    save_checkpoint(root, trainer, state_of(trainer), initial, keep=1)
+    train(trainer, kit, 1)
+
+    class Killed(BaseException):
+        pass
+
+    def die_halfway(path, **kwargs):
+        if Path(path).exists():
+            (Path(path) / "training.pt").unlink()
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", die_halfway)
+        with pytest.raises(Killed):
+            save_checkpoint(root, trainer, state_of(trainer), initial, keep=1)
+    assert numbered_checkpoints(root) == find_checkpoints(root) == [root / "u000001"]
+    remove_leftovers(root)
+    assert list(root.iterdir()) == [root / "u000001"]
 
 
 def test_damaged_and_foreign_folders_are_passed_over(kit, tmp_path, initial):
