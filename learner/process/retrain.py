@@ -238,12 +238,14 @@ def checkpoint_before(source: Source, config: RunConfig, update: int, start: int
         scratch = RunDirectory(Path(folder) / "run").create()
         scratch.model.symlink_to(source.directory.model.resolve())
         checkpoint = exact_checkpoints(source.directory).get(start)
+        config = config.updated(checkpoint={"optimizer": True})  # on all ranks
         with trainer_of(source, config, checkpoint, start) as trainer:
             version = source.sent(update).policy_version
             for before in range(start, update):
                 _make(source, config, trainer, before, compare=False)
-            state, trainer.saves_optimizer = CheckpointState(update, version, {}), True
-            yield save_checkpoint(scratch.checkpoints, trainer, state, scratch.model, 1)
+            state = CheckpointState(update, version, {})
+            checkpoint = save_checkpoint(scratch.checkpoints, trainer, state, scratch.model, 1)
+        yield checkpoint
 
 
 @contextmanager

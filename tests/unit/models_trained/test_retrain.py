@@ -318,6 +318,16 @@ async def test_an_update_is_the_same_after_a_kill_a_damaged_checkpoint_and_a_res
     assert differing(w.directory.path, step=1) == {step: () for step in range(1, 9)}
 
 
+@pytest.mark.slow
+async def test_a_run_of_several_ranks_without_the_optimizer_in_checkpoints_is_repeated_from_any_step(world):
+    path = await made(world, steps=4, checkpoint={"optimizer": False})
+    ranks = RunSource.open(path).config.updated(learner={"ranks": 2})
+    (path / "config.yaml").write_text(dump(ranks))
+    [found] = retrain(RunSource.open(path), step=4, count=1, overrides=(f"run.seed={ranks.run.seed}",))
+    numbers = ("loss", "grad_norm", "entropy", "ratio_mean")
+    assert [found.line[name] for name in numbers] == pytest.approx([found.recorded[name] for name in numbers], rel=1e-4)
+
+
 async def test_a_checkpoint_without_optimizer_begins_no_repetition_and_a_resume_from_it_is_repeated(world):
     async with world(total_steps=8, checkpoint={"every": 2, "keep": 1, "optimizer": False}) as w:
         ctx, run = w.learner()
