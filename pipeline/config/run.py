@@ -268,7 +268,12 @@ class RunConfig(Section):
                 f"replay.correction is {replay.correction.name}, but loss.off_policy is {self.loss.off_policy.name}, "
                 "which weighs each token by itself: set loss.off_policy: clip, or replay.correction: token"
             )
-        if replay.trajectories_per_task >= n:
+        if replay.mode == "groups" and n == 1:
+            raise ValueError(
+                "replay.mode: groups brings back groups of different rewards, which groups.n_rollout: 1 has none of: "
+                "set replay.enabled: false, or a larger groups.n_rollout"
+            )
+        if replay.mode == "mix" and replay.trajectories_per_task >= n:
             raise ValueError(
                 f"replay.trajectories_per_task ({replay.trajectories_per_task}) must be below groups.n_rollout ({n}): "
                 "every group needs fresh rollouts"

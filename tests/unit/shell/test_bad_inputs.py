@@ -250,6 +250,10 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         "actor.concurrency: expected greater than or equal",
     ),
     "group of one": (lambda p: p.check(groups={"n_rollout": 1}), "every advantage is 0 and nothing is learned"),
+    "replay of groups of one": (
+        lambda p: p.check(groups={"n_rollout": 1}, advantage={"estimator": "reinforce_pp"}, replay={"enabled": True}),
+        "replay.mode: groups brings back groups of different rewards, which groups.n_rollout: 1 has none of",
+    ),
     "unknown loss": (lambda p: p.check(loss={"policy": "pppo"}), "loss.policy: expected one of ppo, gspo"),
     "unknown estimator": (lambda p: p.check(advantage={"estimator": "grpoo"}), "expected one of grpo, rloo"),
     "own loss is missing": (
