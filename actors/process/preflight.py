@@ -53,7 +53,7 @@ from pipeline.runtime.plugin_limits import (
 )
 from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema import FinishReason, Message, Task, TokenSpan, Trajectory, TrajectoryStatus, Turn
-from pipeline.scorer.functions import Call, Outcome, Workers
+from pipeline.scorer.functions import TRAJECTORY_HINT, Call, Outcome, Workers
 from pipeline.scorer.judges import Judge, RewardModel
 from pipeline.scorer.verdict import ENVIRONMENT, ScoreFailure
 from pipeline.tasks.splits import evaluated_environments, split_names
@@ -83,8 +83,6 @@ STARTS, STARTS_SECONDS_MAX = 4, 0.5
 
 DIFFERENCE_CHARACTERS = 80
 """Part of two texts that is shown where they differ."""
-
-HINT = "; it gets a Trajectory, not prompts and completions, and afterplay.reply(trajectory) is the last reply"
 
 TRIES = 3
 """Tasks that are tried where an environment raises: a run takes rollouts that fail now and then."""
@@ -333,7 +331,7 @@ async def _score(
             found.notes.append(f"{where}: not checked, it gave no value within {seconds_max:g} s")
         if isinstance(outcome, ScoreFailure):
             about = f"{where}: no number for the scripted episode of {environment} (every reply is {REPLY!r})"
-            hint = HINT if "'Trajectory' object" in outcome.details else ""
+            hint = TRAJECTORY_HINT if "'Trajectory' object" in outcome.details else ""
             tell = found.told if script is not None and section.weight else found.notes
             tell.append(" ".join(f"{about}: {outcome.details}{hint}".split()))
 

@@ -95,7 +95,8 @@ def card(config: RunConfig, directory: RunDirectory, updates: int, has_curves: b
     if has_curves:
         parts.append("![Curves of the run](curves.png)")
     parts += _evaluations(directory, updates)
-    parts.append(f"## Configuration\n\nWhat differs from the defaults:\n\n```yaml\n{dump_yaml(_changed(config))}```")
+    what = "What differs from the defaults, and all options of the estimator and of the loss:"
+    parts.append(f"## Configuration\n\n{what}\n\n```yaml\n{dump_yaml(_changed(config))}```")
     parts += _ledger(config, directory)
     return "\n\n".join(parts) + "\n"
 

@@ -11,6 +11,7 @@ import difflib
 import os
 import re
 import typing
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -101,9 +102,23 @@ def parse_yaml(text: str, where: str) -> Any:
         problem = error.problem or str(error)
         if error.context and problem.startswith("but "):
             problem = f"{error.context}, {problem}"
-        raise ConfigurationError(f"{where}{line}: {problem}") from error
+        raise ConfigurationError(f"{where}{line}: {problem}{_look_alike(text, error)}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigurationError(f"{where}: expected YAML, got {' '.join(str(error).split())}") from error
+
+
+def _look_alike(text: str, error: yaml.MarkedYAMLError) -> str:
+    """A question about a full-width sign or space where YAML failed, since it looks like one that YAML reads."""
+    if error.problem_mark is None:
+        return ""
+    last = error.problem_mark.line
+    first = error.context_mark.line if error.context_mark else max(last - 1, 0)
+    for number, line in enumerate(text.split("\n")[first : last + 1], first + 1):
+        for character in line:
+            usual = unicodedata.normalize("NFKC", character)
+            if usual != character and usual in set(":,{}[] "):
+                return f"; is {character!r} on line {number} meant as {usual!r}?"
+    return ""
 
 
 def yaml_lines(text: str) -> Lines:
@@ -351,6 +366,8 @@ def _sentence(problem: Any, path: Path_, model: type[BaseModel] | None) -> str:
         return f"{key}: expected one of {problem['ctx']['expected']}{came}"
     if kind == "model_type":
         return f"{key}: expected a section (keys and values){came}"
+    if kind == "tuple_type":
+        return f"{key}: expected a list{came or ', got a section'}"
     message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return f"{key}: expected {message[0].lower() + message[1:]}{came}"
 

@@ -47,6 +47,10 @@ START_SECONDS_MAX = 180.0
 """For a process to start and import what it needs: long, because a start that is given up begins from nothing."""
 IDLE_SECONDS_MAX = 240.0
 """anyio ends processes that are idle for five minutes."""
+TRAJECTORY_HINT = (
+    "; it gets a Trajectory, not prompts and completions, and afterplay.reply(trajectory) is the last reply"
+)
+
 _NO_LIMIT = float("inf")
 
 
@@ -359,7 +363,8 @@ def _check_options(name: str, function: UserFunction, options: Mapping[str, Any]
         signature.bind(None, **options)
     except TypeError as error:
         takes = ", ".join(list(signature.parameters)[1:]) or "none"
+        foreign = {"completions", "solution_str"} & set(signature.parameters)  # of TRL, of verl
         raise ConfigurationError(
             f"score function {name}: expected to call it with a trajectory and options {sorted(options)}, got: "
-            f"{error}; its options are {takes}"
+            f"{error}; its options are {takes}{TRAJECTORY_HINT if foreign else ''}"
         ) from error

@@ -81,7 +81,8 @@ def compare(directory: RunDirectory, config: RunConfig) -> Resumed:
         return Resumed(step, {}, (f"the configuration of the last start cannot be read, changes are not known: {why}",))
     changes = difference(before, config)
     refused = [
-        f"{key} is {_short(new)}, but the run has made {step} steps with {_short(old)}, and {why}"
+        f"{key} is {_short(new)}, but the run has made {step} steps "
+        f"{'without it' if old == ABSENT else f'with {_short(old)}'}, and {why}"
         for key, (old, new) in changes.items()
         for fixed, why in FIXED.items()
         if key == fixed or key.startswith(f"{fixed}.")

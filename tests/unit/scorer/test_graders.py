@@ -6,6 +6,7 @@ import importlib.util
 import threading
 import time
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -384,6 +385,15 @@ def test_long_replies_are_graded_in_time() -> None:
 def test_an_option_that_a_grader_does_not_take_is_an_error_at_start() -> None:
     with pytest.raises(ConfigurationError, match=r"tolerance.*its options are answer, after, between, case"):
         Scorer(ScorerConfig.model_validate({"functions": [{"path": "exact", "options": {"tolerance": 1}}]}))
+
+
+@pytest.mark.parametrize(
+    "takes", ["prompts, completions, **more", "data_source, solution_str, ground_truth, extra_info=None"]
+)
+def test_a_function_written_for_another_trainer_is_told_what_it_gets(takes: str, tmp_path: Path) -> None:
+    (file := tmp_path / "foreign.py").write_text(f"def score({takes}): return 1.0\n")
+    with pytest.raises(ConfigurationError, match=r"it gets a Trajectory.*afterplay\.reply\(trajectory\)"):
+        Scorer(ScorerConfig.model_validate({"functions": [{"path": f"{file}:score"}]}))
 
 
 def test_a_grader_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,11 @@ def test_a_list_element_can_be_set():
         ("sampling: {max_tokens: 4000}", "must be below model.max_length"),
         ("run: {seed: 1}\nrun: {seed: 2}", "line 2: expected each key once, got 'run' on line 1 and again on line 2"),
         ("run: {seed: 1", "run.yaml, line 1"),
+        ("run：\n  seed: 1", "line 2: mapping values are not allowed here; is '：' on line 1 meant as ':'?"),
+        ("run: {seed: 1， name: a}", "line 1: expected ',' or '}', but got ':'; is '，' on line 1 meant as ','?"),
+        ("run: {seed: 1｝\n", "; is '｝' on line 1 meant as '}'?"),
+        ("run:\u00a01\nloss: {}", "; is '\\xa0' on line 1 meant as ' '?"),
+        ("scorer: {functions: {path: exact}}", "scorer.functions: expected a list, got a section"),
         ("- 1", "expected sections like 'run:'"),
         ("1: 2", "expected a text as key, got 1"),
         *[

