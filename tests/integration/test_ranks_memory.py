@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from benchmarks.loading_memory import ROOT, SMALL, environment, free_port, write_model
+from benchmarks.loading_memory import ROOT, SMALL, environment, write_model
+from pipeline.config.explain import free_ports
 
 SLACK = 24 << 20
 """Of the allocator, of collectives and of modules that are imported late; twice that for experts, whose files hold many
@@ -19,7 +20,7 @@ small weights (the same for 16 and 32 layers)."""
 def test_a_rank_loads_and_copies_its_shard_and_never_more_than_a_layer_beside_it(tmp_path, fork_server, experts):
     write_model(tmp_path / "model", layers=16, hidden=512, vocabulary=1024, experts=experts)
     write_model(tmp_path / SMALL, layers=2, hidden=64, vocabulary=32, experts=min(experts, 4))
-    port, program = free_port(), str(ROOT / "benchmarks" / "loading_memory.py")
+    port, program = free_ports("127.0.0.1", 1), str(ROOT / "benchmarks" / "loading_memory.py")
     ranks = []
     try:
         for rank in range(2):
