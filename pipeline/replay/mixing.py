@@ -13,9 +13,11 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import msgspec
+
 from pipeline.config.replay import EssGuardConfig, ReplayConfig
 from pipeline.schema import Task
-from pipeline.schema.orders import decode_task, task_header
+from pipeline.schema.orders import task_header
 from pipeline.tasks.sampler import Drawn, DrawOutcome, TaskSampler
 
 SLACK = 1e-9
@@ -117,7 +119,7 @@ class DeferredTasks:
 
     def __init__(self, environments: Collection[str], state: Mapping[str, Any] | None = None) -> None:
         state = state or {}
-        tasks = map(decode_task, state.get("tasks", ()))
+        tasks = msgspec.convert(state.get("tasks", ()), tuple[Task, ...])
         self._environments = environments
         self._tasks = {task.task_id: task for task in tasks if task.environment in environments}
         self._again = dict.fromkeys(str(task_id) for task_id in state.get("again", ()))

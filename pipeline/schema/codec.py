@@ -15,9 +15,9 @@ frame  content                                dtype, shape
 Where experts are recorded (``experts`` in the header is their dtype, layers and k), those of all turns follow the
 version spans: ``u1`` or ``<u2`` ``[T, layers, k]``.
 
-Decoding makes views on the received buffers. It checks header and arrays as a whole, and builds turns only when they
-are asked for. Where a check fails, the checking constructors are called at once, because they say which part of which
-turn is wrong.
+Decoding makes views on the received buffers. msgspec reads the header as the data model, which checks its types. Spans
+are checked as a whole, and turns are built only when they are asked for. Where that check fails, the checking
+constructors are called at once, because they say which part of which turn is wrong.
 
 Schema evolution: a reader ignores unknown header keys and fills missing optional ones; ``schema_version`` changes only
 when a meaning changes, which raises :class:`VersionMismatch`.
@@ -25,19 +25,20 @@ when a meaning changes, which raises :class:`VersionMismatch`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import orjson
 
 from pipeline.errors import LimitExceeded, SchemaError, VersionMismatch, WireError
-from pipeline.schema.orders import Record, decode_task, task_header
-from pipeline.schema.record_file import Buffer, Frames, array_bytes, json_object, n_bytes
+from pipeline.schema.orders import invalid_header, task_header
+from pipeline.schema.record_file import Buffer, Frames, array_bytes, n_bytes, require_writable
 from pipeline.schema.trajectory import (
     SCHEMA_VERSION,
     DecodedTurns,
@@ -48,6 +49,7 @@ from pipeline.schema.trajectory import (
     Message,
     PromptLessons,
     SpanSource,
+    Task,
     Timings,
     TokenSpan,
     Trajectory,
@@ -83,9 +85,54 @@ class Limits:
 
 _CONTEXT, _SAMPLED = SpanSource.CONTEXT, SpanSource.SAMPLED
 
-_FINISH = {reason.value: reason for reason in FinishReason}
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 
-_NUMBERS, _TEXT, _STEPS = frozenset((float, int)), frozenset((str,)), (0, 1)
+
+class _TurnHeader(msgspec.Struct):
+    n: tuple[_Count, _Count, _Count]
+    """Tokens of context and of completion, and version spans."""
+    messages: tuple[Message, ...]
+    completion: Message
+    finish: FinishReason
+    temperature: Annotated[float, msgspec.Meta(ge=0)]
+    signals: dict[str, float] = {}
+    branch: int = 0
+    reward: float | None = None
+    trained: bool = True
+
+
+class _LessonsHeader(msgspec.Struct):
+    ids: tuple[str, ...]
+    keep: bool
+    plain: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    query: str = ""
+
+
+class _Versioned(msgspec.Struct):
+    schema_version: Any = None
+
+
+class _Header(_Versioned, kw_only=True):
+    trajectory_id: str
+    group_id: str
+    task: Task
+    turns: list[_TurnHeader]
+    status: TrajectoryStatus
+    failure: Failure | None = None
+    rewards: dict[str, float | None] = {}
+    reward: float | None = None
+    actor_id: str = "actor"
+    engine: EngineRecord = EngineRecord()
+    timings: Timings = Timings()
+    recorded: bool = True
+    lessons: _LessonsHeader | None = None
+    experts: Any = None
+    hinted: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+
+_decode_header = msgspec.json.Decoder(_Header).decode
+
+_decode_version = msgspec.json.Decoder(_Versioned).decode
 
 _new = object.__new__
 
@@ -172,45 +219,46 @@ def decode_trajectory(frames: Sequence[Buffer], limits: Limits = DEFAULT_LIMITS)
     """
     if len(frames) != 4:
         raise WireError(f"expected 4 payload frames of a trajectory, got {len(frames)}")
-    header = json_object(frames[0], "trajectory header")
-    version = header.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise VersionMismatch(
-            f"trajectory has schema version {version!r}, this process reads {SCHEMA_VERSION}: run the same "
-            f"Afterplay everywhere"
-        )
+    header = _checked_header(frames[0])
     ids = _array(frames[1], "<i4", "token ids")
     logprobs = _array(frames[2], "<f4", "log-probabilities")
-    tail, experts = _divided(frames[3], header.get("experts"), len(ids))
+    tail, experts = _divided(frames[3], header.experts, len(ids))
     spans = _array(tail, "<i4", "version spans")
     if len(ids) > limits.tokens_max:
         raise LimitExceeded(f"trajectory has {len(ids)} tokens, more than stage.tokens_max={limits.tokens_max}")
     if len(spans) % 3:
         raise WireError(f"expected version spans as [K, 3], got {len(spans)} numbers")
+    lessons = header.lessons
+    return Trajectory(
+        trajectory_id=header.trajectory_id,
+        group_id=header.group_id,
+        task=header.task,
+        turns=_decode_turns(header.turns, ids, logprobs, spans.reshape(-1, 3).tolist(), experts),
+        status=header.status,
+        failure=header.failure,
+        rewards=header.rewards,
+        reward=header.reward,
+        actor_id=header.actor_id,
+        engine=header.engine,
+        timings=header.timings,
+        recorded=header.recorded,
+        lessons=PromptLessons(lessons.ids, lessons.keep, dict(lessons.plain), lessons.query) if lessons else None,
+        hinted_contexts=dict(header.hinted),
+    )
+
+
+def _checked_header(data: Buffer) -> _Header:
     try:
-        turns = _decode_turns(header["turns"], ids, logprobs, spans.reshape(-1, 3).tolist(), experts)
-        failure = header.get("failure")
-        return Trajectory(
-            trajectory_id=header["trajectory_id"],
-            group_id=header["group_id"],
-            task=decode_task(header["task"]),
-            turns=turns,
-            status=TrajectoryStatus(header["status"]),
-            failure=_decode_plain(Failure, failure, str) if failure else None,
-            rewards=header.get("rewards") or {},
-            reward=header.get("reward"),
-            actor_id=header.get("actor_id", "actor"),
-            engine=_decode_engine(header.get("engine") or {}),
-            timings=_decode_plain(Timings, header.get("timings") or {}, int, float, list),
-            recorded=bool(header.get("recorded", True)),
-            lessons=_decode_lessons(header["lessons"]) if header.get("lessons") else None,
-            hinted_contexts={int(turn): tuple(int(i) for i in ids) for turn, ids in header.get("hinted", ())},
-            schema_version=version,
-        )
-    except SchemaError:
-        raise
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise WireError(f"invalid trajectory header: {type(error).__name__}: {error}") from error
+        header = _decode_header(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            _check_version(_decode_version(data))
+        raise invalid_header("trajectory", error) from error
+    _check_version(header)
+    messages = (message for turn in header.turns for message in (*turn.messages, turn.completion))
+    if plain := [value for value in (header.task.payload, *(m.extra for m in messages)) if value]:
+        require_writable(plain, "trajectory header")
+    return header
 
 
 def _turn_header(turn: Turn) -> dict[str, Any]:
@@ -241,32 +289,12 @@ def _message_header(message: Message) -> dict[str, Any]:
     return header
 
 
-def _decode_engine(header: Mapping[str, Any]) -> EngineRecord:
-    record = EngineRecord(
-        header.get("backend", "unknown"), header.get("model", ""), tuple(header.get("engine_ids", ()))
-    )
-    if not all(type(v) is str for v in (record.backend, record.model, *record.engine_ids)):
-        raise WireError(f"expected the engine record as strings, got {record!r:.200}")
-    return record
-
-
-def _decode_lessons(header: Mapping[str, Any]) -> PromptLessons:
-    return PromptLessons(
-        tuple(str(lesson) for lesson in header["ids"]),
-        bool(header["keep"]),
-        {int(turn): tuple(int(i) for i in ids) for turn, ids in header.get("plain", ())},
-        str(header.get("query", "")),
-    )
-
-
-def _decode_plain(cls: type[Record], header: Mapping[str, Any], *types: type[Any]) -> Record:
-    """A dataclass whose fields all have one of ``types``; unknown keys are ignored."""
-    fields = {name: header[name] for name in cls.__dataclass_fields__ if name in header}  # type: ignore[attr-defined]
-    if not set(types).issuperset(map(type, fields.values())):
-        raise WireError(
-            f"expected fields of {cls.__name__} as {' or '.join(t.__name__ for t in types)}, got {fields!r:.200}"
+def _check_version(header: _Versioned) -> None:
+    if header.schema_version != SCHEMA_VERSION:
+        raise VersionMismatch(
+            f"trajectory has schema version {header.schema_version!r}, this process reads {SCHEMA_VERSION}: run the "
+            f"same Afterplay everywhere"
         )
-    return cls(**fields)
 
 
 def _array(frame: Buffer, dtype: str, what: str) -> np.ndarray[Any, Any]:
@@ -290,7 +318,7 @@ def _divided(frame: Buffer, form: Any, n_tokens: int) -> tuple[Buffer, ExpertArr
 
 
 def _decode_turns(
-    headers: list[dict[str, Any]],
+    headers: list[_TurnHeader],
     ids: npt.NDArray[np.int32],
     logprobs: npt.NDArray[np.float32],
     spans: list[list[int]],
@@ -299,62 +327,44 @@ def _decode_turns(
     """``ids`` int32 ``[T]``, ``logprobs`` float32 ``[S]``, ``spans`` int32 ``[K, 3]`` and ``experts``
     ``[T, layers, k]`` of all turns in order.
 
-    Raises :class:`WireError` where lengths do not add up, :class:`SchemaError` for values that break the data model,
-    and ``KeyError``, ``TypeError``, ``ValueError`` or ``AttributeError`` for a header of another form.
+    Raises :class:`WireError` where lengths do not add up, and :class:`SchemaError` for values that break the data
+    model.
     """
     ids.flags.writeable = logprobs.flags.writeable = False
-    sound = (not len(ids) or ids.min() >= 0) and are_sampled_logprobs(logprobs)
-    try:
-        sound = sound and _are_sound(headers, len(ids), len(logprobs), spans)
-    except (KeyError, TypeError, AttributeError, WireError):
-        sound = False
+    sound = (
+        (not len(ids) or ids.min() >= 0)
+        and are_sampled_logprobs(logprobs)
+        and _are_sound(headers, len(ids), len(logprobs), spans)
+    )
     build = partial(_build_turns, headers, ids, logprobs, spans, experts, sound)
     if not sound:
         return build()
-    trained = any(header["n"][1] for header in headers if header.get("trained", True))
+    trained = any(header.n[1] for header in headers if header.trained)
     versions = [version for _, _, version in spans]
     return DecodedTurns(build, len(headers), trained, (min(versions), max(versions)) if versions else None)
 
 
-def _are_sound(headers: list[dict[str, Any]], n_ids: int, n_logprobs: int, spans: list[list[int]]) -> bool:
-    """True only if :func:`_build_turns` raises nothing for them, and their branches may follow one another. Raises
-    anything for a header of another form."""
-    numbers: list[Any] = [0]
-    texts: list[Any] = []
+def _are_sound(headers: list[_TurnHeader], n_ids: int, n_logprobs: int, spans: list[list[int]]) -> bool:
+    """True only if :func:`_build_turns` raises nothing for them, and their branches may follow one another."""
     at_id = at_logprob = at_span = branch = 0
     for header in headers:
-        n_context, n_completion, n_spans = _lengths(header["n"])
+        n_context, n_completion, n_spans = header.n
         at = version = 0
         for start, stop, of in spans[at_span : at_span + n_spans]:
             if start != at or stop <= start or of < version:
                 return False
             at, version = stop, of
-        step = header.get("branch", 0) - branch
-        if not (at == n_completion and header["temperature"] >= 0 and header["finish"] in _FINISH and step in _STEPS):
+        if at != n_completion or not 0 <= header.branch - branch <= 1:
             return False
-        numbers.append(header["temperature"])
-        if signals := header.get("signals"):
-            numbers += signals.values()
-        if (reward := header.get("reward")) is not None:
-            numbers.append(reward)
-        for message in (*header["messages"], header["completion"]):
-            texts += (message["role"], message["content"])
-            if (extra := message.get("extra")) and type(extra) is not dict:
-                return False
-        branch += step
+        branch = header.branch
         at_id += n_context + n_completion
         at_logprob += n_completion
         at_span += n_spans
-    return (
-        (at_id, at_logprob, at_span) == (n_ids, n_logprobs, len(spans))
-        and _NUMBERS.issuperset(map(type, numbers))
-        and isfinite(sum(numbers))
-        and _TEXT.issuperset(map(type, texts))
-    )
+    return (at_id, at_logprob, at_span) == (n_ids, n_logprobs, len(spans))
 
 
 def _build_turns(
-    headers: list[dict[str, Any]],
+    headers: list[_TurnHeader],
     ids: npt.NDArray[np.int32],
     logprobs: npt.NDArray[np.float32],
     rows: list[list[int]],
@@ -366,7 +376,7 @@ def _build_turns(
     span = _span if sound else TokenSpan
     at_id = at_logprob = at_span = 0
     for header in headers:
-        n_context, n_completion, n_spans = _lengths(header["n"])
+        n_context, n_completion, n_spans = header.n
         middle = at_id + n_context
         end, end_logprob, end_span = middle + n_completion, at_logprob + n_completion, at_span + n_spans
         if end > len(ids) or end_logprob > len(logprobs) or end_span > len(rows):
@@ -376,29 +386,21 @@ def _build_turns(
             Turn(
                 span(_CONTEXT, ids[at_id:middle]),
                 span(_SAMPLED, ids[middle:end], logprobs[at_logprob:end_logprob], versions),
-                tuple([_decode_chat_message(m) for m in header["messages"]]),
-                _decode_chat_message(header["completion"]),
-                _FINISH[header["finish"]],
-                header["temperature"],
-                header.get("signals") or {},
-                header.get("branch", 0),
-                header.get("reward"),
+                header.messages,
+                header.completion,
+                header.finish,
+                header.temperature,
+                header.signals,
+                header.branch,
+                header.reward,
                 None if experts is None else experts[at_id:end],
-                bool(header.get("trained", True)),
+                header.trained,
             )
         )
         at_id, at_logprob, at_span = end, end_logprob, end_span
     if (at_id, at_logprob, at_span) != (len(ids), len(logprobs), len(rows)):
         raise _lengths_disagree(at_id, at_logprob, at_span, ids, logprobs, rows)
     return tuple(turns)
-
-
-def _decode_chat_message(header: Mapping[str, Any]) -> Message:
-    """Unknown keys are ignored; role and content are strings, ``extra`` is an object."""
-    role, content, extra = header["role"], header["content"], header.get("extra") or {}
-    if type(role) is str and type(content) is str and type(extra) is dict:
-        return Message(role, content, extra)
-    raise WireError(f"expected a message with role and content as strings and extra as an object, got {header!r:.200}")
 
 
 def _span(
@@ -414,16 +416,6 @@ def _span(
     _set_logprobs(span, logprobs)
     _set_version_spans(span, version_spans)
     return span
-
-
-def _lengths(n: Any) -> tuple[int, int, int]:
-    if type(n) is list and len(n) == 3:
-        a, b, c = n
-        if type(a) is type(b) is type(c) is int and a >= 0 and b >= 0 and c >= 0:
-            return a, b, c
-    raise WireError(
-        f"expected the lengths of a turn as three numbers >= 0 (context, completion, version spans), got {n!r:.100}"
-    )
 
 
 def _lengths_disagree(

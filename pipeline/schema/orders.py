@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
+
+import msgspec
 
 from pipeline.errors import ImpossibleClaim, SchemaError, WireError
 from pipeline.schema.trajectory import Task, require, require_finite, require_id
@@ -111,15 +113,18 @@ def encode_request(record: Order | GroupPlan) -> dict[str, Any]:
 
 
 def decode_request(cls: type[Record], header: Mapping[str, Any]) -> Record:
-    """The inverse; unknown keys are ignored. Raises :class:`WireError`."""
-    convert: dict[str, Callable[[Any], Any]] = {"task": decode_task, "replay_ids": tuple, "candidates": tuple}
+    """The inverse; unknown keys are ignored. Raises :class:`WireError`, and :class:`SchemaError` for values that break
+    the data model."""
     try:
-        names = cls.__dataclass_fields__  # type: ignore[attr-defined]
-        return cls(**{k: convert.get(k, lambda v: v)(v) for k, v in header.items() if k in names})
-    except SchemaError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise WireError(f"invalid {cls.__name__} header: {type(error).__name__}: {error}") from error
+        return msgspec.convert(header, cls)
+    except msgspec.ValidationError as error:
+        raise invalid_header(cls.__name__, error) from error
+
+
+def invalid_header(what: str, error: Exception) -> SchemaError | WireError:
+    """The error to raise for msgspec's: :class:`SchemaError` where a constructor of the data model raised it."""
+    kind = SchemaError if isinstance(error.__cause__, SchemaError) else WireError
+    return kind(f"invalid {what} header: {error}")
 
 
 def task_header(task: Task) -> dict[str, Any]:
@@ -127,10 +132,8 @@ def task_header(task: Task) -> dict[str, Any]:
     return {"task_id": task.task_id, "environment": task.environment, "seed": task.seed, "payload": dict(task.payload)}
 
 
-def decode_task(header: Mapping[str, Any]) -> Task:
-    """Raises what a header without the keys raises."""
-    return Task(header["task_id"], header["environment"], header["seed"], header.get("payload") or {})
-
+decode_task = msgspec.json.Decoder(Task).decode
+"""A task from the JSON of :func:`task_header`. Raises ``msgspec.DecodeError``."""
 
 WHOLE_MAX = 2**53
 """Largest whole number in a header: every reader of JSON has it exactly."""

@@ -208,23 +208,31 @@ def array_bytes(array: np.ndarray[Any, Any]) -> memoryview:
 
 
 def json_object(data: Buffer, what: str) -> dict[str, Any]:
-    """Raises :class:`WireError` that calls ``data`` ``what``.
-
-    orjson reads 1024 levels of nesting and writes 254. What it cannot write is refused, because it can neither be
-    stored nor answered, and Python's ``repr``, which messages show it with, ends near a thousand levels.
-    """
+    """Raises :class:`WireError` that calls ``data`` ``what``."""
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise WireError(f"{what} is not JSON: {error}") from error
-    try:
-        if n_bytes(data) > 2 * _LEVELS_MAX:  # each level takes two bytes
-            orjson.dumps(value)
-    except orjson.JSONEncodeError as error:
-        raise WireError(f"expected {what} of at most {_LEVELS_MAX} levels of nesting, got more") from error
+    if n_bytes(data) > 2 * _LEVELS_MAX:  # each level takes two bytes
+        require_writable(value, what)
     if not isinstance(value, dict):
         raise WireError(f"expected {what} to be a JSON object, got {type(value).__name__}")
     return value
+
+
+def require_writable(value: Any, what: str) -> None:
+    """Raises :class:`WireError` that calls ``value``, read from JSON, ``what``.
+
+    Parsers read a thousand levels of nesting, and integers of any size, that orjson does not write. What it cannot
+    write can neither be stored nor answered, and Python's ``repr``, which messages show it with, ends near a thousand
+    levels.
+    """
+    try:
+        orjson.dumps(value)
+    except orjson.JSONEncodeError as error:
+        raise WireError(
+            f"expected {what} of at most {_LEVELS_MAX} levels of nesting and integers of 64 bits, got more"
+        ) from error
 
 
 def _frame_at(read: Callable[[int, int], Buffer], at: int, size: int) -> Frame | None:

@@ -198,7 +198,7 @@ class TaskRecord:
 
     @property
     def task(self) -> Task:
-        return decode_task(orjson.loads(self.encoded_task))
+        return decode_task(self.encoded_task)
 
     @property
     def success_rate(self) -> float:

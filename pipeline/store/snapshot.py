@@ -129,7 +129,7 @@ def _group(row: Sequence[Any]) -> GroupRecord:
     number, task, _, n_fresh, k, admitted, task_index, state, update, late, dropped, reason, planned_at, ended_at = row
     return GroupRecord(
         group_number=number,
-        task=_task(task),
+        task=decode_task(task),
         admitted_update=admitted,
         task_index=task_index,
         planned_at=planned_at,
@@ -142,10 +142,6 @@ def _group(row: Sequence[Any]) -> GroupRecord:
         ended_at=ended_at,
         k=k,
     )
-
-
-def _task(json: bytes) -> Task:
-    return decode_task(orjson.loads(json))
 
 
 def _task_record(
@@ -171,7 +167,7 @@ def _entry(task: Task, row_id: int, trajectory_id: str, *columns: Any) -> PoolEn
 def _stored_groups(rows: Rows) -> list[StoredGroup]:
     found: dict[int, StoredGroup] = {}
     for group_number, task, saved, uses, *entry in rows:
-        group = found.setdefault(group_number, StoredGroup(group_number, _task(task), (), saved, uses))
+        group = found.setdefault(group_number, StoredGroup(group_number, decode_task(task), (), saved, uses))
         group.members += (_entry(group.task, *entry),)
     return list(found.values())
 

@@ -306,8 +306,8 @@ def test_lengths_limits_and_versions_are_checked():
     for lengths, what in (
         ([4001, 5000, 2], "add up"),
         ([3999, 5000, 2], "add up"),
-        ([-1, 5001, 2], "numbers >= 0"),
-        ([1, 2], "numbers >= 0"),
+        ([-1, 5001, 2], r"`int` >= 0 - at `\$.turns\[2\].n\[0\]`"),
+        ([1, 2], r"`array` of length 3 - at `\$.turns\[2\].n`"),
     ):
         header["turns"][2]["n"] = lengths
         with pytest.raises(WireError, match=what):
