@@ -82,6 +82,8 @@ class Family:
     """First grid of multiples of the run file's learning rate."""
     tuning_seeds: tuple[int, ...]
     seeds: tuple[int, ...]
+    first: dict[str, tuple[float, ...]] = Field(default_factory=dict)
+    """First grids of arms that have another one than ``rates``."""
     fixed: dict[str, float] = Field(default_factory=dict)
     """Rates of arms that count as their best ones, whatever tuning chooses."""
     set: tuple[str, ...] = ()
@@ -183,7 +185,7 @@ class Runs:
     def tuning(self, arm: str) -> dict[float, list[Result]]:
         """Finished tuning runs by rate, smallest first. The grid grows by factors of 2, within :data:`RATES_BOUND`,
         while it is finished and its best rate is at an edge."""
-        rates = sorted(self.family.rates)
+        rates = sorted(self.family.first.get(arm, self.family.rates))
         while True:
             found = {rate: self.finished(self.jobs(arm, rate, tuning=True)) for rate in rates}
             if self._open(found):
