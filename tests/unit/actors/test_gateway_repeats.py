@@ -20,6 +20,7 @@ from actors.gateway.repeats import Delivery, Repeats, sent
 from actors.rollout.services import Services
 from pipeline.schema import Order, Trajectory, TrajectoryStatus
 from tests.support.agent_programs import SECONDS, Caller, Serve, assert_exact, echoing, run_order, user
+from tests.support.http_server import serving
 from tests.support.stub_engine import StubEngine
 
 pytestmark = pytest.mark.timeout(400)
@@ -91,13 +92,8 @@ async def cutting(base_url: str, every: int, inside: Callable[[], object] | None
             request.transport.abort()
         return response
 
-    application = web.Application()
-    application.router.add_post("/{path:.*}", forward)
-    runner = web.AppRunner(application)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    await runner.cleanup()
+    async with serving(forward) as url:
+        yield f"{url}/v1"
 
 
 @pytest.fixture
