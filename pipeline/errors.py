@@ -207,11 +207,18 @@ def failure_of(name: str, error: BaseException) -> PlugInError:
     if isinstance(error, PlugInError):
         known = error.boundary or not name
         return error if known else type(error)(name, error.kind, error.message, error.details, error.line)
-    inner = error
-    while isinstance(inner, BaseExceptionGroup):
-        inner = inner.exceptions[0]  # says more than the group
+    inner = next(leaves(error))  # says more than the group
     kind = PlugInTimeout if isinstance(inner, TimeoutError) else PlugInError
     return kind(name, type(inner).__name__, _words(inner), traceback_of(error), line_of(inner) or line_of(error))
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """The single exceptions of a group, in order; of anything else itself."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from leaves(inner)
+    else:
+        yield error
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from actors.engine.pool import EnginePool
 from actors.env_commands.chat_dialogue import ChatRenderer, ChatServices
 from actors.env_commands.describe import end_environment
 from actors.env_commands.eval_summary import EvalSummary, Outcome, sentences, summarise, wanted
-from actors.env_commands.play import Subject, only
+from actors.env_commands.play import Subject
 from actors.environments.host import EnvironmentHost
 from actors.metrics import ActorMetrics
 from actors.rendering.renderer import Renderer
@@ -32,7 +32,7 @@ from actors.rollout.rollout import Rollout
 from actors.rollout.services import build_loop
 from pipeline.config.rewards import ScorerConfig
 from pipeline.config.tasks import TRAIN
-from pipeline.errors import ConfigurationError
+from pipeline.errors import ConfigurationError, leaves
 from pipeline.runtime.engine_keys import key_at
 from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.runtime.plugin_limits import interrupting_blocks
@@ -194,7 +194,7 @@ class _Evaluation:
                 self._stopped = "interrupted"
             return self._finished()
         except BaseExceptionGroup as group:
-            raise only(group) from None
+            raise next(leaves(group)) from None
         finally:
             if self._lock is not None:
                 self._lock.release()

@@ -39,7 +39,7 @@ from pipeline.config import RunConfig
 from pipeline.config.load import load
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.config.tasks import TRAIN
-from pipeline.errors import ConfigurationError, boundary
+from pipeline.errors import ConfigurationError, boundary, leaves
 from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.runtime.plugin_limits import TaskOwner
@@ -243,7 +243,7 @@ def play(
     try:
         return anyio.run(run)
     except BaseExceptionGroup as group:
-        raise only(group) from None
+        raise next(leaves(group)) from None  # an episode fails for one reason
     finally:
         end_environment(host)
 
@@ -270,7 +270,7 @@ async def episode(
                 serving.cancel_scope.cancel()
             return score
         except BaseExceptionGroup as group:
-            raise only(group) from None
+            raise next(leaves(group)) from None  # an episode fails for one reason
         finally:
             with anyio.CancelScope(shield=True), boundary(AGENT_LOOP):
                 await agent.close()
@@ -345,11 +345,3 @@ def _client(engine: str, model: Path) -> EngineClient:
         if engine.rstrip("/") in config.engine.addresses():
             return EngineClient(engine, key=find_key(config.engine, "actor_key"), run=config.run.id)
     return EngineClient(engine)
-
-
-def only(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a group: an episode fails for one reason."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -32,6 +32,7 @@ from pipeline.errors import (
     EngineProtocolError,
     Interrupted,
     TrainingError,
+    leaves,
 )
 from pipeline.runtime.engine_keys import authorization
 from pipeline.runtime.http import TEXT_MAX, Answer, HttpClient, retried
@@ -246,7 +247,4 @@ def prompt_logprobs(answer: Any, row: Row, server: str = "the engine") -> TokenA
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first single exception: a stop if there was one, else what the server did."""
-    error: BaseException = group.subgroup(Interrupted) or group.subgroup(AfterplayError) or group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+    return next(leaves(group.subgroup(Interrupted) or group.subgroup(AfterplayError) or group))

@@ -44,6 +44,7 @@ from pipeline.errors import (
     EnvironmentFailing,
     ForcedExit,
     FormatMismatch,
+    leaves,
 )
 from pipeline.runtime import disk as disk_wait
 from pipeline.runtime.logs import configure_logging
@@ -485,8 +486,8 @@ def _process_file(ctx: RoleContext, port: int, background: TaskGroup) -> Iterato
 
 def _explain(name: str, error: BaseException) -> int:
     """Log why a role ended; returns its exit code."""
-    leaves = list(_leaves(error))
-    for leaf in leaves:
+    found = list(leaves(error))
+    for leaf in found:
         if isinstance(leaf, ConfigurationError | FormatMismatch | DamagedFiles):
             _print(f"{name}: {leaf}")
             return ExitCode.CONFIGURATION
@@ -497,10 +498,10 @@ def _explain(name: str, error: BaseException) -> int:
             _print(f"{name}: {leaf}")
             return ExitCode.CALLS_HANG
     log.error("%s failed", name, exc_info=error)
-    for leaf in leaves:
+    for leaf in found:
         kind = "" if isinstance(leaf, AfterplayError) else f"{type(leaf).__name__}: "
         _print(f"{name}: {kind}{leaf}")
-    forced = any(isinstance(leaf, ForcedExit | KeyboardInterrupt) for leaf in leaves)
+    forced = any(isinstance(leaf, ForcedExit | KeyboardInterrupt) for leaf in found)
     return ExitCode.FORCED if forced else ExitCode.FAILED
 
 
@@ -508,11 +509,3 @@ def _print(line: str) -> None:
     """To stderr, unless the disk of the log is full."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error

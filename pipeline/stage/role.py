@@ -197,7 +197,7 @@ async def _serve(
             working.start_soon(loop.run, inbox_receive, name="loop")
             async with inbox_send, anyio.create_task_group() as feeding:
                 feeding.start_soon(scoring.run, name="scoring")
-                feeding.start_soon(_watch_disk, ctx, core, store, hub, metrics, name="disk")
+                feeding.start_soon(_watch_disk, ctx, core, store, metrics, name="disk")
                 feeding.start_soon(_listen, hub, inbox_send, outgoing, lessons, metrics, name="listen")
                 if lessons is not None:
                     feeding.start_soon(lessons.run, name="lessons")
@@ -210,7 +210,7 @@ async def _serve(
         sending.cancel_scope.cancel()
 
 
-async def _watch_disk(ctx: RoleContext, core: StageCore, store: ReplayStore, hub: Hub, metrics: ReplayMetrics) -> None:
+async def _watch_disk(ctx: RoleContext, core: StageCore, store: ReplayStore, metrics: ReplayMetrics) -> None:
     """Pause admission while the run directory is larger than ``run.disk_bytes_max``, and tell of readers that keep the
     store's ``-wal`` from being emptied."""
     held_back = ""

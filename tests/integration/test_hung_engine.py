@@ -20,14 +20,11 @@ from actors.engine.client import EngineClient
 from actors.engine.pool import EnginePool
 from actors.metrics import ActorMetrics
 from actors.rollout.sampling import Policy
-from learner.models.prepare import prepare_model
-from pipeline.config import RunConfig
 from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.runtime.progress import SILENCE_SECONDS_MAX
-from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema import Order, Task
 from tests.support.routing import in_flight, sessions_by_engine
-from tests.support.running_engine import RunningEngine, start_engine
+from tests.support.running_engine import RunningEngine, start_engine, tiny_engine
 
 SECONDS_MAX = 240
 """A guard against hanging."""
@@ -51,14 +48,7 @@ def stopped(engine: RunningEngine) -> Iterator[None]:
 
 @pytest.mark.slow
 async def test_requests_of_a_stopped_engine_are_made_again_elsewhere_and_it_is_used_again(tmp_path: Path) -> None:
-    config = RunConfig.model_validate(
-        {
-            "run": {"name": "run", "directory": str(tmp_path)},
-            "model": {"source": "tiny", "max_length": 512},
-            "engine": {"kind": "embedded", "port": 0, "threads": 1, "start_seconds_max": SECONDS_MAX},
-        }
-    )
-    prepare_model(config, RunDirectory(config.run.path).model)
+    config = tiny_engine(tmp_path, max_length=512)
     metrics, turns, playing = ActorMetrics(CollectorRegistry()), Counter[str](), True
 
     async def converse(pool: EnginePool, number: int) -> None:

@@ -24,7 +24,7 @@ from tests.support.damage import flip
 from tests.support.fork_server import ForkedSubprocess
 from tests.support.repeated import repeated
 from tests.unit.learner.conftest import run_config
-from tests.unit.learner.test_learner_role import world_of
+from tests.unit.learner.test_learner_role import stop_after, world_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 STOP_SECONDS_MAX, LOSS_SECONDS_MAX = 30, 60
@@ -61,8 +61,7 @@ def world(tmp_path, monkeypatch, children):
 
 async def test_a_run_of_two_ranks_ends_with_every_step_recorded_published_and_saved(world, children):
     async with world() as w:
-        ctx, run = w.learner()
-        await run()
+        ctx = await w.learn()
     lines = w.lines()
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["n_trajectories"] == 4 for line in lines)
@@ -77,11 +76,7 @@ async def test_a_run_of_two_ranks_ends_with_every_step_recorded_published_and_sa
 
 async def test_a_stop_saves_the_last_update_of_all_ranks(world, children):
     async with world(total_steps=1000, checkpoint={"every": 1000}) as w:
-        ctx, run = w.learner()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(run)
-            await w.until_step(2)
-            ctx.stopping.set()
+        await stop_after(w, 2)
     newest = find_checkpoints(w.directory.checkpoints)[0]
     assert read_state(newest).updates == w.lines()[-1]["step"] and not find_damage(newest)
     assert children[0].end.result(0) == 0
@@ -120,8 +115,7 @@ async def test_a_stop_ends_all_ranks_and_a_killed_rank_ends_the_others_with_word
         newest, older = find_checkpoints(w.directory.checkpoints)
         part = max((newest / "shards").glob("*.distcp"))
         flip(part)
-        ctx, run = w.learner()
-        await run()
+        ctx = await w.learn()
     [notice] = ctx.notices
     assert f"{newest.name} is damaged (shards/{part.name}" in notice and f"resumes from {older.name}" in notice
     assert w.lines()[-1]["step"] == 8
@@ -152,8 +146,7 @@ async def test_two_ranks_wait_for_a_full_disk_wherever_a_checkpoint_meets_it(wor
     full_once(checkpoint, "_copy_tokenizer")
     full_once(checkpoint, "write_contents")
     async with world() as w:
-        _, run = w.learner()
-        await run()
+        await w.learn()
     assert met == ["save", "write_data", "load_shards", "_copy_tokenizer", "write_contents"]
     assert [line["step"] for line in w.lines()] == [1, 2, 3]
     found = find_checkpoints(w.directory.checkpoints)
@@ -169,8 +162,7 @@ async def test_two_ranks_write_a_whole_checkpoint_of_every_evaluated_weights_and
         "evaluation": {"every": 2, "keep_best": "score"},
     }
     async with world(checkpoint={"every": 100, "at_end": False, "keep": 9}, **sections) as w:
-        _, run = w.learner()
-        await run()
+        await w.learn()
     results = read_results(w.directory.evaluations_file)
     assert [(r["updates"], r["status"]) for r in results] == [(0, "complete"), (2, "complete"), (3, "complete")]
     assert results[0]["versions"] == [0, 0] and results[-1]["versions"] == [3, 3]

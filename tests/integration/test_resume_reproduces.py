@@ -35,6 +35,7 @@ from pipeline.stage.role import main as stage_main
 from pipeline.store.ledger import read_ledger
 from pipeline.views.step_lines import read_lines
 from tests.support.fork_server import Forked, ForkServer
+from tests.support.http_server import serving
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "tiny.yaml"
@@ -148,22 +149,9 @@ class Engine:
 
 
 @asynccontextmanager
-async def serving(engine: Engine) -> AsyncIterator[str]:
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", engine.handle)
-    runner = web.AppRunner(app, shutdown_timeout=1.0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
-@asynccontextmanager
 async def stage_of(recorded: RunDirectory, root: Path, engine: Engine) -> AsyncIterator[tuple[Path, RunDirectory]]:
     """A replay stage with a copy of the recorded run's store, and the run file of its learner."""
-    async with serving(engine) as url:
+    async with serving(engine.handle) as url:
         raw = yaml.safe_load(recorded.config_file.read_text())
         raw["run"].update(directory=str(root), name="again")
         raw["engine"].update(kind="external", urls=[url], actor_key=None, learner_key=None)

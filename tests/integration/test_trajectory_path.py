@@ -24,6 +24,7 @@ from pipeline.runtime.process import RoleContext
 from pipeline.runtime.run_directory import RunDirectory
 from pipeline.stage.role import serve as serve_stage
 from scripts.size import TRAJECTORY, written
+from tests.support.http_server import serving
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
 from tests.support.stub_engine import good_answer
 
@@ -98,16 +99,8 @@ async def engine():
             version[0] = body["new_version"]
         return web.json_response({})
 
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handle)
-    runner = web.AppRunner(app, shutdown_timeout=1.0)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with serving(handle) as url:
+        yield url
 
 
 def config_of(directory: Path, url: str) -> RunConfig:

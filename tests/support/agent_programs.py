@@ -44,6 +44,18 @@ async def run_order(services: Services, order: Order) -> Trajectory:
     return trajectory
 
 
+def hear_outcomes(services: Services, heard: Callable[[str], None]) -> None:
+    """``heard`` gets the outcome of each call at the gateway."""
+    gateway = services.loops["game"].gateway  # type: ignore[attr-defined]
+    count = gateway._count
+
+    def both(route: str, outcome: str) -> None:
+        count(route, outcome)
+        heard(outcome)
+
+    gateway._count = both
+
+
 class Caller:
     """An agent program with a plain HTTP client."""
 

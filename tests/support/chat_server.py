@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from typing import Any, TypeVar
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 from aiohttp import web
 
-T = TypeVar("T")
+from tests.support.http_server import in_thread, serving
+
 Script = Callable[[dict[str, Any]], Any]
 """From the body of a request to the reply: its text, a message, or (status, body, headers) of a refusal."""
 
@@ -47,36 +46,12 @@ class ChatServer:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/v1/models", self._models)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        try:
+        async with serving(app) as url:
+            self.url = f"{url}/v1"
             yield self
-        finally:
-            await runner.cleanup()
 
 
 @contextmanager
 def chat_server(script: Script, models: tuple[str, ...] = ("stand-in",)) -> Iterator[ChatServer]:
     with in_thread(ChatServer(script, models).serving()) as server:
         yield server
-
-
-@contextmanager
-def in_thread(serving: AbstractAsyncContextManager[T]) -> Iterator[T]:
-    """Enters an async context manager in the event loop of another thread, for tests that block their own."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    try:
-        entered = asyncio.run_coroutine_threadsafe(serving.__aenter__(), loop).result(20)
-        try:
-            yield entered
-        finally:
-            asyncio.run_coroutine_threadsafe(serving.__aexit__(None, None, None), loop).result(20)
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(20)
-        loop.close()

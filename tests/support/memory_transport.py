@@ -106,8 +106,6 @@ class MemoryNetwork:
         self._mute_until: dict[str, float] = {}
         self.keys = False
         """True if every connection proves the name of its link by a key."""
-        self.injected = 0
-        """Faults injected so far by the seeded plan."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -188,17 +186,13 @@ class MemoryNetwork:
         if kind == _HEARTBEAT or (kind in _GREETINGS and not f.greetings):
             return [frames]
         if f.disconnect and draw() < f.disconnect:
-            self.injected += 1
             self._break(connection, "connection lost")
             return []
         if f.drop and draw() < f.drop:
-            self.injected += 1
             return []
         if f.corrupt and draw() < f.corrupt:
-            self.injected += 1
             frames = [frames[0], b"{" + bytes(frames[1]), *frames[2:]]
         if f.duplicate and draw() < f.duplicate:
-            self.injected += 1
             return [frames, list(frames)]
         return [frames]
 

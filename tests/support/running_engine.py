@@ -18,6 +18,7 @@ import anyio.to_thread
 
 from actors.servers.launch import command, in_process_group
 from actors.servers.process_group import GRACE_SECONDS
+from learner.models.prepare import prepare_model
 from pipeline.config import RunConfig
 from pipeline.errors import EngineUnavailable
 from pipeline.runtime.engine_keys import authorization, find_key
@@ -26,6 +27,7 @@ from pipeline.runtime.run_directory import RunDirectory
 PROBE_SECONDS_MAX = 2.0
 PROBE_PAUSE_SECONDS = 0.1
 STOP_SECONDS_MAX = GRACE_SECONDS + 2.0
+START_SECONDS_MAX = 240
 LOG_TAIL_BYTES = 2000
 
 
@@ -58,6 +60,19 @@ class RunningEngine:
         """SIGTERM and wait; returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=STOP_SECONDS_MAX)
+
+
+def tiny_engine(folder: Path, max_length: int = 128) -> RunConfig:
+    """A run in ``folder`` with an embedded engine, whose tiny model is prepared."""
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "run", "directory": str(folder)},
+            "model": {"source": "tiny", "max_length": max_length},
+            "engine": {"kind": "embedded", "port": 0, "threads": 1, "start_seconds_max": START_SECONDS_MAX},
+        }
+    )
+    prepare_model(config, RunDirectory(config.run.path).model)
+    return config
 
 
 @asynccontextmanager

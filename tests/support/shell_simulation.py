@@ -36,7 +36,7 @@ import anyio.to_thread
 from actors.process import role as actor_role
 from learner.weights.publisher import Publisher
 from pipeline.config import RunConfig
-from pipeline.errors import AfterplayError
+from pipeline.errors import AfterplayError, leaves
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.run_directory import RunDirectory
 from pipeline.stage import loop, role
@@ -171,13 +171,13 @@ class ShellSimulation:
         """A process ended with an error. Reasons to: a disk that gives errors, and an impossible claim, which is also
         what the learner tells a store that went back. Such a store may also take a late HELLO of the learner before for
         that of a newer one."""
-        leaves = list(_leaves(errors))
-        if any(isinstance(error, Violation) for error in leaves):
+        single = list(leaves(errors))
+        if any(isinstance(error, Violation) for error in single):
             raise errors
         reasons = ["Input/output error", "disk I/O error"]
         if self.may_be_refused:
             reasons += ["refused what this learner told", "was replaced by process"]
-        if not any(reason in str(error) for error in leaves for reason in reasons):
+        if not any(reason in str(error) for error in single for reason in reasons):
             self.unexpected.append(f"{name}: {leaves!r}")
 
     async def _stage(self) -> None:
@@ -339,21 +339,12 @@ def _config(folder: Path, seed: int, rng: random.Random) -> RunConfig:
     )
 
 
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """Single exceptions of a group."""
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error
-
-
 def play(folder: Path, seed: int, faults: Sequence[str] = tuple(FAULTS), *, joins: bool = False) -> float:
     """One history; the virtual seconds that it took. Raises :class:`Violation` that names the seed."""
     try:
         return ShellSimulation(folder / str(seed), seed, faults, joins=joins).play()
     except Exception as error:
-        first = next(_leaves(error))
+        first = next(leaves(error))
         raise Violation(f"history {seed}: {type(first).__name__}: {first}") from first
 
 

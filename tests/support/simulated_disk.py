@@ -46,8 +46,6 @@ class SimulatedDisk:
 
     def __init__(self, directory: RunDirectory, rng: random.Random) -> None:
         self.error = 0
-        self.errors_given = 0
-        """Writes that failed with EIO, each of which may end a process."""
         self.went_back = False
         """The store lost transactions that were acknowledged."""
         self.torn_checkpoints = 0
@@ -115,7 +113,6 @@ class SimulatedDisk:
     def _refusal(self) -> OSError | None:
         if not self.error:
             return None
-        self.errors_given += self.error == errno.EIO
         return OSError(self.error, os.strerror(self.error))
 
     @contextmanager

@@ -413,7 +413,6 @@ class SimulatedLearner(Peer):
         self.sim.replayed_total += sum(map(len, report["replayed"].values()))
         self.weights.history.append((tuple(members), ids))
         self.weights.updates = update + 1
-        self.sim.trained_total += 1
         for group in members:
             del self.plans[group], self.deliveries[group]
         self.busy = False

@@ -42,7 +42,6 @@ class Simulation:
         self.acknowledged: set[str] = set()
         self.slow_scores = self.rng.random() < 0.5
         """Scores come later, as those of user functions do."""
-        self.trained_total = 0
         self.replayed_total = 0
         """Replays that the learner trained, repeats after its crashes counted."""
         self.restarts = 0

@@ -27,6 +27,7 @@ from pipeline.errors import EngineBusy, EngineError, EngineGone, EngineProtocolE
 from pipeline.runtime.engine_keys import make_key_files
 from pipeline.runtime.http import AnswerMemory
 from pipeline.schema import FinishReason, VersionSpan
+from tests.support.http_server import serving
 from tests.support.stub_engine import StubServer, good_answer
 
 SAMPLING = Sampling(max_tokens=4, stop_token_ids=(2,))
@@ -183,23 +184,15 @@ async def test_every_request_shows_the_actors_key_to_engines_that_are_external_t
         seen.append(request.headers.get("Authorization"))
         return web.json_response({"weight_version": "0"})
 
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
     make_key_files(tmp_path)
     keys = {f"{role}_key": f"file:{tmp_path}/engine_{role}.secret" for role in ("actor", "learner")}
-    engine = {"kind": "external", "urls": [f"http://127.0.0.1:{runner.addresses[0][1]}"], **keys}
-    try:
-        connect = connector(RunConfig.model_validate({"engine": engine}), None)
-        async with connect(engine["urls"][0]) as client:
+    async with serving(handle) as url:
+        engine = {"kind": "external", "urls": [url], **keys}
+        async with connector(RunConfig.model_validate({"engine": engine}), None)(url) as client:
             await client.weight_version()
             await client.health()
             with pytest.raises(EngineProtocolError):
                 await client.generate([1, 2], Sampling(max_tokens=2))
-    finally:
-        await runner.cleanup()
     assert seen == [f"Bearer {(tmp_path / 'engine_actor.secret').read_text().strip()}"] * 3
 
 

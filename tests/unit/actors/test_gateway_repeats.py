@@ -17,9 +17,9 @@ from multidict import CIMultiDict
 
 from actors.gateway import server, session
 from actors.gateway.repeats import Delivery, Repeats, sent
-from actors.rollout.services import Services
 from pipeline.schema import Order, Trajectory, TrajectoryStatus
-from tests.support.agent_programs import SECONDS, Caller, Serve, assert_exact, echoing, run_order, user
+from tests.support.agent_programs import SECONDS, Caller, Serve, assert_exact, echoing, hear_outcomes, run_order, user
+from tests.support.http_server import serving
 from tests.support.stub_engine import StubEngine
 
 pytestmark = pytest.mark.timeout(400)
@@ -36,18 +36,6 @@ def gated(engine: StubEngine, gate: Callable[[], anyio.Event]) -> StubEngine:
 
     engine.generate = waiting  # type: ignore[method-assign]
     return engine
-
-
-def outcomes(services: Services, heard: Callable[[str], None]) -> None:
-    """``heard`` gets the outcome of each call at the gateway."""
-    gateway = services.loops["game"].gateway  # type: ignore[attr-defined]
-    count = gateway._count
-
-    def both(route: str, outcome: str) -> None:
-        count(route, outcome)
-        heard(outcome)
-
-    gateway._count = both
 
 
 @asynccontextmanager
@@ -91,13 +79,8 @@ async def cutting(base_url: str, every: int, inside: Callable[[], object] | None
             request.transport.abort()
         return response
 
-    application = web.Application()
-    application.router.add_post("/{path:.*}", forward)
-    runner = web.AppRunner(application)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    await runner.cleanup()
+    async with serving(forward) as url:
+        yield f"{url}/v1"
 
 
 @pytest.fixture
@@ -213,7 +196,7 @@ async def test_the_trained_tokens_of_a_client_with_faults_are_those_without(
         monkeypatch.setattr(server, "sent", counting if waits and fault.startswith("asks") else sent)
         engine = SlowOnce(words, lambda: release)  # noqa: B023
         services = serve(engine, run, max_turns=TURNS, max_tokens=2048)
-        outcomes(services, heard)
+        hear_outcomes(services, heard)
         trajectory = await run_order(services, make_order(seconds_max=SECONDS))
         found.append(tokens(trajectory))
         assert_exact(trajectory, engine)
@@ -306,7 +289,7 @@ async def test_a_call_whose_client_hung_up_leaves_nothing_behind_and_takes_no_pl
         return 1.0
 
     services = serve(gated(echoing(words), gate), run, max_turns=1)
-    outcomes(services, lambda outcome: hung_up.set() if outcome == "hung_up" else None)
+    hear_outcomes(services, lambda outcome: hung_up.set() if outcome == "hung_up" else None)
     trajectory = await run_order(services, long_order)
     if again == "never":
         assert trajectory.failure is not None and trajectory.failure.kind == "NoCalls"

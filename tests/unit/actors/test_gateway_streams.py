@@ -12,10 +12,9 @@ import orjson
 import pytest
 
 from actors.gateway import session
-from actors.rollout.services import Services
 from pipeline.errors import EngineUnavailable
 from pipeline.schema import Order, TrajectoryStatus
-from tests.support.agent_programs import Caller, Serve, assert_exact, run_order, user
+from tests.support.agent_programs import Caller, Serve, assert_exact, hear_outcomes, run_order, user
 from tests.support.stub_engine import StubEngine
 
 pytestmark = pytest.mark.timeout(400)
@@ -70,18 +69,6 @@ async def streaming(client: Caller, path: str, **headers: str) -> AsyncIterator[
 
 async def taken(events: AsyncIterator[Any]) -> str:
     return "".join([shown(event) async for event in events])
-
-
-def counted(services: Services, heard: Callable[[str], None]) -> None:
-    """``heard`` gets the outcome of each call at the gateway."""
-    gateway = services.loops["game"].gateway  # type: ignore[attr-defined]
-    count = gateway._count
-
-    def both(route: str, outcome: str) -> None:
-        count(route, outcome)
-        heard(outcome)
-
-    gateway._count = both
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -147,7 +134,7 @@ async def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error_and_is_not_
         return 1.0
 
     services = serve(engine, run, sampling={"max_tokens": 8})
-    counted(services, outcomes.append)
+    hear_outcomes(services, outcomes.append)
     trajectory = await run_order(services, long_order)
     assert outcomes == (["engine", "ok"] if asks_again else ["engine"])
     if asks_again:
@@ -211,7 +198,7 @@ async def test_a_client_that_hangs_up_in_a_stream_finds_it_again_from_its_beginn
         return 1.0
 
     services = serve(engine, run, sampling={"max_tokens": 8})
-    counted(services, lambda outcome: hung_up.set() if outcome == "hung_up" else None)
+    hear_outcomes(services, lambda outcome: hung_up.set() if outcome == "hung_up" else None)
     trajectory = await run_order(services, long_order)
     assert engine.n_requests == 1
     if comes_back:

@@ -18,6 +18,7 @@ from actors.tools import Tool, ToolError, ToolResult
 from pipeline.errors import ConfigurationError
 from pipeline.schema import Message, Order, Task, Trajectory, TrajectoryStatus
 from tests.support.stub_engine import StubEngine
+from tests.unit.actors.test_rollout import run_order
 
 MakeServices = Callable[..., Services]
 MakeOrder = Callable[..., Order]
@@ -98,15 +99,6 @@ def saying(tokenizer: Any, *replies: str, stop: bool = True) -> StubEngine:
         return [*said, tokenizer.eos_token_id] if stop else list(said)
 
     return StubEngine(script=script)
-
-
-async def run_order(services: Services, order: Order) -> Trajectory:
-    async with anyio.create_task_group() as group:
-        group.start_soon(services.pool.watch)
-        with anyio.fail_after(10):
-            trajectory = await Rollout(order, services).run()
-        group.cancel_scope.cancel()
-    return trajectory
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import anyio
 import pytest
 import torch
-from aiohttp import web
 
 from actors.embedded.generator import Generator
 from actors.embedded.options import EngineOptions
@@ -15,6 +14,7 @@ from learner.policy.policy import Policy
 from learner.weights.publisher import make_publisher
 from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.runtime.run_directory import RunDirectory
+from tests.support.http_server import serving
 
 VOCABULARY = 3000
 
@@ -26,12 +26,8 @@ async def engine(kit, tmp_path):
     options = EngineOptions(tmp_path / "run" / "model", dtype="bfloat16", device="cpu", threads=1, max_length=128)
     generator = Generator(options, lambda error: None)
     generator.start()
-    runner = web.AppRunner(application(generator), shutdown_timeout=1.0)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    yield generator, f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
+    async with serving(application(generator)) as url:
+        yield generator, url
     await generator.stop()
 
 

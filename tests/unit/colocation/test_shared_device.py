@@ -18,6 +18,7 @@ from pipeline.config.learner import PublishConfig
 from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.runtime.process import RoleContext
 from pipeline.runtime.run_directory import RunDirectory
+from tests.support.http_server import serving
 
 
 class Engine:
@@ -82,17 +83,9 @@ class Engine:
 
     @contextlib.asynccontextmanager
     async def serving(self):
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self.handle)
-        runner = web.AppRunner(app, shutdown_timeout=1.0)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", self.port).start()
-        self.port = runner.addresses[0][1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        try:
+        async with serving(self.handle, self.port) as self.url:
+            self.port = int(self.url.rpartition(":")[2])
             yield self
-        finally:
-            await runner.cleanup()
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,8 @@ from actors.tools.parsing.registry import FORMATS
 from pipeline.cli.app import app
 from pipeline.errors import ConfigurationError
 from pipeline.schema import FinishReason, Message
-from tests.support.chat_server import chat_server, in_thread
+from tests.support.chat_server import chat_server
+from tests.support.http_server import in_thread
 
 ROOT = Path(__file__).resolve().parents[3]
 

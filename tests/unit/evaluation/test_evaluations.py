@@ -17,9 +17,9 @@ from pipeline.stage.core import StageCore
 from pipeline.store.effects import Evaluated, Send, UntrainedRollout
 from pipeline.store.evaluation_results import write_results
 from pipeline.store.records import GroupState
-from pipeline.store.store import ReplayStore
 from pipeline.transport.messages import Kind, WireMessage
 from tests.support.simulated_roles import rollout
+from tests.support.stored_stage import StoredStage
 
 SPLITS = {"a": {"train": [[0, 10, 1]], "eval": [[10, 14, 1]]}}
 
@@ -35,68 +35,39 @@ def close_stores() -> Iterator[None]:
         OPENED.pop().store.close()
 
 
-class Stage:
-    """A core over a store; messages and results are kept. :meth:`restart` goes on from the store."""
+class Stage(StoredStage):
+    """Results are kept too, and the rollouts that are to be shown."""
 
     def __init__(self, path: Any, slots: int = 8, splits: Any = SPLITS, **evaluation: Any) -> None:
-        self.path, self.slots, self.splits = path, slots, splits
-        self.sections: dict[str, Any] = {
-            "run": {"total_steps": 4},
-            "environments": {"a": {"max_seconds": 10}},
-            "groups": {"n_rollout": 2, "groups_per_step": 4, "attempts_max": 2},
-            "evaluation": {"every": 2, "tasks": 4, **evaluation},
-        }
-        self.sent: list[Send] = []
+        self.slots, self.splits, self.now = slots, splits, 0.0
         self.results: list[dict[str, Any]] = []
         self.shown: list[str] = []
-        self.store: Any = None
-        self.now = 0.0
         OPENED.append(self)
-        self.restart()
-
-    def restart(self, **sections: Any) -> None:
-        if self.store is not None:
-            self.store.close()
-        self.sections |= sections
-        self.store = ReplayStore(self.path)
-        self.core = StageCore(
-            RunConfig.model_validate(self.sections), self.store.load(),
-            score_now=lambda t: combine(t.rewards, {"environment": 1.0}),
+        super().__init__(
+            path, run={"total_steps": 4}, environments={"a": {"max_seconds": 10}},
+            groups={"n_rollout": 2, "groups_per_step": 4, "attempts_max": 2},
+            evaluation={"every": 2, "tasks": 4, **evaluation},
         )  # fmt: skip
-        self.round()
-        header = {"schema_version": SCHEMA_VERSION, "role": "actor", "slots": self.slots, "splits": self.splits}
-        self.core.peer_up("actor-0", {**header, "holding": [o.order_id for o in self.leased()]})
+
+    def start(self) -> None:
+        super().start()
+        self.up("actor-0", slots=self.slots, splits=self.splits, holding=[o.order_id for o in self.leased()])
         self.round()
 
     def version(self, version: int, updates: int) -> None:
-        learner = {"session": "s", "number": self.core.control.applied + 1, "updates": updates, "credit_groups": 8}
-        self.core.peer_up("learner", {"role": "learner", "schema_version": SCHEMA_VERSION, **learner})
         number = self.core.control.applied + 1
-        header = {"number": number, "policy_version": version, "updates": updates}
-        self.core.message("learner", WireMessage(Kind.VERSION, header))
-        self.round()
+        self.up("learner", session="s", number=number, updates=updates, credit_groups=8)
+        self.tell(Kind.VERSION, policy_version=version, updates=updates)
 
-    def round(self) -> None:
+    def round(self) -> list[Send]:
         self.core.set_time(self.now, self.now)
-        self.core.plan()
-        changes, effects = self.core.collect()
-        self.store.commit(changes)
-        self.sent += [e for e in effects if isinstance(e, Send)]
-        self.results += [e.result for e in effects if isinstance(e, Evaluated)]
-        self.shown += [e.trajectory_id for e in effects if isinstance(e, UntrainedRollout) and e.evaluated]
-
-    def leased(self) -> list[Order]:
-        now = {k.text for g in self.core.records.values() for k, o in g.orders.items() if o.state == "leased"}
-        orders = [decode_request(Order, s.header) for s in self.sent if s.kind is Kind.ORDER]
-        return [o for o in orders if o.order_id in now]
+        sent = super().round()
+        self.results += [e.result for e in self.effects if isinstance(e, Evaluated)]
+        self.shown += [e.trajectory_id for e in self.effects if isinstance(e, UntrainedRollout) and e.evaluated]
+        return sent
 
     def evaluating(self) -> list[Order]:
         return [o for o in self.leased() if o.evaluation]
-
-    def answer(self, order: Order, version: int = 0, **more: Any) -> None:
-        frames = encode_trajectory(rollout(order, version, **more))
-        self.core.message("actor-0", WireMessage(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
-        self.round()
 
     def answer_all(self, version: int = 0, **more: Any) -> None:
         while orders := self.evaluating():

@@ -46,6 +46,7 @@ from pipeline.store.ledger import read_ledger
 from pipeline.supervisor.history import describe_disk, disk_usage, remove_published
 from pipeline.transport.messages import EventKind, Kind, WireMessage
 from tests.support.damage import flip
+from tests.support.http_server import serving
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryNetwork
 from tests.support.nccl_endpoint import BroadcastEndpoint, NcclPeer, work_of
 
@@ -77,20 +78,6 @@ class Engine:
                 self.versions.append(int(self.version))
                 self.weights_of.setdefault(self.version, set()).add(self.digest)
         return web.json_response({})
-
-
-@contextlib.asynccontextmanager
-async def serving(engine):
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", engine.handle)
-    runner = web.AppRunner(app, shutdown_timeout=1.0)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
 
 
 def config_of(tmp_path, url, **sections) -> RunConfig:
@@ -154,6 +141,12 @@ class World:
         ctx = RoleContext("learner", 0, self.config, self.directory)
         return ctx, partial(serve_learner, ctx, MemoryLink(self.network, "learner"))
 
+    async def learn(self):
+        """A learner from its start to its end; its context."""
+        ctx, run = self.learner()
+        await run()
+        return ctx
+
     async def until_step(self, step):
         """Wait until the line of ``step`` was written."""
         while not self.directory.metrics_file.exists() or len(self.lines()) < step:
@@ -170,7 +163,7 @@ class World:
 @contextlib.asynccontextmanager
 async def world_of(folder, monkeypatch, seconds_max=60, **sections):
     engine = Engine()
-    async with serving(engine) as url:
+    async with serving(engine.handle) as url:
         w = World(config_of(folder, url, **sections), engine)
         write = MetricsLog.write
         monkeypatch.setattr(MetricsLog, "write", lambda log, line: (write(log, line), w.wrote()))
@@ -188,8 +181,7 @@ def world(tmp_path, monkeypatch):
 
 async def test_a_run_ends_with_every_step_recorded_published_and_saved(world):
     async with world() as w:
-        ctx, run = w.learner()
-        await run()
+        ctx = await w.learn()
         assert ctx.status.state == "finished"
     lines = w.lines()
     assert [line["step"] for line in lines] == [1, 2, 3]
@@ -234,8 +226,7 @@ async def test_a_run_whose_weights_leave_the_device_writes_no_folder_and_no_upda
     monkeypatch.setattr(DeviceWeights, "retire", retiring)
     monkeypatch.setattr(Trainer, "step", lambda *args, **more: (steps.append(1), step(*args, **more))[1])
     async with world(engine={"weight_transfer": "nccl"}) as w:
-        _, run = w.learner()
-        await run()
+        await w.learn()
         assert [p for p in w.directory.weights(0).parent.rglob("*") if p.is_file()] == [] and w.engine.loaded == []
         assert w.engine.versions == [0, 1, 2, 3]
     assert sent == [[1, 1], [2, 2], [3, 3]], "no update began meanwhile"
@@ -256,8 +247,7 @@ async def test_the_learner_says_which_step_it_skips_and_goes_on(world, monkeypat
 
     monkeypatch.setattr(trainer_module, "with_advantages", poison)
     async with world(total_steps=3) as w:
-        _, run = w.learner()
-        await run()
+        await w.learn()
     assert [line["nonfinite"]["loss"] for line in w.lines()] == [0, 1, 0]
     assert "steps of step 2 are skipped, a value is not finite: {'loss': 1}" in caplog.text
 
@@ -265,8 +255,7 @@ async def test_the_learner_says_which_step_it_skips_and_goes_on(world, monkeypat
 @pytest.mark.slow
 async def test_the_folder_of_a_run_is_bounded_by_kind_however_many_steps_it_makes(world):
     async with world(total_steps=9, checkpoint={"every": 2}) as w:
-        _, run = w.learner()
-        await run()
+        await w.learn()
     config, directory = w.config, w.directory
     parameters = ModelInfo.load(directory.model).parameters
     files = 40_000  # configuration, tokenizer, counters and random state of one folder
@@ -317,8 +306,7 @@ async def test_the_stages_of_every_update_add_up_to_the_time_since_the_line_befo
 async def test_stored_successes_are_trained_in_place_of_fresh_rollouts(world, entropy):
     replay = {"enabled": True, "mode": "mix", "start_ratio": 0.0, "task_ratio": 0.5, "entropy": entropy, "max_age": 50}
     async with world(total_steps=8, replay=replay) as w:
-        ctx, run = w.learner()
-        await run()
+        ctx = await w.learn()
     lines = w.lines()
     assert sum(line["n_replayed"] for line in lines) > 0
     for line in lines:
@@ -341,11 +329,19 @@ async def kill_after(w, steps):
         tasks.cancel_scope.cancel()
 
 
+async def stop_after(w, steps):
+    """A learner that is asked to stop after some lines, and does."""
+    ctx, run = w.learner()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run)
+        await w.until_step(steps)
+        ctx.stopping.set()
+
+
 async def test_a_killed_learner_makes_the_lost_updates_again_under_new_versions(world):
     async with world(total_steps=6) as w:
         await kill_after(w, 3)
-        _, run = w.learner()
-        await run()
+        await w.learn()
     lines = w.lines()
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert w.engine.versions == sorted(w.engine.versions)
@@ -359,8 +355,7 @@ async def test_the_best_checkpoint_is_in_place_when_a_run_ends_however_late_its_
         "evaluation": {"every": 1, "keep_best": "score"},
     }
     async with world(total_steps=1, checkpoint={"at_end": False}, **sections) as w:
-        _, run = w.learner()
-        await run()
+        await w.learn()
     results = read_results(w.directory.evaluations_file)
     assert [r["updates"] for r in results] == [0, 1]
     best = max(results, key=lambda r: (r["score"], -r["updates"]))
@@ -371,8 +366,7 @@ async def test_the_best_checkpoint_is_in_place_when_a_run_ends_however_late_its_
 async def test_a_learner_killed_before_its_first_checkpoint_starts_over(world):
     async with world(total_steps=3, checkpoint={"every": 100}) as w:
         await kill_after(w, 1)
-        _, run = w.learner()
-        await run()
+        await w.learn()
     assert [line["step"] for line in w.lines()] == [1, 2, 3]
     assert w.engine.versions == sorted(w.engine.versions)
     assert all(len(weights) == 1 for weights in w.engine.weights_of.values())
@@ -432,15 +426,10 @@ async def test_a_learner_without_engines_says_what_it_waits_for(world, monkeypat
 async def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_says_so(world):
     """The replay stage has freed the groups of updates 3 and 4, which the damaged checkpoint had: others are played."""
     async with world(total_steps=8, checkpoint={"every": 2}) as w:
-        ctx, run = w.learner()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(run)
-            await w.until_step(5)
-            ctx.stopping.set()
+        await stop_after(w, 5)
         newest, older = find_checkpoints(w.directory.checkpoints)
         flip(newest / "training.pt")
-        ctx, run = w.learner()
-        await run()
+        ctx = await w.learn()
         assert ctx.status.state == "finished"
     [sentence] = ctx.health()[1]["notices"]
     lost = int(newest.name[1:]) - int(older.name[1:])
@@ -477,16 +466,14 @@ async def test_a_restarted_engine_gets_damaged_weights_written_again_while_the_l
     monkeypatch.setattr(Engine, "handle", restarting)
     monkeypatch.setattr(MemoryLink, "send", hold)
     async with world(total_steps=3, staleness={"max": 0}) as w:
-        _, run = w.learner()
-        await run()
+        await w.learn()
     assert w.engine.versions == [0, 1, 2, 2, 3]
     assert {version: len(weights) for version, weights in w.engine.weights_of.items()} == dict.fromkeys("0123", 1)
 
 
 async def test_a_learner_without_an_intact_checkpoint_ends_with_one_sentence(world, capsys):
     async with world(total_steps=2, checkpoint={"every": 1, "at_end": False, "keep": 1}) as w:
-        _, run = w.learner()
-        await run()
+        await w.learn()
         for path in find_checkpoints(w.directory.checkpoints):
             flip(path / "model" / "model.safetensors")
         _, run = w.learner()

@@ -163,8 +163,7 @@ async def test_demonstrations_beside_rl_are_in_every_step_of_a_learner(world, tm
     file.write_bytes(b"\n".join(map(orjson.dumps, lines)) + b"\n")
     supervised = {"weight": 0.5, "source": "file", "batch": 2, "demonstrations": str(file)}
     async with world(loss={"supervised": supervised}) as w:
-        ctx, run = w.learner()
-        await run()
+        ctx = await w.learn()
     lines = w.lines()
     assert [line["supervised_tokens"] for line in lines] == [4, 4, 4]
     assert all(line["optimizer_steps"] == 1 and line["supervised_loss"] > 0 for line in lines)

@@ -17,6 +17,7 @@ from pipeline.config.lessons import LessonsConfig
 from pipeline.errors import ConfigurationError, EngineProtocolError, EngineUnavailable
 from pipeline.lessons.store import Lesson
 from pipeline.schema import PromptLessons, Trajectory
+from tests.support.http_server import serving
 
 MakePlayed = Callable[..., Trajectory]
 
@@ -60,19 +61,13 @@ class Service:
 
 
 @asynccontextmanager
-async def serving(**routes: Any) -> AsyncIterator[tuple[Service, str]]:
+async def reme_server(**routes: Any) -> AsyncIterator[tuple[Service, str]]:
     service = Service()
     app = web.Application()
     app.router.add_post("/retrieve_task_memory", routes.get("retrieve", service.retrieve))
     app.router.add_post("/summary_task_memory", routes.get("summarise", service.summarise))
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield service, f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with serving(app) as url:
+        yield service, url
 
 
 @asynccontextmanager
@@ -91,7 +86,7 @@ async def test_what_was_handed_over_is_found(make_played: MakePlayed) -> None:
         make_played(["5"], [], 0.0, slot=1, prompt="guess it"),
         make_played(["5"], [], None, slot=2, prompt="guess it"),
     ]
-    async with serving() as (service, url), client(url) as reme:
+    async with reme_server() as (service, url), client(url) as reme:
         assert await reme.summarise(group) == 1
         assert await reme.search("o", "guess again", 2) == [Lesson("m0", "say 3")]
         assert await reme.search("o", "else", 2) == []
@@ -113,7 +108,7 @@ async def test_what_was_handed_over_is_found(make_played: MakePlayed) -> None:
 
 
 async def test_a_service_that_is_late_is_given_up_and_asked_again() -> None:
-    async with serving() as (service, url), client(url) as reme:
+    async with reme_server() as (service, url), client(url) as reme:
         service.delay = 5
         with pytest.raises(TimeoutError), anyio.fail_after(0.05):
             await reme.search("o", "guess", 2)
@@ -157,7 +152,7 @@ async def test_an_answer_that_is_none_is_an_error(answer: web.Response, error: t
     async def respond(request: web.Request) -> web.Response:
         return answer
 
-    async with serving(retrieve=respond) as (_, url), client(url) as reme:
+    async with reme_server(retrieve=respond) as (_, url), client(url) as reme:
         with pytest.raises(error, match="lesson service"):
             await reme.search("o", "guess", 2)
 
@@ -167,6 +162,6 @@ async def test_memories_without_text_are_left_out_and_those_without_id_get_one()
         memories = [{"content": " "}, {"when_to_use": "x"}, "text", {"content": "say 3"}]
         return web.json_response({"metadata": {"memory_list": memories}})
 
-    async with serving(retrieve=respond) as (_, url), client(url) as reme:
+    async with reme_server(retrieve=respond) as (_, url), client(url) as reme:
         first, *others = await reme.search("o", "guess", 9)
         assert not others and first.text == "say 3" and first.lesson_id

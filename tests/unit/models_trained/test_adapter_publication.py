@@ -14,6 +14,7 @@ from learner.weights.publisher import make_publisher, weights_to_publish
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.run_directory import RunDirectory
+from tests.support.http_server import serving
 from tests.unit.learner.conftest import learner_config, tiny_model
 
 
@@ -55,14 +56,8 @@ class Server:
 @pytest.fixture
 async def server():
     server = Server()
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", server.handle)
-    runner = web.AppRunner(app, shutdown_timeout=1.0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield server
-    await runner.cleanup()
+    async with serving(server.handle) as server.url:
+        yield server
 
 
 def config_of(tmp_path, **sections):

@@ -24,6 +24,7 @@ from pipeline.errors import (
     Interrupted,
     TrainingError,
 )
+from tests.support.http_server import in_thread, serving
 from tests.unit.learner.conftest import make_rows, run_config, tiny_policy
 
 WATCH = Stopwatch(torch.device("cpu"))
@@ -72,42 +73,13 @@ class Server:
         return web.json_response({"choices": [{"text": "", "prompt_logprobs": entries}]})
 
 
-@contextlib.contextmanager
-def serving(server):
-    """In a thread of its own, as a server is a process of its own."""
-    started, loop, stop, urls = threading.Event(), None, asyncio.Event(), []
-
-    async def serve():
-        nonlocal loop
-        loop = asyncio.get_running_loop()
-        app = web.Application()
-        app.router.add_post("/v1/completions", server.handle)
-        app.router.add_post("/tokenize", server.tokenize)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
-            started.set()
-            await stop.wait()
-        finally:
-            await runner.cleanup()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
-    thread.start()
-    assert started.wait(10)
-    try:
-        yield urls[0]
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
-        assert not thread.is_alive(), "the server of this test did not stop"
-
-
 @pytest.fixture
 def server():
-    server = Server()
-    with serving(server) as server.url:
+    """In a thread of its own, as a server is a process of its own."""
+    server, app = Server(), web.Application()
+    app.router.add_post("/v1/completions", server.handle)
+    app.router.add_post("/tokenize", server.tokenize)
+    with in_thread(serving(app)) as server.url:
         yield server
 
 

@@ -13,7 +13,6 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-import anyio
 import numpy as np
 import orjson
 import pytest
@@ -54,7 +53,7 @@ from pipeline.store.store import store_path
 from pipeline.supervisor.history import difference, newest_checkpoint
 from tests.support.damage import flip
 from tests.unit.learner import test_learner_role
-from tests.unit.learner.test_learner_role import config_of, kill_after, world
+from tests.unit.learner.test_learner_role import config_of, kill_after, stop_after, world
 from tests.unit.models_trained.test_whole_learner import EVERYTHING
 from tests.unit.transport.test_codec import trajectories
 
@@ -82,8 +81,7 @@ SLOW = {*KINDS} - {"plain", "everything", "mix"}
 async def made(world, steps=6, **sections):
     """The directory of a run that has made its steps."""
     async with world(total_steps=steps, **sections) as w:
-        _, run = w.learner()
-        await run()
+        await w.learn()
     w.directory.config_file.write_text(dump(w.config))
     return w.directory.path
 
@@ -307,13 +305,8 @@ async def test_an_update_is_the_same_after_a_kill_a_damaged_checkpoint_and_a_res
         await kill_after(w, 5)
         if len(found := find_checkpoints(w.directory.checkpoints)) > 1:
             flip(found[0] / "training.pt")
-        ctx, run = w.learner()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(run)
-            await w.until_step(6)
-            ctx.stopping.set()
-        _, run = w.learner()
-        await run()
+        await stop_after(w, 6)
+        await w.learn()
     w.directory.config_file.write_text(dump(w.config))
     assert differing(w.directory.path, step=1) == {step: () for step in range(1, 9)}
 
@@ -330,14 +323,9 @@ async def test_a_run_of_several_ranks_without_the_optimizer_in_checkpoints_is_re
 
 async def test_a_checkpoint_without_optimizer_begins_no_repetition_and_a_resume_from_it_is_repeated(world):
     async with world(total_steps=8, checkpoint={"every": 2, "keep": 1, "optimizer": False}) as w:
-        ctx, run = w.learner()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(run)
-            await w.until_step(3)
-            ctx.stopping.set()
+        await stop_after(w, 3)
         resumed = newest_checkpoint(w.directory)
-        _, run = w.learner()
-        await run()
+        await w.learn()
     w.directory.config_file.write_text(dump(w.config))
     path = w.directory.path
     assert begin(RunSource.open(path), resumed + 2) == (resumed + 1, 0)
@@ -415,11 +403,7 @@ async def test_a_list_of_rollouts_marks_the_steps_that_are_made_again(world, mon
 async def test_steps_before_a_change_of_the_run_file_are_made_with_the_keys_of_their_time(world, damaged):
     """A change at a start with a damaged newest checkpoint is dated by it, and applies from the one before."""
     async with world(total_steps=8, checkpoint={"every": 2, "keep": 8}) as w:
-        ctx, run = w.learner()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(run)
-            await w.until_step(3)
-            ctx.stopping.set()
+        await stop_after(w, 3)
         saved = find_checkpoints(w.directory.checkpoints)
         made = read_state(saved[damaged]).updates
         before, w.config = w.config, w.config.updated(learner={"learning_rate": 1e-2})
@@ -428,8 +412,7 @@ async def test_steps_before_a_change_of_the_run_file_are_made_with_the_keys_of_t
         w.directory.history_file.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
         if damaged:
             flip(saved[0] / "training.pt")
-        _, run = w.learner()
-        await run()
+        await w.learn()
     w.directory.config_file.write_text(dump(w.config))
     path = w.directory.path
     assert configuration_at(RunSource.open(path), 0)[1] == made
@@ -490,8 +473,7 @@ async def test_a_change_applies_from_its_step_on_to_the_recorded_weights(world):
 @pytest.mark.parametrize("kind", ["plain", *(pytest.param(k, marks=pytest.mark.slow) for k in ("everything", "mix"))])
 async def test_a_bundle_is_made_again_without_its_run_and_tells_nothing_of_the_machine(kind, world, tmp_path):
     async with world(total_steps=1) as w:
-        _, run = w.learner()
-        await run()
+        await w.learn()
     shutil.copytree(w.directory.model, own := tmp_path / "own", ignore=shutil.ignore_patterns(MANIFEST, CONTENTS))
     shutil.rmtree(w.directory.path)
     path = await made(world, model={"source": str(own), "max_length": 64}, **KINDS[kind])

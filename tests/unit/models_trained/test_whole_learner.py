@@ -11,7 +11,7 @@ from learner.checkpoints.checkpoint import find_checkpoints, read_state
 from learner.process.session import LearnerSession
 from pipeline.store.ledger import read_ledger
 from tests.support.damage import flip
-from tests.unit.learner.test_learner_role import kill_after, world
+from tests.unit.learner.test_learner_role import kill_after, stop_after, world
 from tests.unit.models_trained.conftest import Disk
 
 __all__ = ["world"]
@@ -28,8 +28,7 @@ async def test_a_killed_learner_with_adapters_critic_and_reference_goes_on(world
     sections = {**EVERYTHING, "learner": {**EVERYTHING["learner"], "critic": {"backbone": backbone}}}
     async with world(total_steps=5, **sections) as w:
         await kill_after(w, 3)
-        ctx, run = w.learner()
-        await run()
+        ctx = await w.learn()
         assert ctx.status.state == "finished"
     lines = w.lines()
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
@@ -40,8 +39,7 @@ async def test_a_killed_learner_with_adapters_critic_and_reference_goes_on(world
 
 async def test_the_policy_waits_while_the_critic_warms_up(world):
     async with world(total_steps=2, **EVERYTHING) as w:
-        _, run = w.learner()
-        await run()
+        await w.learn()
     assert [line["optimizer_steps"] for line in w.lines()] == [0, 1]
 
 
@@ -88,11 +86,7 @@ async def test_a_stop_waits_for_the_write_that_is_under_way(world, monkeypatch):
 async def test_a_stop_writes_a_checkpoint_of_the_last_update_so_that_none_is_made_again(world, learner):
     async with world(total_steps=1000, learner=learner, checkpoint={"every": 1000}) as w:
         for steps in (2, 5):
-            ctx, run = w.learner()
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(run)
-                await w.until_step(steps)
-                ctx.stopping.set()
+            await stop_after(w, steps)
             saved = read_state(find_checkpoints(w.directory.checkpoints)[0]).updates
             assert saved == w.lines()[-1]["step"] >= steps
     assert [line["step"] for line in w.lines()] == list(range(1, saved + 1))
@@ -101,15 +95,10 @@ async def test_a_stop_writes_a_checkpoint_of_the_last_update_so_that_none_is_mad
 
 async def test_the_groups_of_a_damaged_checkpoint_do_not_count_as_trained_and_their_updates_are_made_once(world):
     async with world(total_steps=6, checkpoint={"every": 2}) as w:
-        ctx, run = w.learner()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(run)
-            await w.until_step(5)
-            ctx.stopping.set()
+        await stop_after(w, 5)
         newest, older = find_checkpoints(w.directory.checkpoints)
         flip(newest / "training.pt")
-        _, run = w.learner()
-        await run()
+        await w.learn()
     with closing(sqlite3.connect(w.directory.store_file)) as store:
         made = dict(store.execute("SELECT update_number, count(*) FROM groups WHERE state = 'trained' GROUP BY 1"))
         lost = store.execute("SELECT count(*) FROM groups WHERE reason = 'lost'").fetchone()[0]
@@ -183,7 +172,6 @@ async def test_a_learner_killed_while_it_writes_goes_on_from_the_checkpoint_befo
         disk.fault = None
         for _ in range(10):
             disk.go.release()
-        _, run = w.learner()
-        await run()
+        await w.learn()
     assert [line["step"] for line in w.lines()] == [1, 2, 3, 4, 5]
     assert all(len(weights) == 1 for weights in w.engine.weights_of.values())

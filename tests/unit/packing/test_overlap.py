@@ -35,8 +35,7 @@ async def test_an_update_that_is_delivered_in_time_is_built_while_the_one_before
     monkeypatch.setattr(Prefetcher, "take", watched_take)
     monkeypatch.setattr(Trainer, "train", held_train)
     async with world(total_steps=4) as w:
-        _, run = w.learner()
-        await run()
+        await w.learn()
     assert taken == [(0, False), (1, True), (2, True), (3, True)]
     assert [line["step"] for line in w.lines()] == [1, 2, 3, 4]
 
@@ -73,8 +72,7 @@ async def test_candidates_are_scored_while_the_learner_waits_and_the_stage_keeps
     }
     tasks, groups = {"toy": {"name": "arithmetic", "tasks": 3}}, {"n_rollout": 4, "groups_per_step": 2}
     async with world(total_steps=6, replay=replay, environments=tasks, groups=groups) as w:
-        _, run = w.learner()
-        await run()
+        await w.learn()
     assert waited
     for line in w.lines():
         counts = line["candidates_scored"]

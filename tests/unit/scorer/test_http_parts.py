@@ -14,6 +14,7 @@ from aiohttp import web
 from pipeline.config.rewards import ScorerConfig
 from pipeline.errors import ConfigurationError
 from pipeline.scorer.scorer import Scorer
+from tests.support.http_server import serving
 from tests.unit.scorer.conftest import said
 
 Handler = Callable[[web.Request], Any]
@@ -55,21 +56,14 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(*answers: Any) -> AsyncIterator[Server]:
+async def answering(*answers: Any) -> AsyncIterator[Server]:
     server = Server()
     server.answers = list(answers)
-    app = web.Application(client_max_size=10_000_000)
-    app.router.add_post("/{path:.*}", server.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
-        yield server
-    finally:
-        server.release.set()
-        await runner.cleanup()
+    async with serving(server.handle) as server.url:
+        try:
+            yield server
+        finally:
+            server.release.set()
 
 
 def spoken(text: str, finish_reason: str = "stop") -> dict[str, Any]:
@@ -95,7 +89,7 @@ async def scoring(kind: str, url: str, seen: list[Any] | None = None, **section:
 
 async def test_a_judge_is_asked_with_the_template_and_its_score_is_scaled() -> None:
     async with (
-        serving(spoken("Score: 3, no.\n**Score: 7.5**")) as server,
+        answering(spoken("Score: 3, no.\n**Score: 7.5**")) as server,
         scoring("judges", server.url, model="m", system="s", extra={"top_p": 0.5, "max_tokens": 9}) as scorer,
     ):
         verdict = await scorer.score(said("It is {4}.", asked="2 + 2?", answer=4))
@@ -110,7 +104,7 @@ async def test_a_judge_is_asked_with_the_template_and_its_score_is_scaled() -> N
 
 @pytest.mark.parametrize("url", ["/v1", "/v1/", "/v1/chat/completions"])
 async def test_a_judge_is_found_however_its_url_is_written(url: str) -> None:
-    async with serving(spoken("Score: 10")) as server, scoring("judges", server.url + url) as scorer:
+    async with answering(spoken("Score: 10")) as server, scoring("judges", server.url + url) as scorer:
         assert (await scorer.score(said(""))).reward == 1.0
     assert server.paths == ["/v1/chat/completions"]
 
@@ -124,7 +118,7 @@ def busy(pause: str) -> web.Response:
     [["cut"], ["hang"], [lambda _: web.Response(status=500)], [lambda _: busy("0")], [lambda _: busy("soon"), "cut"]],
 )
 async def test_what_passes_is_tried_again(faults: list[Any]) -> None:
-    async with serving(*faults, spoken("Score: 5")) as server:
+    async with answering(*faults, spoken("Score: 5")) as server:
         async with scoring("judges", server.url, timeout_seconds=2.0 if "hang" in faults else 60.0) as scorer:
             assert (await scorer.score(said("x"))).reward == 0.5
             assert scorer.retries == ["it"] * len(faults)  # type: ignore[attr-defined]
@@ -151,7 +145,7 @@ async def test_a_judge_that_fails_gives_no_reward_and_its_kind_of_failure(
 ) -> None:
     seen: list[Any] = []
     async with (
-        serving(answer) as server,
+        answering(answer) as server,
         scoring("judges", server.url, seen, retries=1, timeout_seconds=0.5 if answer == "hang" else 20.0) as scorer,
     ):
         verdict = await scorer.score(said("x"))
@@ -163,21 +157,21 @@ async def test_a_judge_that_fails_gives_no_reward_and_its_kind_of_failure(
 async def test_a_judge_that_may_say_nothing_but_its_score_is_heard() -> None:
     answer = spoken(" 7", "length")
     async with (
-        serving(answer) as server,
+        answering(answer) as server,
         scoring("judges", server.url, score_pattern=r"(\d+)", extra={"max_tokens": 1}) as scorer,
     ):
         assert (await scorer.score(said("x"))).reward == 0.7
 
 
 async def test_a_server_that_is_not_there_is_unavailable() -> None:
-    async with serving({}) as server:
+    async with answering({}) as server:
         url = server.url
     async with scoring("judges", url, retries=0) as scorer:
         assert [f.reason for f in (await scorer.score(said("x"))).failures] == ["unavailable"]
 
 
 async def test_no_more_requests_than_concurrency_are_in_flight() -> None:
-    async with serving(spoken("Score: 1")) as server, scoring("judges", server.url, concurrency=3) as scorer:
+    async with answering(spoken("Score: 1")) as server, scoring("judges", server.url, concurrency=3) as scorer:
         async with anyio.create_task_group() as group:
             for number in range(20):
                 group.start_soon(scorer.score, said("x", number))
@@ -189,14 +183,14 @@ async def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigurationError, match="environment variable JUDGE_KEY, got none"):
         Scorer(ScorerConfig.model_validate({"judges": [{"name": "j", "url": "http://x", "api_key_env": "JUDGE_KEY"}]}))
     monkeypatch.setenv("JUDGE_KEY", "abc")
-    async with serving(spoken("Score: 1")) as server:
+    async with answering(spoken("Score: 1")) as server:
         async with scoring("judges", server.url, api_key_env="JUDGE_KEY") as scorer:
             await scorer.score(said("x"))
         assert server.headers[0]["Authorization"] == "Bearer abc"
 
 
 async def test_a_template_name_that_the_payload_lacks_is_no_reward() -> None:
-    async with serving(spoken("Score: 1")) as server:
+    async with answering(spoken("Score: 1")) as server:
         async with scoring("judges", server.url, prompt="{rubric} {reply}") as scorer:
             verdict = await scorer.score(said("x", answer=1))
         assert verdict.reward is None and "{rubric}" in verdict.failures[0].details and not server.bodies
@@ -242,7 +236,7 @@ def pooling(body: dict[str, Any]) -> dict[str, Any]:
     ],
 )  # fmt: skip
 async def test_a_reward_model_scores_batches(kind: str, answer: Any, path: str, label: int) -> None:
-    async with serving(answer) as server:
+    async with answering(answer) as server:
         async with scoring("reward_models", server.url + path, format=kind, label=label, batch_max=4) as scorer:
             verdicts = await score_many(scorer, 10)
         assert [verdict.reward for verdict in verdicts] == [n / 10 for n in range(10)]
@@ -264,7 +258,7 @@ async def test_a_reward_model_that_fails_fails_whom_it_concerns(
 ) -> None:
     monkeypatch.setattr("pipeline.scorer.scorer.BATCH_WAIT_SECONDS", 5)
     async with (
-        serving(answer) as server,
+        answering(answer) as server,
         scoring("reward_models", server.url, retries=1, batch_max=3) as scorer,
     ):
         verdicts = await score_many(scorer, 3)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
@@ -12,29 +10,13 @@ from aiohttp import web
 from pipeline.errors import EngineBusy, EngineGone, EngineProtocolError, EngineRefused, EngineUnavailable
 from pipeline.runtime import http
 from pipeline.runtime.http import HttpClient, retried
+from tests.support.http_server import serving
 
 BYTES_MAX = 1000
 
 
-@asynccontextmanager
-async def serving(respond: Callable[[web.Request], web.StreamResponse]) -> AsyncIterator[str]:
-    async def handle(request: web.Request) -> web.StreamResponse:
-        return respond(request)
-
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
 async def test_a_compressed_answer_counts_with_the_bytes_that_it_becomes() -> None:
-    def respond(request: web.Request) -> web.Response:
+    async def respond(request: web.Request) -> web.Response:
         body = b'"' + b"x" * (int(request.path[1:]) - 2) + b'"'
         return web.Response(body=gzip.compress(body), headers={"Content-Encoding": "gzip"})
 
@@ -62,7 +44,7 @@ async def test_a_compressed_answer_counts_with_the_bytes_that_it_becomes() -> No
 async def test_the_status_decides_what_is_raised_and_redirects_are_not_followed(
     method: str, status: int, kind: type[Exception]
 ) -> None:
-    def respond(request: web.Request) -> web.Response:
+    async def respond(request: web.Request) -> web.Response:
         return web.Response(status=status, headers={"Location": "/other", "Retry-After": "7"})
 
     async with serving(respond) as url, HttpClient() as client:

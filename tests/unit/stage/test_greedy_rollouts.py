@@ -9,74 +9,32 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import RunConfig
-from pipeline.schema import SCHEMA_VERSION, GroupPlan, Order, Task, TrajectoryStatus
-from pipeline.schema.codec import encode_trajectory
+from pipeline.schema import GroupPlan, Order, Task, TrajectoryStatus
 from pipeline.schema.orders import decode_request, encode_request
-from pipeline.scorer.verdict import combine
-from pipeline.stage.core import StageCore
-from pipeline.store.effects import Send
 from pipeline.store.ledger import Ledger, build_ledger
 from pipeline.store.records import TrajectoryState
-from pipeline.store.store import ReplayStore
-from pipeline.transport.messages import Kind, WireMessage
-from tests.support.simulated_roles import rollout
+from pipeline.transport.messages import Kind
+from tests.support.stored_stage import StoredStage
 
 
-class Stage:
-    """A core over a store, whose messages are kept instead of sent; :meth:`restart` goes on from the store."""
+class Stage(StoredStage):
+    """An actor holds what it was ordered; the learner has trained nothing."""
 
     def __init__(self, path: Any, **sections: Any) -> None:
-        self.path = path
-        self.sections = {
+        defaults: dict[str, Any] = {
             "environments": {"a": {"max_seconds": 10}},
             "groups": {"n_rollout": 2, "groups_per_step": 1, "attempts_max": 2},
             "staleness": {"max": 0},
             "advantage": {"estimator": "remax"},
             "replay": {"keep_trained": 0},
-            **sections,
         }
-        self.sent: list[Send] = []
-        self.store: Any = None
-        self.restart()
+        super().__init__(path, **defaults | sections)
 
-    def restart(self, **sections: Any) -> None:
-        if self.store is not None:
-            self.store.close()
-        self.sections |= sections
-        config = RunConfig.model_validate(self.sections)
-        self.store = ReplayStore(self.path)
-        score = lambda t: combine(t.rewards, {"environment": 1.0})  # noqa: E731
-        self.core = StageCore(config, self.store.load(), score_now=score)
-        self.round()
-        actor = {"role": "actor", "schema_version": SCHEMA_VERSION, "slots": 100}
-        self.core.peer_up("actor-0", {**actor, "holding": [o.order_id for o in self.leased()]})
-        learner = {"session": "s", "updates": 0, "policy_version": -1, "durable_updates": 0, "credit_groups": 8}
-        self.core.peer_up("learner", {"role": "learner", "schema_version": SCHEMA_VERSION, **learner})
+    def start(self) -> None:
+        super().start()
+        self.up("actor-0", slots=100, holding=[o.order_id for o in self.leased()])
+        self.up("learner", session="s", updates=0, policy_version=-1, durable_updates=0, credit_groups=8)
         self.tell(Kind.VERSION, policy_version=0, updates=0)
-
-    def leased(self) -> list[Order]:
-        open_orders = {k.text for g in self.core.records.values() for k, o in g.orders.items() if o.state == "leased"}
-        return [o for o in self.orders() if o.order_id in open_orders]
-
-    def round(self) -> None:
-        self.core.plan()
-        changes, effects = self.core.collect()
-        self.store.commit(changes)
-        self.sent += [e for e in effects if isinstance(e, Send)]
-
-    def tell(self, kind: Kind, **header: Any) -> None:
-        number = self.core.control.applied + 1
-        self.core.message("learner", WireMessage(kind, {"number": number, **header}))
-        self.round()
-
-    def orders(self) -> list[Order]:
-        return [decode_request(Order, s.header) for s in self.sent if s.kind is Kind.ORDER]
-
-    def answer(self, order: Order, **more: Any) -> None:
-        frames = encode_trajectory(rollout(order, 0, **more))
-        self.core.message("actor-0", WireMessage(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
-        self.round()
 
     def plans(self) -> list[GroupPlan]:
         return [decode_request(GroupPlan, s.header) for s in self.sent if s.kind is Kind.PLAN]

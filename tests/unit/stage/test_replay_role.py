@@ -45,24 +45,23 @@ async def stage(config: RunConfig, network: MemoryNetwork) -> AsyncIterator[Role
         ctx.stopping.set()
 
 
-def links(network: MemoryNetwork) -> tuple[MemoryLink, MemoryLink]:
-    return (
-        MemoryLink(network, "actor-0", heartbeat_seconds=0.1, silence_seconds_max=1.0),
-        MemoryLink(network, "learner", heartbeat_seconds=0.1, silence_seconds_max=1.0),
-    )
+@asynccontextmanager
+async def playing(network: MemoryNetwork, trainer: InstantLearner, player: InstantActor) -> AsyncIterator[None]:
+    """Learner and actor, until the block ends."""
+    async with anyio.create_task_group() as group:
+        for name, run in (("actor-0", player.run), ("learner", trainer.run)):
+            group.start_soon(run, MemoryLink(network, name, heartbeat_seconds=0.1, silence_seconds_max=1.0))
+        yield
+        group.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("functions", [[], [{"path": f"{PLUGINS}:slowly", "name": "slowly"}]])
 async def test_a_run_is_served_to_its_end(tmp_path: Path, functions: list[Any]) -> None:
     config = configuration(tmp_path, scorer={"functions": functions})
     network, trainer, player = MemoryNetwork(), InstantLearner(4, 3, 2), InstantActor()
-    actor, learner = links(network)
     with anyio.fail_after(20):
-        async with stage(config, network) as ctx, anyio.create_task_group() as peers:
-            peers.start_soon(player.run, actor)
-            peers.start_soon(trainer.run, learner)
+        async with stage(config, network) as ctx, playing(network, trainer, player):
             await trainer.done.wait()
-            peers.cancel_scope.cancel()
         assert ctx.status.state == "stopping"
     for name, labels, value in (
         ("terminal_trajectories_total", {"state": "trained"}, 24),
@@ -108,18 +107,14 @@ async def test_an_invalid_message_is_counted_by_its_fault(tmp_path: Path) -> Non
 async def test_the_stage_restarts_and_peers_go_on(tmp_path: Path) -> None:
     config = configuration(tmp_path, total_steps=30)
     network, trainer, player = MemoryNetwork(), InstantLearner(30, 3, 2), InstantActor()
-    actor, learner = links(network)
     with anyio.fail_after(30):
-        async with anyio.create_task_group() as peers:
-            peers.start_soon(player.run, actor)
-            peers.start_soon(trainer.run, learner)
+        async with playing(network, trainer, player):
             for until in (5, 15):
                 async with stage(config, network):
                     while trainer.updates < until:
                         await trainer.progress()
             async with stage(config, network):
                 await trainer.done.wait()
-                peers.cancel_scope.cancel()
     assert len(set(trainer.trained)) == len(trainer.trained) == 30 * 2 * 3
     assert read_ledger(tmp_path / "r" / "replay.sqlite", rows=True).audit() == []
 
@@ -136,13 +131,9 @@ async def test_each_evaluation_has_its_line_where_an_empty_store_takes_the_place
     config = configuration(tmp_path, total_steps=2, evaluation=section, environments={"a": {"held_out": {"eval": 2}}})
     for _ in range(2):
         network, trainer = MemoryNetwork(), InstantLearner(2, 3, 2)
-        actor, learner = links(network)
         with anyio.fail_after(20):
-            async with stage(config, network) as ctx, anyio.create_task_group() as peers:
-                peers.start_soon(InstantActor().run, actor)
-                peers.start_soon(trainer.run, learner)
+            async with stage(config, network) as ctx, playing(network, trainer, InstantActor()):
                 await trainer.done.wait()
-                peers.cancel_scope.cancel()
         for file in ctx.directory.path.glob("replay.sqlite*"):
             if file.suffix != ".ids":  # it stays, as docs/RUNBOOK.md says
                 file.unlink()

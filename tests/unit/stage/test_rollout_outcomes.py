@@ -15,7 +15,7 @@ from pipeline.store.ledger import FAILURES, read_ledger
 from tests.support.instant_peers import InstantActor, InstantLearner
 from tests.support.memory_transport import MemoryNetwork
 from tests.unit.stage.test_replay_core import Stage
-from tests.unit.stage.test_replay_role import configuration, links, stage
+from tests.unit.stage.test_replay_role import configuration, playing, stage
 
 VALUE_ERROR = "environment step: ValueError: no such move\nin the maze"
 
@@ -96,12 +96,10 @@ async def test_the_stage_ends_with_the_reason_and_what_failed_is_durable_and_no_
     config = configuration(tmp_path, groups={"n_rollout": 3, "groups_per_step": 2})
     network, trainer = MemoryNetwork(), InstantLearner(4, 3, 2)
     player = InstantActor(status=TrajectoryStatus.ERROR)
-    actor, learner = links(network)
     why = pytest.RaisesExc(EnvironmentFailing, match="environment a: all .* most often with simulation: injected")
     with anyio.fail_after(20), pytest.RaisesGroup(why, flatten_subgroups=True):
-        async with stage(config, network), anyio.create_task_group() as peers:
-            peers.start_soon(player.run, actor)
-            peers.start_soon(trainer.run, learner)
+        async with stage(config, network), playing(network, trainer, player):
+            await anyio.sleep_forever()
     ledger = read_ledger(tmp_path / "r" / "replay.sqlite", rows=True)
     assert ledger.audit() == []
     assert ledger.outcomes["a"].failed >= 6 and ledger.outcomes["a"].succeeded == 0

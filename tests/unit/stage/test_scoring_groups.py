@@ -16,8 +16,8 @@ from pipeline.stage.ingest import GroupGate
 from pipeline.store.ledger import read_ledger
 from tests.support.instant_peers import InstantActor, InstantLearner
 from tests.support.memory_transport import MemoryNetwork
-from tests.unit.scorer.test_http_parts import serving, spoken
-from tests.unit.stage.test_replay_role import PLUGINS, configuration, links, stage
+from tests.unit.scorer.test_http_parts import answering, spoken
+from tests.unit.stage.test_replay_role import PLUGINS, configuration, playing, stage
 
 
 def config(folder: Path, path: str, **more: Any) -> Any:
@@ -28,13 +28,9 @@ def config(folder: Path, path: str, **more: Any) -> Any:
 @pytest.mark.parametrize("path", ["share_of_group", "fails_once_for_each_first_slot"])
 async def test_every_group_is_scored_whole(tmp_path: Path, path: str) -> None:
     network, trainer, player = MemoryNetwork(), InstantLearner(4, 3, 2), InstantActor()
-    actor, learner = links(network)
     with anyio.fail_after(60):
-        async with stage(config(tmp_path, path), network) as ctx, anyio.create_task_group() as peers:
-            peers.start_soon(player.run, actor)
-            peers.start_soon(trainer.run, learner)
+        async with stage(config(tmp_path, path), network) as ctx, playing(network, trainer, player):
             await trainer.done.wait()
-            peers.cancel_scope.cancel()
     assert set(trainer.rewards) == ({1 / 3} if path == "share_of_group" else {3.0})
     assert len(trainer.trained) == len(set(trainer.trained)) == 4 * 2 * 3
     failures = ctx.registry.get_sample_value(
@@ -48,18 +44,14 @@ async def test_every_group_is_scored_whole(tmp_path: Path, path: str) -> None:
 async def test_a_restart_finds_groups_scored_or_not(tmp_path: Path) -> None:
     settings = config(tmp_path, "share_of_group", total_steps=20)
     network, trainer, player = MemoryNetwork(), InstantLearner(20, 3, 2), InstantActor()
-    actor, learner = links(network)
     with anyio.fail_after(60):
-        async with anyio.create_task_group() as peers:
-            peers.start_soon(player.run, actor)
-            peers.start_soon(trainer.run, learner)
+        async with playing(network, trainer, player):
             for until in (2, 5, 9, 14):
                 async with stage(settings, network):
                     while trainer.updates < until:
                         await trainer.progress()
             async with stage(settings, network):
                 await trainer.done.wait()
-                peers.cancel_scope.cancel()
     assert set(trainer.rewards) == {1 / 3}
     assert len(set(trainer.trained)) == len(trainer.trained) == 20 * 2 * 3
     assert read_ledger(tmp_path / "r" / "replay.sqlite", rows=True).audit() == []
@@ -67,37 +59,28 @@ async def test_a_restart_finds_groups_scored_or_not(tmp_path: Path) -> None:
 
 async def test_groups_that_can_never_be_scored_are_given_up_and_kept_nowhere(tmp_path: Path) -> None:
     settings = config(tmp_path, "never_for_the_first_slot")
-    network, player = MemoryNetwork(), InstantActor()
-    actor, learner = links(network)
-    trainer = InstantLearner(4, 3, 2)
+    network, trainer, player = MemoryNetwork(), InstantLearner(4, 3, 2), InstantActor()
     with anyio.fail_after(60):
-        async with stage(settings, network) as ctx, anyio.create_task_group() as peers:
-            peers.start_soon(player.run, actor)
-            peers.start_soon(trainer.run, learner)
+        async with stage(settings, network) as ctx, playing(network, trainer, player):
             cancelled = 0.0
             while cancelled < 3:
                 await anyio.sleep(0.02)
                 cancelled = ctx.registry.get_sample_value(
                     "afterplay_replay_groups_total", {"outcome": "cancelled"}
                 ) or 0.0  # fmt: skip
-            peers.cancel_scope.cancel()
     assert trainer.trained == []
     assert read_ledger(tmp_path / "r" / "replay.sqlite", rows=True).audit() == []
 
 
 async def test_a_judge_that_fails_at_times_costs_rollouts_and_no_trajectory_a_false_reward(tmp_path: Path) -> None:
     busy, junk, good = (lambda _: web.Response(status=503)), spoken("no idea"), spoken("Score: 5")
-    async with serving(busy, junk, good, busy, good, junk, good) as server:
+    async with answering(busy, junk, good, busy, good, junk, good) as server:
         judge = {"name": "judge", "url": server.url}
         settings = configuration(tmp_path, scorer={"environment_weight": 0, "judges": [judge]})
         network, trainer, player = MemoryNetwork(), InstantLearner(4, 3, 2), InstantActor()
-        actor, learner = links(network)
         with anyio.fail_after(120):
-            async with stage(settings, network) as ctx, anyio.create_task_group() as peers:
-                peers.start_soon(player.run, actor)
-                peers.start_soon(trainer.run, learner)
+            async with stage(settings, network) as ctx, playing(network, trainer, player):
                 await trainer.done.wait()
-                peers.cancel_scope.cancel()
     assert set(trainer.rewards) == {0.5} and len(trainer.trained) == 4 * 2 * 3
     for name, labels, value in (
         ("score_retries_total", {"function": "judge"}, 2),

@@ -15,7 +15,7 @@ from pipeline.store.ledger import read_ledger
 from pipeline.tasks.open import open_source
 from tests.support.instant_peers import InstantActor, InstantLearner
 from tests.support.memory_transport import MemoryNetwork
-from tests.unit.stage.test_replay_role import configuration, links, stage
+from tests.unit.stage.test_replay_role import configuration, playing, stage
 from tests.unit.tasks.conftest import environment, questions, write_jsonl
 
 
@@ -26,18 +26,14 @@ async def test_a_stage_that_restarts_plays_every_row_once_in_every_pass(tmp_path
     scorer = {"functions": [{"path": "exact", "weight": 1.0, "environments": ["q"]}]}
     config = configuration(tmp_path, total_steps=20, environments={"q": section.model_dump()}, scorer=scorer)
     network, trainer, player = MemoryNetwork(), InstantLearner(20, 3, 2), InstantActor()
-    actor, learner = links(network)
     with anyio.fail_after(120):
-        async with anyio.create_task_group() as peers:
-            peers.start_soon(player.run, actor)
-            peers.start_soon(trainer.run, learner)
+        async with playing(network, trainer, player):
             for until in (4, 11):
                 async with stage(config, network):
                     while trainer.updates < until:
                         await trainer.progress()
             async with stage(config, network) as ctx:
                 await trainer.done.wait()
-                peers.cancel_scope.cancel()
     assert ctx.registry.get_sample_value("afterplay_replay_task_rows", {"env": "q", "kind": "used"}) == 13
     assert read_ledger(tmp_path / "r" / "replay.sqlite", rows=True).audit() == []
     with closing(sqlite3.connect(tmp_path / "r" / "replay.sqlite")) as store:
@@ -57,15 +53,10 @@ async def test_a_stage_whose_data_was_changed_refuses_to_go_on(tmp_path: Path) -
     scorer = {"functions": [{"path": "exact"}]}
     config = configuration(tmp_path, total_steps=9, environments={"q": section}, scorer=scorer)
     network, trainer, player = MemoryNetwork(), InstantLearner(9, 3, 2), InstantActor()
-    actor, learner = links(network)
     with anyio.fail_after(120):
-        async with anyio.create_task_group() as peers:
-            peers.start_soon(player.run, actor)
-            peers.start_soon(trainer.run, learner)
-            async with stage(config, network):
-                while trainer.updates < 2:
-                    await trainer.progress()
-            peers.cancel_scope.cancel()
+        async with playing(network, trainer, player), stage(config, network):
+            while trainer.updates < 2:
+                await trainer.progress()
         write_jsonl(path, reversed(questions(13)))
         with pytest.raises(BaseExceptionGroup) as caught:
             async with stage(config, MemoryNetwork()):

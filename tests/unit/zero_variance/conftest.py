@@ -9,32 +9,26 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import RunConfig
-from pipeline.schema import SCHEMA_VERSION, GroupPlan, Order
-from pipeline.schema.codec import encode_trajectory
+from pipeline.schema import GroupPlan, Order
 from pipeline.schema.orders import decode_request
-from pipeline.scorer.verdict import combine
-from pipeline.stage.core import StageCore
 from pipeline.store.effects import Send
 from pipeline.store.ledger import Ledger, read_ledger
-from pipeline.store.store import ReplayStore
-from pipeline.transport.messages import Kind, WireMessage
-from tests.support.simulated_roles import rollout
+from pipeline.transport.messages import Kind
+from tests.support.stored_stage import StoredStage
 
 
-class Stage:
-    """Messages are kept instead of sent; :meth:`restart` goes on from the store as after a kill."""
+class Stage(StoredStage):
+    """A learner takes what is sent to it; an actor holds its orders."""
 
     def __init__(self, path: Path, *, credit: int = 64, **sections: Any) -> None:
-        self.path, self.credit = path, credit
-        self.sections = {
+        self.credit = credit
+        defaults: dict[str, Any] = {
             "run": {"total_steps": 1000},
             "environments": {"a": {"max_seconds": 10}},
             "groups": {"n_rollout": 2, "groups_per_step": 2, "zero_variance": "drop"},
             "staleness": {"max": 0},
-            **sections,
         }
-        self.sections["replay"] = {"keep_trained": 0, **self.sections.get("replay", {})}
+        sections["replay"] = {"keep_trained": 0, **sections.get("replay", {})}
         self.version = -1
         self.updates = 0
         self.updates_live_max = 0
@@ -46,35 +40,19 @@ class Stage:
         self.holding: dict[str, Order] = {}
         self.trained: dict[int, list[str]] = {}
         """Groups by update, in the learner's present weights."""
-        self.store: ReplayStore | None = None
-        self.start()
+        super().__init__(path, **defaults | sections)
 
     def start(self) -> None:
-        config = RunConfig.model_validate(self.sections)
-        self.store = ReplayStore(self.path, "NORMAL")
-        score = lambda t: combine(t.rewards, {"environment": 1.0})  # noqa: E731
-        self.core = StageCore(config, self.store.load(), score_now=score)
-        self.round()
-        actor = {"role": "actor", "schema_version": SCHEMA_VERSION, "slots": 100, "holding": list(self.holding)}
-        self.core.peer_up("actor-0", actor)
+        super().start()
+        self.up("actor-0", slots=100, holding=list(self.holding))
         self.greet()
-
-    def restart(self, **sections: Any) -> None:
-        assert self.store is not None
-        self.store.close()
-        self.sections |= sections
-        self.start()
-
-    def close(self) -> None:
-        assert self.store is not None
-        self.store.close()
 
     def greet(self) -> None:
         whole = [g for g, (_, plan) in self.plans.items() if self.delivered[g] == plan.delivered]
         self.plans = {g: self.plans[g] for g in whole}
         hello = {"session": f"s{self.life}", "updates": self.updates, "policy_version": self.version,
                  "durable_updates": 0, "credit_groups": self.credit, "holding": whole}  # fmt: skip
-        self.core.peer_up("learner", {"role": "learner", "schema_version": SCHEMA_VERSION, **hello})
+        self.up("learner", **hello)
         self.round()
         self.publish()
 
@@ -91,14 +69,11 @@ class Stage:
         self.trained = {u: groups for u, groups in self.trained.items() if u < self.updates}
         self.greet()
 
-    def round(self) -> None:
-        assert self.store is not None
-        self.core.plan()
-        changes, effects = self.core.collect()
-        self.store.commit(changes)
-        for effect in effects:
-            if isinstance(effect, Send):
-                self._receive(effect)
+    def round(self) -> list[Send]:
+        new = super().round()
+        for sent in new:
+            self._receive(sent)
+        return new
 
     def _receive(self, sent: Send) -> None:
         match sent.kind:
@@ -121,16 +96,9 @@ class Stage:
             case Kind.REFUSED:
                 raise AssertionError(sent.header)
 
-    def tell(self, kind: Kind, **header: Any) -> None:
-        number = self.core.control.applied + 1
-        self.core.message("learner", WireMessage(kind, {"number": number, **header}))
-        self.round()
-
-    def answer(self, order_id: str, reward: float) -> None:
+    def take(self, order_id: str, reward: float) -> None:
         order = self.holding.pop(order_id)
-        frames = encode_trajectory(rollout(order, max(0, order.policy_version), reward=reward))
-        self.core.message("actor-0", WireMessage(Kind.TRAJECTORY, {"trajectory_id": order_id}, frames))
-        self.round()
+        self.answer(order, max(0, order.policy_version), reward=reward)
 
     def play(self, *rewards: float) -> str:
         """Answer all orders of the oldest group that has all its orders out; its id."""
@@ -138,7 +106,7 @@ class Stage:
         orders = sorted(o.order_id for o in self.holding.values() if o.group_id == group)
         assert len(orders) == len(rewards), (orders, rewards)
         for order_id, reward in zip(orders, rewards, strict=True):
-            self.answer(order_id, reward)
+            self.take(order_id, reward)
         return group
 
     def members(self) -> list[str]:
@@ -181,7 +149,7 @@ def stage(tmp_path: Path) -> Iterable[Any]:
 
     yield make
     for one in made:
-        one.close()
+        one.store.close()
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ __all__ = ["world"]
 async def test_a_run_ends_with_every_account_in_order(world, what: str) -> None:
     groups = {"n_rollout": 2, "groups_per_step": 2, "zero_variance": what}
     async with world(total_steps=8, groups=groups) as w:
-        ctx, run = w.learner()
-        await run()
+        ctx = await w.learn()
         assert ctx.status.state == "finished"
     lines = w.lines()
     assert [line["step"] for line in lines] == list(range(1, 9))
@@ -39,7 +38,6 @@ async def test_a_killed_learner_makes_the_same_updates_again_without_what_was_le
     groups = {"n_rollout": 2, "groups_per_step": 2, "zero_variance": "drop"}
     async with world(total_steps=6, groups=groups, checkpoint={"every": 2}) as w:
         await kill_after(w, 3)
-        _, run = w.learner()
-        await run()
+        await w.learn()
     assert [line["step"] for line in w.lines()] == [1, 2, 3, 4, 5, 6]
     assert read_ledger(w.directory.store_file, rows=True).audit() == []

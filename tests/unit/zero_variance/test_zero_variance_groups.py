@@ -212,7 +212,7 @@ def test_a_late_answer_to_a_group_that_was_left_out_is_a_duplicate(stage) -> Non
     gone = s.play(1, 1)
     order_id = next(i for i, o in orders.items() if o.group_id == gone)
     s.holding[order_id] = orders[order_id]
-    s.answer(order_id, 1)
+    s.take(order_id, 1)
     assert s.ledger().trajectories["dropped.duplicate"] == 1
 
 

@@ -43,7 +43,7 @@ def step(s: Any, action: str, pick: int, reward: int) -> None:
     match action:
         case "answer":
             if s.holding:
-                s.answer(sorted(s.holding)[pick % len(s.holding)], reward)
+                s.take(sorted(s.holding)[pick % len(s.holding)], reward)
         case "train":
             if len(s.members()) == s.core.staleness.rule.groups_per_step:
                 s.trained[s.updates] = s.train(publish=bool(pick % 2))
@@ -92,7 +92,7 @@ def test_every_account_adds_up_and_no_update_waits_for_ever(
             s.ledger()
             _goes_on(s)
         finally:
-            s.close()
+            s.store.close()
 
 
 def _goes_on(s: Any) -> None:
@@ -108,7 +108,7 @@ def _goes_on(s: Any) -> None:
             s.train()
         else:
             assert s.holding, f"nothing is played and update {s.updates} lacks groups"
-            s.answer(min(s.holding), 0)
+            s.take(min(s.holding), 0)
             answers += 1
         check(s)
     assert answers <= most, (answers, most)
@@ -126,6 +126,6 @@ def test_all_rollouts_succeed_for_ever(stage: Any, what: str) -> None:
     for _ in range(60):
         if len(s.members()) == 2:
             s.train()
-        s.answer(min(s.holding), 1)
+        s.take(min(s.holding), 1)
     assert s.updates >= (60 // 4 if what == "drop" else 60 // 12) - 1
     s.ledger()
