@@ -103,7 +103,7 @@ def compare(directory: RunDirectory, config: RunConfig) -> Resumed:
     if refused:
         remedy = "Change it back, or give another run.name, or start over with --fresh"
         raise ConfigurationError("\n".join(f"{sentence}. {remedy}" for sentence in refused))
-    notes, code, recorded = [], code_digests(config), recorded_code(directory)
+    notes, code, recorded = list[str](), code_digests(config), recorded_code(directory)
     if edited := [name for name in code if recorded.get(name, code[name]) != code[name]]:
         notes.append(f"code has changed; from step {step + 1} on: {', '.join(edited)}")
     if any(key in changes for key in ("groups.n_rollout", "groups.groups_per_step")):
@@ -114,7 +114,7 @@ def compare(directory: RunDirectory, config: RunConfig) -> Resumed:
 def code_digests(config: RunConfig) -> dict[str, str]:
     """Digest of each Python file that ``config`` names, by its path or module there. Of what it imports nothing is
     known, nor of installed packages."""
-    found = {}
+    found: dict[str, str] = {}
     for match in filter(None, map(_CODE.fullmatch, _texts(config.model_dump(mode="python")))):
         name = match["file"] or match["module"]
         with suppress(OSError):
