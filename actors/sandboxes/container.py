@@ -8,6 +8,8 @@ a restart of the engine. What is left if that is killed too is removed by the ne
 from __future__ import annotations
 
 import asyncio
+import csv
+import io
 import os
 import secrets
 import shutil
@@ -104,16 +106,16 @@ class Container(LocalSandbox):
         words += ["--user", f"{user}:{user}", "--pids-limit", str(options.processes_max + 1)]
         words += ["--memory", str(memory), "--memory-swap", str(memory), "--shm-size", str(SHM_BYTES)]
         words += ["--tmpfs", f"/tmp:exec,mode=1777,size={disk},nr_inodes={disk // INODE_BYTES + 16}"]
-        words += ["--mount", f"type=bind,src={inside},dst={INSIDE},readonly"]
+        words += _mount("type=bind", f"src={inside}", f"dst={INSIDE}")
         shown = [path for path in settings.readable if path.exists()]
         for path in shown:
-            words += ["--mount", f"type=bind,src={os.path.realpath(path)},dst={path},readonly"]
+            words += _mount("type=bind", f"src={os.path.realpath(path)}", f"dst={path}")
         hidden = [path for path in settings.hidden if path.exists() and path not in shown]
         for path in hidden:
             above = next((other for other in path.parents if other in (*shown, *hidden)), None)
             if above in shown:
-                null = f"type=bind,src=/dev/null,dst={path},readonly"
-                words += ["--tmpfs", f"{path}:ro,size=4k"] if path.is_dir() else ["--mount", null]
+                empty = ("type=tmpfs", "tmpfs-size=4k") if path.is_dir() else ("type=bind", "src=/dev/null")
+                words += _mount(*empty, f"dst={path}")
         argument = self._argument(control=f"{INSIDE}/socket")
         words += ["--workdir", str(settings.folder or "/"), "--entrypoint", self.python, str(options.image)]
         return [*words, "-I", "-S", "-c", SOURCE.read_text(), argument]
@@ -137,6 +139,13 @@ class Container(LocalSandbox):
             await child.wait()
         if not child.end.done():
             await anyio.run_process([self.settings.options.kind, "rm", "--force", self._name], check=False)
+
+
+def _mount(*fields: str) -> list[str]:
+    """The option for something that is only read. Engines read its fields as a line of CSV."""
+    line = io.StringIO()
+    csv.writer(line).writerow([*fields, "readonly"])
+    return ["--mount", line.getvalue().rstrip()]
 
 
 def owner() -> str:

@@ -159,7 +159,7 @@ async def _requests(client: EngineClient) -> float:
 
 def announced_url(host: str, port: int, replay: str) -> str:
     """Base URL at which others reach an engine that binds ``host``. For a wildcard it has the address of this machine
-    by which it reaches the replay stage (``stage.address``).
+    by which it reaches the replay stage (``stage.address``). Raises :class:`ConfigurationError` where it cannot.
 
     >>> announced_url("10.0.0.2", 8100, "ipc://")
     'http://10.0.0.2:8100'
@@ -175,10 +175,16 @@ def _own_address(peer: str | None) -> str:
     """Address of this machine on the way to ``peer``; nothing is sent."""
     if peer is None or is_loopback(peer):
         return "127.0.0.1"
-    family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
+    try:
+        family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigurationError(
+            f"expected a way from here to the host of stage.address, {peer}, got: {error}. Let its name resolve here, "
+            "or give the address of this machine with --set engine.host=ADDRESS"
+        ) from error
 
 
 EMBEDDED_BLOCK_SIZE = 16

@@ -207,6 +207,8 @@ def execute_commands(trainer: Trainer, group: RankGroup, image: Callable[[int], 
                 case "step":
                     trainer.kl.coefficient = facts["kl"]
                     trainer.step(Batch(facts["update"], (), rows), facts["policy_version"], scores)
+                case "forget":
+                    trainer.forget_moments()
                 case "gather":
                     trainer.token_scores(rows)
                 case "score":

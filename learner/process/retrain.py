@@ -278,7 +278,7 @@ def _make(source: Source, config: RunConfig, trainer: Trainer, update: int, *, c
     batch = make_batch(update, groups, config.replay, trainer.mean_entropies).batch
     record = read_record(source.directory.updates, update)
     if record is not None and record.fresh_optimizer:
-        trainer.optimizer.state.clear()  # as where the learner resumed without it
+        trainer.forget_moments()
     report = trainer.train(batch, sent.policy_version)
     left_out = len(sent.groups) - len(batch.groups)
     made = step_line(Update(batch, report, clock.lap(), groups_left_out=left_out))

@@ -87,6 +87,11 @@ class Trainer:
         if isinstance(self.reference, ServerReference):
             self.reference.on_answer = call
 
+    def forget_moments(self) -> None:
+        """Go on with a fresh optimizer of the policy on all ranks, as a learner that resumes without its state."""
+        with self.policy.ranks.together("forget"):
+            self.optimizer.state.clear()
+
     def train(self, batch: Batch, policy_version: int) -> StepReport:
         """Score the tokens, estimate advantages, and make the update. Raises as :meth:`step`."""
         watch = Stopwatch(self.policy.device)

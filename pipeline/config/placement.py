@@ -96,6 +96,12 @@ def check_placement(placement: PlacementConfig, engine: EngineConfig, learner: L
             f"{key} ({ranks}) must be a multiple of learner.replicas ({learner.replicas}) times learner.context_ranks "
             f"({learner.context_ranks})"
         )
+    ranks_min = ranks if isinstance(ranks, int) else learner.replicas * learner.context_ranks
+    if learner.optimizer == "adamw_8bit" and ranks_min > 1:
+        raise ValueError(
+            f"learner.optimizer is adamw_8bit, which is for one rank, got at least {ranks_min}: set learner.optimizer: "
+            f"adamw, or {key}, learner.replicas and learner.context_ranks to 1"
+        )
     if engine.colocate == "split" and not {gpus, placement.learner_gpus} <= {None, "auto", 1}:
         raise ValueError(
             "engine.colocate is split, where engine and learner share one GPU: omit placement.engine_gpus and "

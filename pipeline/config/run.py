@@ -241,6 +241,11 @@ class RunConfig(Section):
                 f"{what}, but publish.dtype is float32, of which nearly every element changes with each update: set "
                 "publish.dtype: bfloat16, or weight_transfer: files"
             )
+        if (publish.dtype, self.learner.compute_dtype) == ("auto", "float32"):
+            raise ValueError(
+                f"{what}, but learner.compute_dtype is float32, which publish.dtype: auto follows: set "
+                "learner.compute_dtype: bfloat16, or weight_transfer: files"
+            )
         published = "bfloat16" if publish.dtype == "auto" else publish.dtype
         widest = "bfloat16" if engine.dtype == "auto" else engine.dtype
         if widest not in (published, "float32"):

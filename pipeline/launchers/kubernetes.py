@@ -67,6 +67,11 @@ log = logging.getLogger(__name__)
 def launch(request: Launch) -> int:
     """Install or update the run. A dry run shows run file and values, and the manifests where helm is. Raises
     :class:`ConfigurationError`."""
+    if request.fresh:
+        raise ConfigurationError(
+            "--fresh: the run directory is on a volume of the cluster, which this command does not empty: start over "
+            "under another name with --set run.name=NAME"
+        )
     config, values = values_of(request)
     if config.report_to:
         print(

@@ -136,7 +136,7 @@ def job_script(chosen: Plan, arguments: Sequence[str], folder: Path) -> str:
 
 def run_job(job: str, request: Launch) -> int:
     """Run to the end on the nodes of ``job``. If the run was stopped before, or ended because a node was lost, the job
-    goes back into the queue."""
+    goes back into the queue. Only its first start empties the run directory: the next ones continue."""
     directory = RunDirectory(request.config.run.path.absolute())
     facts = job_facts(job)
     os.environ[RESTARTS] = restarts = facts.get("Restarts", "0")
@@ -147,7 +147,7 @@ def run_job(job: str, request: Launch) -> int:
         if facts.get("BatchFlag") == "1" and len(inventory.nodes) > 1:
             start_watch(inventory, directory.path / LOG)
         cluster = Cluster(inventory, partial(step_command, inventory, directory.path))
-        code = run(request.config, request.fresh, cluster=cluster)
+        code = run(request.config, request.fresh and restarts == "0", cluster=cluster)
         lost = {node.name for node in inventory.nodes} - set(nodes_of(job))
     except SystemExit:  # SIGTERM, before the supervisor listens to it
         print("stopped by SIGTERM before the run began", flush=True)

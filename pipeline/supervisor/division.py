@@ -129,9 +129,12 @@ def _shared(config: RunConfig, inventory: Inventory, on_gpu: Mapping[str, bool])
         for start in range(0, len(share.gpus), size)
     )
     learner, engine_shares = tuple(shares) if on_gpu["learner"] else None, of_engines if on_gpu["engine"] else None
+    decided, problem = _validated(_decided(config, wanted, wanted).model_dump())
+    if decided is None:
+        return _without_places(config, on_gpu, problem)
     gpus = f"GPU {shares[0].gpus[0]}" if wanted == 1 else f"{wanted} GPUs"
     reason = f"engine.colocate is {config.engine.colocate}: engines and learner share {gpus}"
-    return Division(_decided(config, wanted, wanted), learner, engine_shares, (reason, *_idle(inventory, shares)))
+    return Division(decided, learner, engine_shares, (reason, *_idle(inventory, shares)))
 
 
 def _may_take_turns(config: RunConfig) -> bool:

@@ -2,16 +2,18 @@
 
 Configurations are compared at each start and recorded in ``history.jsonl`` with the step after which each applied, so
 that earlier steps keep theirs. The first line has the whole configuration, each later one what changed: ``{"step": 12,
-"at": 1.8e9, "afterplay": "0.2.0", "changes": {"learner.learning_rate": [4e-05, 1e-05]}}``.
+"at": 1.8e9, "afterplay": "0.2.0", "changes": {"learner.learning_rate": [4e-05, 1e-05]}}``. The first line, and each at
+which they differ, have digests of the Python files that the configuration names (``code``).
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +27,7 @@ from pipeline.config import RunConfig
 from pipeline.config.load import dump, flat, load, plain
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.disk import size, wait_for_room
+from pipeline.runtime.plugins import file_in_working_folder
 from pipeline.runtime.run_directory import RunDirectory, write_bytes_atomically
 
 FIXED = {
@@ -49,6 +52,8 @@ IGNORED = (
 """Keys that may differ at every start."""
 ABSENT = "absent"
 """In place of a value that a configuration does not have."""
+_CODE = re.compile(r"(?P<file>.+\.py)(:\w+)?|(?P<module>\w+(\.\w+)*):\w+")
+"""A Python file, or a plug-in as ``path/file.py:name`` or ``module:name``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +103,38 @@ def compare(directory: RunDirectory, config: RunConfig) -> Resumed:
     if refused:
         remedy = "Change it back, or give another run.name, or start over with --fresh"
         raise ConfigurationError("\n".join(f"{sentence}. {remedy}" for sentence in refused))
-    shape = ("groups.n_rollout", "groups.groups_per_step")
-    notes = ("rollouts of unfinished groups are dropped, because the size of a batch has changed",)
-    return Resumed(step, changes, notes if any(key in changes for key in shape) else ())
+    notes, code, recorded = list[str](), code_digests(config), recorded_code(directory)
+    if edited := [name for name in code if recorded.get(name, code[name]) != code[name]]:
+        notes.append(f"code has changed; from step {step + 1} on: {', '.join(edited)}")
+    if any(key in changes for key in ("groups.n_rollout", "groups.groups_per_step")):
+        notes.append("rollouts of unfinished groups are dropped, because the size of a batch has changed")
+    return Resumed(step, changes, tuple(notes))
+
+
+def code_digests(config: RunConfig) -> dict[str, str]:
+    """Digest of each Python file that ``config`` names, by its path or module there. Of what it imports nothing is
+    known, nor of installed packages."""
+    found: dict[str, str] = {}
+    for match in filter(None, map(_CODE.fullmatch, _texts(config.model_dump(mode="python")))):
+        name = match["file"] or match["module"]
+        with suppress(OSError):
+            file = Path(name).expanduser() if match["file"] else file_in_working_folder(name)
+            if file is not None:
+                found[name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return found
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner)
+
+
+def recorded_code(directory: RunDirectory) -> dict[str, str]:
+    """The digests of the last start that has some."""
+    return next((line["code"] for line in reversed(read_history(directory)) if "code" in line), {})
 
 
 def difference(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
@@ -127,7 +161,10 @@ def record(directory: RunDirectory, config: RunConfig, resumed: Resumed) -> None
         line["configuration"] = plain(config.model_dump(mode="python"))
     if resumed.changes:
         line["changes"] = resumed.changes
-    if not written or resumed.changes:
+    code = code_digests(config)
+    if code != (recorded_code(directory) if written else {}):
+        line["code"] = code
+    if not written or resumed.changes or "code" in line:
         write_bytes_atomically(directory.history_file, written + orjson.dumps(line, default=str) + b"\n")
 
 

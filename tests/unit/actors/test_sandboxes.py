@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import os
 from collections import Counter
@@ -178,6 +179,22 @@ async def test_a_container_whose_process_cannot_begin_leaves_no_file_open(monkey
     with pytest.raises(OSError):
         await Container(SandboxSettings(options, None, (), (), None, reaper)).start()
     assert os.listdir("/dev/fd") == before
+
+
+def test_a_container_gets_folders_by_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / 'a,b "c":d'
+    (folder / "runs").mkdir(parents=True)
+    (folder / "key").touch()
+    options, reaper = SandboxOptions(kind="docker", image="any"), OrphanReaper(grace_seconds=0)
+    hidden = (folder / "runs", folder / "key")
+    words = Container(SandboxSettings(options, None, (folder,), hidden, None, reaper))._words(folder / "control")
+    given = [next(csv.reader([words[i + 1]])) for i, word in enumerate(words) if word == "--mount"]
+    assert given == [
+        ["type=bind", f"src={folder}/control", "dst=/run/afterplay", "readonly"],
+        ["type=bind", f"src={folder}", f"dst={folder}", "readonly"],
+        ["type=tmpfs", "tmpfs-size=4k", f"dst={folder}/runs", "readonly"],
+        ["type=bind", "src=/dev/null", f"dst={folder}/key", "readonly"],
+    ]
 
 
 @pytest.mark.parametrize("kind", WALLS)

@@ -127,3 +127,13 @@ def test_the_announced_address_is_one_that_others_reach() -> None:
     assert announced_url("fd00::2", 8100, "ipc://") == "http://[fd00::2]:8100"
     assert announced_url("0.0.0.0", 8100, "tcp://127.0.0.1:5555") == "http://127.0.0.1:8100"
     assert announced_url("::", 8100, "ipc://") == "http://127.0.0.1:8100"
+
+
+def test_a_stage_whose_host_has_no_address_here_is_named_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(launch.socket, "getaddrinfo", unknown)
+    with pytest.raises(ConfigurationError, match=r"elsewhere, got: .*not known.* --set engine\.host=ADDRESS"):
+        announced_url("0.0.0.0", 8100, "tcp://elsewhere:5555")
+    assert announced_url("10.0.0.2", 8100, "tcp://elsewhere:5555") == "http://10.0.0.2:8100"

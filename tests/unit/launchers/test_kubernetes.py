@@ -78,6 +78,11 @@ def test_requests_are_those_of_the_plan() -> None:
     assert (several["learner"]["pods"], several["learner"]["gpus"], several["learner"]["ranksPerPod"]) == (2, 2, 2)
 
 
+def test_a_run_is_not_continued_where_it_should_start_over() -> None:
+    with pytest.raises(ConfigurationError, match=r"--fresh: .* --set run\.name=NAME"):
+        kubernetes.launch(Launch(load(ROOT / "configs" / "tiny.yaml", environment={}), fresh=True, dry_run=True))
+
+
 def test_an_engine_on_several_nodes_is_refused() -> None:
     config = load(ROOT / "configs" / "gpu.yaml", ["placement.tensor_parallel=4"], environment={})
     with pytest.raises(ConfigurationError, match=r"an engine of 4 GPUs takes several nodes.*one by one.*--on ray"):

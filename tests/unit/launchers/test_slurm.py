@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from pipeline.cli.app import app
+from pipeline.config import RunConfig
 from pipeline.config.explain import resolve, taken_ports
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
@@ -134,6 +136,8 @@ class Controller:
         self.restarts = restarts
         self.facts = "Requeue=1 BatchFlag=1 BatchHost=n1"
         self.told: list[tuple[str, ...]] = []
+        self.fresh: bool | None = None
+        """Whether the run was told to start over."""
         monkeypatch.setenv(slurm.RESTARTS, "")  # whatever a job sets is undone
         monkeypatch.delenv(slurm.RESTARTS)
         monkeypatch.setattr(slurm, "command_output", self.answer)
@@ -146,14 +150,25 @@ class Controller:
         return "n1\nn2\n" if "hostnames" in arguments else "7.3 actor-1@/runs/a\n7.4 actor-1@/runs/b\n"
 
 
-def run_as(controller: Controller, monkeypatch: pytest.MonkeyPatch, run: Callable[[], ExitCode], folder: Path) -> bool:
+def run_as(
+    controller: Controller,
+    monkeypatch: pytest.MonkeyPatch,
+    run: Callable[[], ExitCode],
+    folder: Path,
+    fresh: bool = False,
+) -> bool:
     """A job whose supervisor does ``run``; True if it went back into the queue."""
+
+    def told(_: RunConfig, fresh: bool, **__: Any) -> ExitCode:
+        controller.fresh = fresh
+        return run()
+
     monkeypatch.setattr(slurm, "job_inventory", lambda: Inventory((Node("n1"), Node("n2"))))
-    monkeypatch.setattr(slurm, "run", lambda *_, **__: run())
+    monkeypatch.setattr(slurm, "run", told)
     monkeypatch.setattr(slurm, "start_watch", lambda *_: None)
     before = signal.getsignal(signal.SIGTERM)
     try:
-        slurm.run_job("7", Launch(load(TINY, [f"run.directory={folder}"], environment={})))
+        slurm.run_job("7", Launch(load(TINY, [f"run.directory={folder}"], environment={}), fresh))
     finally:
         signal.signal(signal.SIGTERM, before)
     return ("scontrol", "requeue", "7") in controller.told
@@ -184,6 +199,16 @@ def test_a_job_that_is_preempted_before_its_run_begins_goes_back_into_the_queue(
         raise AssertionError
 
     assert run_as(Controller(monkeypatch, restarts=0), monkeypatch, starts, tmp_path)
+
+
+@pytest.mark.parametrize(("restarts", "fresh"), [(0, True), (1, False)])
+def test_a_job_that_was_started_again_keeps_the_run_that_its_first_start_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, fresh: bool
+) -> None:
+    """The user's own batch script says ``--fresh`` at each start."""
+    controller = Controller(monkeypatch, restarts)
+    run_as(controller, monkeypatch, lambda: ExitCode.FINISHED, tmp_path, fresh=True)
+    assert controller.fresh is fresh
 
 
 @pytest.mark.parametrize(("restarts", "waits"), [(0, False), (1, True)])

@@ -288,6 +288,7 @@ def test_a_delta_that_saves_too_little_is_not_written(tmp_path, caplog):
     [
         ({"engine": {"kind": "external", "urls": ["http://a:1"]}}, "external engines"),
         ({"publish": {"dtype": "float32"}}, "publish.dtype: bfloat16"),
+        ({"learner": {"compute_dtype": "float32"}}, "learner.compute_dtype: bfloat16"),
         ({"engine": {"dtype": "float16"}}, "cannot hold"),
         ({"checkpoint": {"at_end": False}}, "checkpoint.at_end: true"),
         ({"learner": {"lora": {"rank": 2}}, "publish": {"lora": "adapter"}}, "weight_transfer to files"),

@@ -321,6 +321,21 @@ async def test_a_run_of_several_ranks_without_the_optimizer_in_checkpoints_is_re
     assert [found.line[name] for name in numbers] == pytest.approx([found.recorded[name] for name in numbers], rel=1e-4)
 
 
+@pytest.mark.slow
+async def test_a_resume_without_the_optimizer_is_repeated_on_all_ranks(world):
+    async with world(total_steps=6, checkpoint={"every": 2, "keep": 1, "optimizer": False}) as w:
+        await kill_after(w, 4)
+        resumed = newest_checkpoint(w.directory)
+        _, run = w.learner()
+        await run()
+    w.directory.config_file.write_text(dump(w.config.updated(learner={"ranks": 2})))
+    source = RunSource.open(w.directory.path)
+    assert read_record(w.directory.updates, resumed).fresh_optimizer and 0 < resumed < 5
+    [found] = retrain(source, step=resumed + 2, count=1, overrides=(f"run.seed={source.config.run.seed}",))
+    numbers = ("loss", "grad_norm", "entropy", "ratio_mean")
+    assert [found.line[name] for name in numbers] == pytest.approx([found.recorded[name] for name in numbers], rel=1e-4)
+
+
 async def test_a_checkpoint_without_optimizer_begins_no_repetition_and_a_resume_from_it_is_repeated(world):
     async with world(total_steps=8, checkpoint={"every": 2, "keep": 1, "optimizer": False}) as w:
         await stop_after(w, 3)

@@ -86,10 +86,11 @@ def run_files(draw: st.DrawFn) -> RunConfig:
         "gpu_memory_share": 0.5,
         "sleep_external": True,
     }
+    one_rank = ranks == 1 and learner_gpus in (None, "auto", 1)
     learner = {
         "device": device if shared else draw(DEVICES),
         "ranks": ranks,
-        "optimizer": draw(st.sampled_from(["adamw", "adamw", "adamw", "adamw_8bit"])),
+        "optimizer": draw(st.sampled_from(["adamw", "adamw", "adamw", "adamw_8bit"] if one_rank else ["adamw"])),
     }
     placement = PlacementConfig(
         engine_gpus=engine_gpus,
@@ -130,6 +131,18 @@ def test_engines_and_ranks_that_take_turns_share_all_gpus(gpus, size, expected) 
     assert [list(place.gpus) for place in engines] == expected
     assert ranks == [(place.node, gpu) for place in engines for gpu in place.gpus]
     assert (found.config.learner.ranks, found.config.engine.replicas) == (len(ranks), len(engines))
+
+
+def test_ranks_that_the_optimizer_cannot_have_are_a_problem_of_the_plan() -> None:
+    found = plan(
+        changed(
+            engine={"colocate": "sleep", "weight_transfer": "files", "gpu_memory_share": 0.5},
+            learner={"optimizer": "adamw_8bit"},
+            placement={"engine_gpus": 2, "learner_gpus": "auto"},
+        ),
+        nodes(2),
+    )
+    assert "adamw_8bit" in found.problems[0]
 
 
 @settings(max_examples=200, deadline=None)
@@ -534,6 +547,12 @@ def test_metrics_and_engines_have_ports_of_their_own() -> None:
         ({"engine": {"colocate": "split"}, "placement": {"learner_gpus": 2}}, "share one GPU"),
         ({"engine": {"colocate": "split"}, "placement": {"tensor_parallel": 2}}, "cannot share one"),
         ({"engine": {"urls": ["http://a:1"]}, "placement": {"engine_gpus": 2}}, "engine.urls lists 1"),
+        ({"learner": {"optimizer": "adamw_8bit", "ranks": 2}}, "at least 2: .* adamw, or learner.ranks, "),
+        ({"learner": {"optimizer": "adamw_8bit"}, "placement": {"learner_gpus": 4}}, "or placement.learner_gpus, "),
+        (
+            {"learner": {"optimizer": "adamw_8bit", "replicas": 2}, "placement": {"learner_gpus": "auto"}},
+            "at least 2: .* learner.replicas and learner.context_ranks to 1",
+        ),
     ],
 )
 def test_a_section_that_contradicts_itself_is_refused(sections: dict[str, Any], words: str) -> None:

@@ -45,4 +45,4 @@ def test_ranks_that_are_no_whole_replicas_or_context_groups_are_refused_with_wor
 def test_what_several_ranks_cannot_do_is_refused_before_anything_is_divided(kit, tmp_path):
     kit.tiny_model().save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match="ranks"):
-        make_trainer(kit.run_config({"ranks": 2, "optimizer": "adamw_8bit"}), tmp_path, None, object())
+        make_trainer(kit.run_config({"optimizer": "adamw_8bit"}), tmp_path, None, object())  # of torchrun

@@ -74,6 +74,30 @@ def test_changes_are_told_and_kept_with_the_step_after_which_they_apply(director
     assert (second["step"], second["changes"]) == (12, changes)
 
 
+def test_changed_code_that_the_run_file_names_is_told(
+    directory: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    named = (
+        "environments.own.name=folder/bank.py:Bank",
+        "environments.own.loop={name: program, options: {command: [python, agent.py]}}",
+        "scorer.functions=[{path: 'rewards:length'}, {path: 'os.path:join'}]",
+        f"environments.own.options={{prompt: '{'x' * 5000}.py'}}",
+    )
+    files = [tmp_path / name for name in ("folder/bank.py", "agent.py", "rewards.py")]
+    files[0].parent.mkdir()
+    for file in files:
+        file.write_text("a = 1")
+    assert start(directory, *named) == []
+    save(directory, 12)
+    assert start(directory, *named) == []
+    for file, shown in zip(files, ("folder/bank.py", "agent.py", "rewards"), strict=True):
+        file.write_text("a = 2")
+        assert start(directory, *named) == [f"code has changed; from step 13 on: {shown}"]
+    assert start(directory, *named) == []
+    assert ["code" in line for line in history(directory)] == [True] * 4
+
+
 def test_a_run_on_other_nodes_has_the_same_configuration(directory: RunDirectory) -> None:
     """A launcher puts the addresses of the engines that it starts into the run file."""
     start(directory, "engine.urls=[http://10.0.0.1:20001]")
