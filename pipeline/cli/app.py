@@ -25,7 +25,7 @@ import typer
 from pipeline.cli import roles
 from pipeline.cli.compare import compare
 from pipeline.cli.env import app as env_app
-from pipeline.cli.options import Checkpoint, File, Run, Sets, load
+from pipeline.cli.options import File, Run, Sets, load
 from pipeline.cli.plan import show_plan
 from pipeline.cli.push import push
 from pipeline.cli.replay import START, open_run
@@ -270,7 +270,15 @@ app.command()(show)
 @app.command("eval")
 def evaluate(
     target: Annotated[Path, typer.Argument(metavar="RUN_OR_FILE", help="A run directory, or a run file.")],
-    checkpoint: Checkpoint = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--checkpoint",
+            "-c",
+            metavar="N|best|latest|initial",
+            help="The checkpoint after N updates, or by name. Default: the newest.",
+        ),
+    ] = None,
     split: Annotated[str | None, typer.Option(help="Split to evaluate on.")] = None,
     tasks: Annotated[int | None, typer.Option(min=1, help="Tasks per environment.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Rollouts per task.")] = None,

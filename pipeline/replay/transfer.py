@@ -49,12 +49,12 @@ class Importer:
         if not config.replay.enabled:
             raise ConfigurationError(
                 "expected a run with replay.enabled: true, got false: nothing would ever be replayed. Set it in the "
-                "run file (or with --set replay.enabled=true)"
+                "run file, from which a run that has started takes it at its next start"
             )
         if config.replay.mode == "groups":
             raise ConfigurationError(
                 "expected a run with replay.mode: mix, which replays single trajectories, got groups: set "
-                "replay.mode: mix in the run file"
+                "replay.mode: mix in the run file, from which a run that has started takes it at its next start"
             )
         self._config, self._directory, self._render = config, directory, render
         self._path = store_path(config, directory)
