@@ -16,7 +16,7 @@ from pipeline.errors import ConfigurationError
 from pipeline.runtime.disk import size
 from pipeline.runtime.plugins import load_main
 from pipeline.runtime.run_directory import RunDirectory
-from pipeline.views.tables import counts_table, plain_console, table
+from pipeline.views.tables import counts_table, describe_version, plain_console, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +33,7 @@ def show(found: ReplayReport, config: RunConfig, run: Path) -> None:
     console, value = plain_console(), found.json(config)
     state = "on" if config.replay.enabled else "off"
     console.print(
-        f"{run}: policy version {found.policy_version}, {found.updates} updates, replay {state}", style="bold"
+        f"{run}: {describe_version(found.policy_version)}, {found.updates} updates, replay {state}", style="bold"
     )
     pooled = [task.bucket for task in found.pooled_tasks]
     buckets = [(bucket, tasks, pooled.count(bucket)) for bucket, tasks in sorted(found.buckets.items())]
@@ -53,12 +53,13 @@ def show(found: ReplayReport, config: RunConfig, run: Path) -> None:
         _print_pool(found, config, console)
     counts = {**value["states"], "stored and replayed": found.counters}
     console.print(counts_table({what: dict(sorted(states.items())) for what, states in counts.items()}))
-    guard = value["guard"]
-    console.print(
-        f"mixing {'has begun' if guard['mixing'] else 'has not begun'}; ESS guard "
-        f"{'on' if guard['enabled'] else 'off'}, factor {guard['factor']:.2f}; replay share now "
-        f"{guard['share']:.2f} of task_ratio {config.replay.task_ratio:.2f}"
-    )
+    if config.replay.enabled:
+        guard = value["guard"]
+        console.print(
+            f"mixing {'has begun' if guard['mixing'] else 'has not begun'}; ESS guard "
+            f"{'on' if guard['enabled'] else 'off'}, factor {guard['factor']:.2f}; replay share now "
+            f"{guard['share']:.2f} of task_ratio {config.replay.task_ratio:.2f}"
+        )
     kinds = ("tokens", "seconds", "reward", "age", "tasks", "tasks_effective")
     means = [
         (name, own["count"], *("" if own[kind] is None else f"{own[kind]:.3g}" for kind in kinds))

@@ -73,7 +73,7 @@ def evaluate_checkpoint(
     if weights.model is None:
         if load_main("learner.models.prepare:holds_model")(config, run.model):
             weights = replace(weights, model=run.model)  # model.source may be relative to another folder
-    elif (problem := find_damage(weights.model.parent)):
+    elif problem := find_damage(weights.model.parent):
         raise ConfigurationError(
             f"--checkpoint: {weights.name} in {run.checkpoints} is damaged ({problem}): name another one of "
             f"{_there(run)}"
@@ -187,7 +187,9 @@ def print_result(result: Mapping[str, Any], name: str, directory: RunDirectory, 
     if not result["greedy"]:
         how = f"{result['samples']} rollouts a task at temperature {result['temperature']:g}"
     console.print(f"{name}: {result['updates']} updates, split {result['split']}, {how}", style="bold")
-    console.print(table(("environment", "tasks", "score", *(f"pass@{k}" for k in ks), *counted), rows))
+    console.print(
+        table(("environment", ">tasks", ">score", *(f">pass@{k}" for k in ks), *(f">{what}" for what in counted)), rows)
+    )
     console.print(f"score {_number(result['score'], result['se'])} over all environments")
     console.print(f"written to {directory.evaluations_file}")
     if result["status"] != "complete":

@@ -81,6 +81,7 @@ def test_stored_groups_are_shown_and_not_exported_as_an_empty_pool(make_run, tmp
     with ReplayStore(path, "NORMAL"), closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("INSERT INTO stored_groups VALUES (3, x'00', '[]', 0.5, 1, 2, 0)")
     shown = invoke("replay", "inspect", run.path).output
+    assert "no policy version yet" in shown
     assert "stored: 1 of 512 groups, replayed 2 times" in shown and "pool:" not in shown
     refused = invoke("replay", "export", run.path, tmp_path / "pool").exception
     assert isinstance(refused, ConfigurationError) and "replay.mode: mix" in str(refused)
