@@ -403,7 +403,7 @@ def flow(text: str) -> str:
     return "\n\n".join(p if p.startswith((" ", "afterplay ")) else p.replace("\n", " ") for p in paragraphs)
 
 
-app.info.help = flow(app.info.help)
+app.info.help = flow(app.info.help or "")
 for group in (app, config_app, env_app, replay_app):
     for info in group.registered_commands:
         assert info.callback is not None
