@@ -14,7 +14,7 @@ import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent import futures
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from html import escape
 from numbers import Integral
 from pathlib import Path
@@ -176,6 +176,9 @@ class Run:
         :class:`pipeline.store.queries.Filters` choose among them: ``environment``, ``task``, ``reward_min``, …
         ``step``, ``version`` and ``evaluation`` are numbers, or ranges of numbers. Raises :class:`ConfigurationError`.
         """
+        known = [field.name for field in fields(Filters)]
+        if unknown := filters.keys() - {*known}:
+            raise ConfigurationError(f"rollouts: expected filters among {', '.join(known)}, got {', '.join(unknown)}")
         if (reader := self._reader()) is None:
             return []
         filters |= {name: _span(name, filters[name]) for name in ("version", "evaluation") if name in filters}

@@ -328,7 +328,7 @@ def expert_of(environment: Any) -> Callable[[Task], list[str]]:
     """The replies of the environment's ``expert`` to a task. Raises :class:`ConfigurationError` if it has none."""
     expert = getattr(environment, "expert", None)
     if not callable(expert):
-        raise ConfigurationError(f"{type(environment).__name__} has no expert(task), which --expert needs")
+        raise ConfigurationError(f"{type(environment).__name__} has no expert(task), so nobody can play it alone")
 
     def replies(task: Task) -> list[str]:
         with boundary("expert"):

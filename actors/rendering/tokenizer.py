@@ -23,7 +23,7 @@ def load_tokenizer(
         tokenizer = _load(folder, trust_remote_code)
     except Exception as error:
         raise ConfigurationError(
-            f"no tokenizer can be loaded from {folder}: {error}; prepare the model first"
+            f"no tokenizer can be loaded from {folder}: {error}; prepare the model first (afterplay prepare FILE)"
         ) from error
     if chat_template is not None:
         try:

@@ -190,6 +190,13 @@ def _replace_template(folder: Path, template: str, trust_remote_code: bool) -> N
     tokenizer.save_pretrained(folder)
 
 
+def holds_model(config: RunConfig, folder: Path) -> bool:
+    """True for a folder that was made of the section ``model``, and is not damaged where its contents are known."""
+    if (folder / CONTENTS).exists() and find_damage(folder):
+        return False
+    return (folder / MANIFEST).exists() and ModelInfo.load(folder).request == request_of(config)
+
+
 def check_model(config: RunConfig, found: Findings, fresh: bool = False) -> None:
     """Add what is wrong with the section ``model``. ``fresh``: the run directory will be emptied, so its model need not
     be the one of the run file."""

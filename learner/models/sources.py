@@ -67,7 +67,8 @@ def require_model_folder(source: Path) -> None:
     """Raises :class:`ConfigurationError` where ``source`` is no folder in the format of transformers."""
     if not source.is_dir():
         raise ConfigurationError(
-            f"model.source: {source} is not a folder; give an existing folder, a hub id, 'package:NAME' or 'tiny'"
+            f"model.source: {source.absolute()} is not a folder; give an existing folder, a hub id, 'package:NAME' or "
+            "'tiny'"
         )
     if not (source / "config.json").exists():
         raise ConfigurationError(

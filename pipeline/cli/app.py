@@ -13,6 +13,7 @@ if (__name__ == "__main__" or os.path.basename(sys.argv[0]) == "afterplay") and 
 
 import contextlib
 import errno
+import inspect
 import io
 import resource
 import shlex
@@ -25,7 +26,7 @@ import typer
 from pipeline.cli import roles
 from pipeline.cli.compare import compare
 from pipeline.cli.env import app as env_app
-from pipeline.cli.options import Checkpoint, File, Run, Sets, load
+from pipeline.cli.options import File, Run, Sets, load
 from pipeline.cli.plan import show_plan
 from pipeline.cli.push import push
 from pipeline.cli.replay import START, open_run
@@ -47,28 +48,28 @@ app = typer.Typer(
 
 [bold]Start here[/bold]
 
-  afterplay init DIR                          write a run file, an environment and a test, to edit
-  afterplay run @tiny                         train a tiny random model with all processes (one minute)
-  afterplay run @quickstart                   train a pretrained model with a vLLM server
-  afterplay plan @gpu --gpus 8                show the processes and their GPUs, before anything starts
-  afterplay status runs/tiny                  processes, newest step, and the state of every order
-  afterplay plot runs/tiny                    draw the curves
-  afterplay show runs/tiny                    list and print rollouts, or write them as an HTML page
-  afterplay retrain runs/tiny                 make its last steps again and compare them bit for bit
-  afterplay eval runs/NAME --checkpoint best  evaluate a checkpoint on held-out tasks
-  afterplay compare A.yaml B.yaml --reach 0.8 tokens, updates and time to a success rate, over seeds
-  afterplay report runs/tiny --to wandb       send its numbers to an experiment tracker
+  afterplay init DIR                     write files to edit into your own
+  afterplay run @tiny                    train a tiny model (one minute)
+  afterplay run @quickstart              train a pretrained model with vLLM
+  afterplay plan @gpu --gpus 8           show the processes and their GPUs
+  afterplay status runs/tiny             processes, newest step, all orders
+  afterplay plot runs/tiny               draw the curves
+  afterplay show runs/tiny               list rollouts, or make a page of them
+  afterplay retrain runs/tiny            make steps again, and compare
+  afterplay eval runs/NAME -c best       score a checkpoint on held-out tasks
+  afterplay compare A B --reach 0.8      costs to reach a success rate
+  afterplay report runs/tiny --to wandb  send its numbers to a tracker
 
 [bold]Change the configuration[/bold]
 
-  afterplay config show @tiny                 print every key with its meaning
+  afterplay config show @tiny            print every key with its meaning
   afterplay run @tiny --set learner.learning_rate=1e-3 --set run.name=faster
   AFTERPLAY__RUN__SEED=7 afterplay run @tiny
 
-[bold]Exit codes[/bold]  0 finished or drained · 1 failed · 2 invalid run file or option · 3 forced (second
-  signal, or drain time exceeded) · 4 a process failed too often · 5 the run is already alive · 6 every
-  rollout of an environment failed · 7 a role made no progress and ended itself · 8 too many calls of an
-  actor's environments hang, it starts again
+[bold]Exit codes[/bold]  0 finished or drained · 1 failed · 2 invalid run file or option · 3 forced (second signal,
+or drain time exceeded) · 4 a process failed too often · 5 the run is already alive · 6 every rollout of an
+environment failed · 7 a role made no progress and ended itself · 8 too many calls of an actor's environments hang,
+it starts again
 """,
 )
 
@@ -270,7 +271,15 @@ app.command()(show)
 @app.command("eval")
 def evaluate(
     target: Annotated[Path, typer.Argument(metavar="RUN_OR_FILE", help="A run directory, or a run file.")],
-    checkpoint: Checkpoint = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--checkpoint",
+            "-c",
+            metavar="N|best|latest|initial",
+            help="The checkpoint after N updates, or by name. Default: the newest.",
+        ),
+    ] = None,
     split: Annotated[str | None, typer.Option(help="Split to evaluate on.")] = None,
     tasks: Annotated[int | None, typer.Option(min=1, help="Tasks per environment.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Rollouts per task.")] = None,
@@ -382,6 +391,23 @@ def allow_descriptors() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # macOS has a smaller limit than it states
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def flow(text: str) -> str:
+    """``text`` with each paragraph in one line, for a terminal of any width; indented lines and commands keep theirs.
+
+    >>> flow("One.\\n\\nTwo\\nlines.\\n\\n  afterplay a\\n  afterplay b")
+    'One.\\n\\nTwo lines.\\n\\n  afterplay a\\n  afterplay b'
+    """
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(p if p.startswith((" ", "afterplay ")) else p.replace("\n", " ") for p in paragraphs)
+
+
+app.info.help = flow(app.info.help or "")
+for group in (app, config_app, env_app, replay_app):
+    for info in group.registered_commands:
+        assert info.callback is not None
+        info.help = flow(info.callback.__doc__ or "")
 
 
 def entry() -> None:

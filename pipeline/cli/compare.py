@@ -369,19 +369,18 @@ def _print(
 
     rows = []
     for name, own in costs.items():
-        row = [name, f"{sum(c.reached for c in own.values())} of {len(own)}"]
-        for i, quantity in enumerate(QUANTITIES):
+        arm = name, f"{sum(c.reached for c in own.values())} of {len(own)}"
+        for i, (quantity, what) in enumerate(QUANTITIES.items()):
             values, median = [getattr(c, quantity) for c in own.values()], median_of([*own.values()], quantity)
             middle = "not reached" if math.isinf(median) else f"{median:,.0f}"
-            row += [f"{middle} ({min(values):,.0f}–{max(values):,.0f})", "1"]
+            ratio, can_show = "1", ""
             if name in ratios:
-                ratio = ratios[name][i]
-                ends = "none" if math.isinf(ratio.high) else f"{ratio.low:.2f}–{ratio.high:.2f}"
-                row[-1] = f"{ratio.ratio:.2f} ({ends})"
-        tokens = ratios[name][0].can_show if name in ratios else 0
-        rows.append([*row, f"{tokens:.2f}" if tokens else ""])
-    columns = [column for what in QUANTITIES.values() for column in (f">{what}: median (range)", ">ratio (95 %)")]
+                found = ratios[name][i]
+                ends = "none" if math.isinf(found.high) else f"{found.low:.2f}–{found.high:.2f}"
+                ratio, can_show = f"{found.ratio:.2f} ({ends})", f"{found.can_show:.2f}" if found.can_show else ""
+            cost = f"{middle} ({min(values):,.0f}–{max(values):,.0f})"
+            rows.append([*(arm if i == 0 else ("", "")), what, cost, ratio, can_show])
     console = plain_console()
-    console.print(table(("arm", "reached", *columns, ">tokens: can show"), rows))
+    console.print(table(("arm", "reached", "cost", ">median (range)", ">ratio (95 %)", ">can show"), rows))
     for sentence in sentences:
         console.print(sentence)

@@ -60,12 +60,12 @@ def show(name: Name, sets: Sets = None, seed: Seed = 0) -> None:
     say(typer.style(details.entry.name, bold=True) + f" ({details.entry.kind})")
     if details.entry.missing is not None:
         say(typer.style(f"not ready: {details.entry.missing}", fg="red"))
-    say(f"\n{details.doc}\n" if details.doc else "")
+    say(f"\n{details.doc.replace('``', '`')}\n" if details.doc else "")
     say(typer.style("options", bold=True))
     for option in details.options:
         say(f"  {typer.style(option.name, fg='cyan')}: {option.kind} = {option.default}")
         if option.doc:
-            say("      " + " ".join(option.doc.split()))
+            say("      " + " ".join(option.doc.replace("``", "`").split()))
     if not details.options:
         say("  none")
     say(typer.style("\nsplits", bold=True))
@@ -74,10 +74,10 @@ def show(name: Name, sets: Sets = None, seed: Seed = 0) -> None:
     say(typer.style(f"\nfirst messages of the task with seed {seed}", bold=True))
     for role, text in details.example:
         _talk(role, text)
+    if details.reason and sets:
+        raise ConfigurationError(details.reason)
     if details.reason:
         say(typer.style(details.reason, fg="red"))
-        if sets:
-            raise typer.Exit(1)
 
 
 @app.command()

@@ -65,7 +65,8 @@ def write_folder(config: RunConfig, directory: RunDirectory, checkpoint: str | N
 
     weights = find_weights(directory, checkpoint)
     if weights.model is None:
-        raise ConfigurationError(f"push: expected a checkpoint in {directory.checkpoints}, found none yet")
+        got = "the initial model" if checkpoint else "none yet"
+        raise ConfigurationError(f"push: expected a checkpoint in {directory.checkpoints}, got {got}")
     if problem := find_damage(weights.model.parent):
         raise ConfigurationError(f"push: {weights.name} is damaged ({problem}): name another with --checkpoint")
     if folder.exists() and any(folder.iterdir()):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,9 +13,10 @@ from typer.core import TyperGroup
 
 from pipeline.cli.options import Json, Run
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.disk import size
 from pipeline.runtime.plugins import load_main
 from pipeline.runtime.run_directory import RunDirectory
-from pipeline.views.tables import counts_table, plain_console, table
+from pipeline.views.tables import counts_table, describe_version, plain_console, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from pipeline.replay.report import ReplayReport
 
 TASKS_SHOWN = 10
+_TOKENIZER = "learner.models.prepare:tokenizer_folder"
 
 
 def show(found: ReplayReport, config: RunConfig, run: Path) -> None:
@@ -29,7 +33,7 @@ def show(found: ReplayReport, config: RunConfig, run: Path) -> None:
     console, value = plain_console(), found.json(config)
     state = "on" if config.replay.enabled else "off"
     console.print(
-        f"{run}: policy version {found.policy_version}, {found.updates} updates, replay {state}", style="bold"
+        f"{run}: {describe_version(found.policy_version)}, {found.updates} updates, replay {state}", style="bold"
     )
     pooled = [task.bucket for task in found.pooled_tasks]
     buckets = [(bucket, tasks, pooled.count(bucket)) for bucket, tasks in sorted(found.buckets.items())]
@@ -49,12 +53,13 @@ def show(found: ReplayReport, config: RunConfig, run: Path) -> None:
         _print_pool(found, config, console)
     counts = {**value["states"], "stored and replayed": found.counters}
     console.print(counts_table({what: dict(sorted(states.items())) for what, states in counts.items()}))
-    guard = value["guard"]
-    console.print(
-        f"mixing {'has begun' if guard['mixing'] else 'has not begun'}; ESS guard "
-        f"{'on' if guard['enabled'] else 'off'}, factor {guard['factor']:.2f}; replay share now "
-        f"{guard['share']:.2f} of task_ratio {config.replay.task_ratio:.2f}"
-    )
+    if config.replay.enabled:
+        guard = value["guard"]
+        console.print(
+            f"mixing {'has begun' if guard['mixing'] else 'has not begun'}; ESS guard "
+            f"{'on' if guard['enabled'] else 'off'}, factor {guard['factor']:.2f}; replay share now "
+            f"{guard['share']:.2f} of task_ratio {config.replay.task_ratio:.2f}"
+        )
     kinds = ("tokens", "seconds", "reward", "age", "tasks", "tasks_effective")
     means = [
         (name, own["count"], *("" if own[kind] is None else f"{own[kind]:.3g}" for kind in kinds))
@@ -68,13 +73,27 @@ def show(found: ReplayReport, config: RunConfig, run: Path) -> None:
 def _print_pool(found: ReplayReport, config: RunConfig, console: Console) -> None:
     console.print(
         f"\npool: {found.entries} of {config.replay.capacity} trajectories of {len(found.pooled_tasks)} tasks, "
-        f"{found.n_bytes / 2**20:.1f} MiB, {found.unrecorded} without recorded log-probs, replayed {found.uses} times"
+        f"{size(found.n_bytes)}, {found.unrecorded} without recorded log-probs, replayed {found.uses} times"
     )
-    ages = [(f"{bound} and more", count) for bound, count in sorted(found.ages.items())]
+    ages = [(describe_ages(bound), count) for bound, count in sorted(found.ages.items())]
     console.print(table(("age", ">trajectories"), ages, "age of the pool in versions"))
     largest = [(s.task_id, s.trajectories, f"{s.n_bytes / 1024:.1f}", s.bucket, s.visits) for s in found.pooled_tasks]
     headings = ("task", ">trajectories", ">KiB", ">bucket", ">visits")
     console.print(table(headings, largest[:TASKS_SHOWN], f"largest of {len(found.pooled_tasks)} pooled tasks"))
+
+
+def describe_ages(bound: int) -> str:
+    """The ages that are counted at ``bound``.
+
+    >>> [describe_ages(bound) for bound in (1, 4, 128)]
+    ['1', '4 to 7', '128 and more']
+    """
+    from pipeline.replay.report import AGES
+
+    last = next((later - 1 for later in AGES if later > bound), None)
+    if last is None:
+        return f"{bound} and more"
+    return str(bound) if last == bound else f"{bound} to {last}"
 
 
 START = "start"
@@ -85,6 +104,10 @@ class StartByDefault(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            if (close := difflib.get_close_matches(args[0], self.commands, 1)) and not Path(args[0]).exists():
+                raise ConfigurationError(
+                    f"replay: expected a command or a run file, got {args[0]!r}; did you mean {close[0]}?"
+                )
             args = [START, *args]
         return super().parse_args(ctx, args)
 
@@ -170,15 +193,18 @@ def import_command(
 
     FILE is checked completely before anything is changed. Trajectories that are already stored, failed
     (replay.success_threshold) or belong to a retired task are skipped. The capacity of the pool applies. The
-    trajectories are replayed like the run's own. A line of demonstrations has token ids, optionally with recorded
-    log-probabilities,
+    trajectories are replayed like the run's own.
 
-      {"environment": "arithmetic", "seed": 17, "reward": 1, "turns": [{"context_ids": [1, 2],
-       "completion_ids": [3, 4], "logprobs": [-0.1, -0.2]}]}
+    A line of demonstrations has token ids, optionally with recorded log-probabilities,
+
+      {"environment": "arithmetic", "seed": 17, "reward": 1, "turns": [
+       {"context_ids": [1, 2], "completion_ids": [3, 4],
+        "logprobs": [-0.1, -0.2]}]}
 
     or text, for the chat template of the run's model:
 
-      {"environment": "arithmetic", "seed": 17, "reward": 1, "messages": [{"role": "user", "content": "2+3?"},
+      {"environment": "arithmetic", "seed": 17, "reward": 1, "messages": [
+       {"role": "user", "content": "2+3?"},
        {"role": "assistant", "content": "5"}]}
 
     Without log-probabilities a demonstration is trained as if the current policy had sampled it.
@@ -194,8 +220,10 @@ def import_command(
         raise ConfigurationError(f"expected a stopped run, but {directory.path} is running: stop it first")
     model = config.model
     demonstrator = load_main("actors.env_commands.demonstrate:Demonstrator")
-    render = demonstrator(directory.model, model.chat_template, model.trust_remote_code)
-    counts = Importer(config, directory, render).run(file)
+    there = directory.model.exists()  # else the run has not prepared it yet
+    with nullcontext(directory.model) if there else load_main(_TOKENIZER)(config) as tokenizer:
+        render = demonstrator(tokenizer or directory.model, model.chat_template, model.trust_remote_code)
+        counts = Importer(config, directory, render, tokenizer).run(file)
     words = {
         "imported": "imported",
         "duplicate": "already stored",

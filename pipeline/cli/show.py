@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -99,9 +99,7 @@ def show(
       afterplay show runs/tiny --html rollouts.html --limit 500
       afterplay show runs/tiny --json --limit 100000 | jq -r '[.step, .reward] | @tsv'
     """
-    from pipeline.schema import TrajectoryStatus
     from pipeline.store.queries import Filters
-    from pipeline.store.records import TrajectoryState
     from pipeline.store.trained import describe_steps
     from pipeline.trackers.reporter import delivery_of
     from pipeline.trackers.tracker import trace_id
@@ -112,7 +110,6 @@ def show(
     from pipeline.views.vocabulary import Vocabulary
 
     config, directory = open_run(run)
-    require_known("--status", status, [*TrajectoryStatus, *TrajectoryState])
     reader = RunReader(config, directory)
     only_kept = html is not None if kept is None else kept
     filters = Filters(
@@ -132,8 +129,6 @@ def show(
     )
     order = cast("Sort", sort.value)
     listing = reader.listing(filters, order, reverse, limit or (PAGE_LIMIT if html else LIST_LIMIT))
-    if not listing.count:
-        require_known("--environment", environment, config.environments)
     if trajectory is not None and not listing.rows:
         raise ConfigurationError(f"expected a trajectory of {run}, got {trajectory}: afterplay show {run} lists them")
     console = plain_console()
@@ -174,13 +169,6 @@ def repeatable_updates(config: RunConfig, directory: RunDirectory) -> Collection
     if not path.exists():
         return ()
     return repeatable(TrainedUpdates(path).updates, exact_checkpoints(directory))
-
-
-def require_known(option: str, value: str | None, known: Iterable[str]) -> None:
-    """Raise :class:`ConfigurationError` for a ``value`` that is not ``known``."""
-    names = [str(name) for name in known]
-    if value is not None and value not in names:
-        raise ConfigurationError(f"{option}: expected one of {', '.join(names)}, got {value!r}")
 
 
 def span(option: str, text: str | None) -> Span | None:

@@ -20,7 +20,7 @@ from pipeline.store.ledger import ACCOUNTS, Ledger, read_ledger
 from pipeline.store.store import store_path
 from pipeline.supervisor.forecast import forecast, measure
 from pipeline.views.step_lines import MetricsTail, describe, describe_evaluation, print_phase_times
-from pipeline.views.tables import counts_table, plain_console, table
+from pipeline.views.tables import counts_table, describe_version, plain_console, table
 
 
 def show_status(directory: RunDirectory) -> ExitCode:
@@ -107,7 +107,7 @@ def _accounts(ledger: Ledger, console: Console) -> ExitCode:
     for name, outcomes in ledger.outcomes.items():
         if outcomes.failed:
             console.print(outcomes.describe(name), style="yellow" if outcomes.succeeded else "red")
-    console.print(f"updates {ledger.updates}, policy version {ledger.policy_version}")
+    console.print(f"updates {ledger.updates}, {describe_version(ledger.policy_version)}")
     problems = ledger.audit()
     for problem in problems:
         console.print(f"the ledger does not balance: {problem}", style="red")

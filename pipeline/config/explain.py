@@ -63,8 +63,11 @@ def resolve(config: RunConfig, taken: Collection[int] | None = None) -> RunConfi
     if (folder := reference.folder) is not None:
         reference = reference.model_copy(update={"folder": folder.absolute()})
     learner = config.learner.model_copy(update={"reference": reference})
+    model = config.model
+    if (template := model.chat_template) is not None:
+        model = model.model_copy(update={"chat_template": str(Path(template).expanduser().absolute())})
     changed = {"engine": engine, "stage": stage, "run": run, "loss": loss, "environments": environments}
-    return config.model_copy(update={**changed, "learner": learner})
+    return config.model_copy(update={**changed, "learner": learner, "model": model})
 
 
 def _require_own_urls(engine: EngineConfig) -> None:

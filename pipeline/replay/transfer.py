@@ -45,21 +45,21 @@ class Importer:
     not whole. Until :meth:`run` has read the whole file nothing is changed.
     """
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, render: Render) -> None:
+    def __init__(self, config: RunConfig, directory: RunDirectory, render: Render, model: Path | None = None) -> None:
         if not config.replay.enabled:
             raise ConfigurationError(
                 "expected a run with replay.enabled: true, got false: nothing would ever be replayed. Set it in the "
-                "run file (or with --set replay.enabled=true)"
+                "run file, from which a run that has started takes it at its next start"
             )
         if config.replay.mode == "groups":
             raise ConfigurationError(
                 "expected a run with replay.mode: mix, which replays single trajectories, got groups: set "
-                "replay.mode: mix in the run file"
+                "replay.mode: mix in the run file, from which a run that has started takes it at its next start"
             )
         self._config, self._directory, self._render = config, directory, render
         self._path = store_path(config, directory)
         self._limits = Limits(tokens_max=config.stage.tokens_max)
-        self._vocabulary = vocabulary_size(directory.model)
+        self._vocabulary = vocabulary_size(model or directory.model)
         self._origin, self._version = "", 0
         """History of the store (empty: it has none), and the newest policy version."""
         if self._path.exists():
@@ -82,10 +82,11 @@ class Importer:
     def _trajectories(self, file: Path) -> Iterator[Imported]:
         if not is_archive(file):
             with file.open("rb") as stream:
-                if stream.read(64).lstrip()[:1] != b"{":
+                start = stream.read(64).lstrip()
+                if start[:1] != b"{":
                     raise StoreError(
                         f"expected {file} to be an export of Afterplay or demonstrations (a JSON object on each line), "
-                        "got something else"
+                        f"got {'something else' if start else 'an empty file'}"
                     )
             for trajectory in read_demonstrations(file, self._render, self._version):
                 yield trajectory, None

@@ -42,7 +42,7 @@ def attribute(path: str, where: str) -> Any:
         raise ConfigurationError(f"{where}: expected module:name or path/file.py:name, got {path!r}")
     file = Path(module_name).expanduser().resolve()
     if module_name.endswith(".py") and not file.is_file():
-        raise ConfigurationError(f"{where}: there is no file {file}")
+        raise ConfigurationError(f"{where}: there is no file {file}; paths begin at the working folder")
     try:
         with explained(f"{where}: importing {module_name!r} failed with"):
             module = _load_file(file) if module_name.endswith(".py") else _load_module(module_name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -20,6 +20,7 @@ from pipeline.config.load import dump, load, reasons
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.folders import find_damage
+from pipeline.runtime.plugins import load_main
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.run_directory import RunDirectory, read_json, write_bytes_atomically, write_json_atomically
 from pipeline.store.evaluation_results import read_results
@@ -69,7 +70,10 @@ def evaluate_checkpoint(
     config = load(file, overrides, environment={} if target.is_dir() else None)
     run = RunDirectory(target.absolute() if target.is_dir() else config.run.path.absolute())
     weights = find_weights(run, request.checkpoint)
-    if weights.model is not None and (problem := find_damage(weights.model.parent)):
+    if weights.model is None:
+        if load_main("learner.models.prepare:holds_model")(config, run.model):
+            weights = replace(weights, model=run.model)  # model.source may be relative to another folder
+    elif problem := find_damage(weights.model.parent):
         raise ConfigurationError(
             f"--checkpoint: {weights.name} in {run.checkpoints} is damaged ({problem}): name another one of "
             f"{_there(run)}"
@@ -183,7 +187,9 @@ def print_result(result: Mapping[str, Any], name: str, directory: RunDirectory, 
     if not result["greedy"]:
         how = f"{result['samples']} rollouts a task at temperature {result['temperature']:g}"
     console.print(f"{name}: {result['updates']} updates, split {result['split']}, {how}", style="bold")
-    console.print(table(("environment", "tasks", "score", *(f"pass@{k}" for k in ks), *counted), rows))
+    console.print(
+        table(("environment", ">tasks", ">score", *(f">pass@{k}" for k in ks), *(f">{what}" for what in counted)), rows)
+    )
     console.print(f"score {_number(result['score'], result['se'])} over all environments")
     console.print(f"written to {directory.evaluations_file}")
     if result["status"] != "complete":

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pipeline.config import RunConfig
-from pipeline.errors import SchemaError, StoreError, WireError
+from pipeline.errors import ConfigurationError, SchemaError, StoreError, WireError
 from pipeline.runtime.run_directory import RunDirectory
-from pipeline.schema import Trajectory
+from pipeline.schema import Trajectory, TrajectoryStatus
 from pipeline.schema.codec import Limits, decode_trajectory
 from pipeline.schema.record_file import Frames
 from pipeline.store.queries import Filters, Listed, Sort, Span, list_store, stored_frames
+from pipeline.store.records import TrajectoryState
 from pipeline.store.store import store_path
 from pipeline.store.traces import SeenTokens, TraceEntry, scan_traces, trace_files
 from pipeline.views.step_lines import read_lines
@@ -78,6 +79,7 @@ class RunReader:
         self.keeps_trained = config.traces.trained
         self._metrics = directory.metrics_file
         self._replay = config.replay
+        self._environments = tuple(config.environments)
 
     @property
     def replay(self) -> str:
@@ -85,8 +87,13 @@ class RunReader:
         return replay_account(read_lines(self._metrics), self._replay.ess_guard.level) if self._replay.enabled else ""
 
     def listing(self, filters: Filters, sort: Sort = "newest", reverse: bool = False, limit: int = 50) -> Listing:
-        """No payload is read. Raises :class:`StoreError`."""
-        return Listing(*list_store(self._path, filters, sort, reverse, limit))
+        """No payload is read. Raises :class:`StoreError`, and :class:`ConfigurationError` for a status or environment
+        that no rollout can have."""
+        _require_known("status", filters.status, [*TrajectoryStatus, *TrajectoryState])
+        listing = Listing(*list_store(self._path, filters, sort, reverse, limit))
+        if not listing.count:  # the store may have rollouts of an environment that the run file no longer has
+            _require_known("environment", filters.environment, self._environments)
+        return listing
 
     @property
     def traced(self) -> frozenset[str]:
@@ -160,3 +167,9 @@ def replay_account(lines: Sequence[Mapping[str, Any]], level: Literal["token", "
         "Whether replay saves tokens is not visible in one run, because replayed and fresh groups train the same "
         "weights: compare it with a run without replay (afterplay compare)."
     )
+
+
+def _require_known(filtered: str, value: str | None, known: Iterable[str]) -> None:
+    names = [str(name) for name in known]
+    if value is not None and value not in names:
+        raise ConfigurationError(f"{filtered}: expected one of {', '.join(names)}, got {value!r}")

@@ -36,6 +36,15 @@ def table(headings: Sequence[str], rows: Iterable[Iterable[object]], title: str 
     return found
 
 
+def describe_version(version: int) -> str:
+    """The newest policy version of a run; below 0 there is none.
+
+    >>> describe_version(3), describe_version(-1)
+    ('policy version 3', 'no policy version yet')
+    """
+    return f"policy version {version}" if version >= 0 else "no policy version yet"
+
+
 def counts_table(counts: Mapping[str, Mapping[str, int]]) -> Table:
     """Table of counts by state, for each account."""
     rows = [

@@ -86,6 +86,9 @@ def test_a_class_without_a_docstring_is_not_described_by_that_of_its_base(tmp_pa
 
 def test_wrong_names_and_options_are_refused():
     assert isinstance(invoke("show", "nothing_of_the_kind").exception, ConfigurationError)
+    wrong = invoke("show", "number_guess", "--set", "low=x")
+    assert isinstance(wrong.exception, ConfigurationError) and "integer" in str(wrong.exception)
+    assert "``" not in wrong.output, "the markup of docstrings is not for terminals"
     assert isinstance(invoke("play", "number_guess", "--set", "hihg=3").exception, ConfigurationError)
     assert isinstance(invoke("play", "number_guess", "--set", "high").exception, ConfigurationError)
     assert isinstance(invoke("play", "number_guess", "--expert").exception, ConfigurationError)

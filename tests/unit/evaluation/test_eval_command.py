@@ -10,6 +10,7 @@ import orjson
 import pytest
 from rich.console import Console
 
+from learner.models.info import ModelInfo
 from pipeline.config import RunConfig
 from pipeline.config.load import dump, loads
 from pipeline.errors import ConfigurationError
@@ -27,7 +28,7 @@ from pipeline.supervisor.evaluate import (
 from pipeline.supervisor.inventory import Inventory, Node
 from pipeline.supervisor.plan import plan
 from pipeline.views.step_lines import describe_evaluation
-from tests.support.damage import DAMAGES
+from tests.support.damage import DAMAGES, truncate
 
 
 def checkpoint(run: RunDirectory, updates: int) -> Path:
@@ -120,6 +121,32 @@ def test_environments_are_checked_beside_its_start(run: RunDirectory, monkeypatc
     run.config_file.write_text(dump(loads("environments: {guess: {name: number_guess}}\nengine: {kind: embedded}")))
     assert evaluate_checkpoint(run.path, EvaluationRequest()) is ExitCode.CONFIGURATION
     assert started[0] == "preflight" and "evaluator" in started
+
+
+def test_the_initial_model_of_a_run_is_the_one_that_it_began_with(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``model.source`` may be relative to another folder, and a repository of the hub may have changed."""
+    started: list[str] = []
+    monkeypatch.setattr(
+        "pipeline.supervisor.evaluate.supervise",
+        lambda config, *rest: started.append(config.model.source) or ExitCode.FAILED,
+    )
+    run_file = "environments: {guess: {name: number_guess}}\nmodel: {source: ./mine}\nengine: {kind: embedded}"
+    run.config_file.write_text(dump(loads(run_file)))
+    run.model.mkdir()
+    request = {"source": "./mine", "tiny": {}, "chat_template": None}
+    facts = ModelInfo(run.model, "./mine", request, "LlamaForCausalLM", 1, 9, 64, (2,))
+    facts.save()
+    ask = EvaluationRequest(checkpoint="initial")
+    evaluate_checkpoint(run.path, ask)
+    evaluate_checkpoint(run.path, ask, ["model.source=./other"])
+    assert started == [str(run.model), "./other"]
+    (run.model / "model.safetensors").write_bytes(bytes(range(99)))
+    write_contents(run.model)
+    truncate(run.model / "model.safetensors")
+    evaluate_checkpoint(run.path, ask)
+    assert started[2:] == ["./mine"], "a damaged one is made again"
 
 
 def result(score: float | None = 0.5, status: str = "complete", **more: Any) -> dict[str, Any]:

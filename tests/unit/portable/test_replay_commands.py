@@ -56,12 +56,32 @@ def test_the_commands_import_text_inspect_and_export(make_run, tmp_path, words):
         assert invoke("replay", "inspect", run.path).exit_code == 0
 
 
+def test_text_is_imported_before_the_run_has_prepared_its_model(tmp_path):
+    text = f"""
+run: {{name: new, directory: {tmp_path}}}
+model: {{source: tiny, max_length: 64, tiny: {{numbers: 8}}}}
+sampling: {{max_tokens: 1}}
+environments: {{a: {{name: number_guess}}}}
+replay: {{enabled: true, mode: mix}}
+"""
+    (tmp_path / "r.yaml").write_text(text)
+    chat = [{"role": "user", "content": "guess"}, {"role": "assistant", "content": "7"}]
+    file = write_lines(tmp_path / "d.jsonl", {"environment": "a", "seed": 1, "reward": 1, "messages": chat})
+    result = invoke("replay", "import", tmp_path / "r.yaml", file)
+    assert result.output == "1 imported\n", result.exception
+
+
+def test_a_mistyped_command_of_replay_is_not_taken_for_a_run_file():
+    assert "did you mean export?" in str(invoke("replay", "exprot", "runs/a", "b").exception)
+
+
 def test_stored_groups_are_shown_and_not_exported_as_an_empty_pool(make_run, tmp_path):
     run = make_run(mode="groups")
     path = store_path(run.config, run.directory)
     with ReplayStore(path, "NORMAL"), closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("INSERT INTO stored_groups VALUES (3, x'00', '[]', 0.5, 1, 2, 0)")
     shown = invoke("replay", "inspect", run.path).output
+    assert "no policy version yet" in shown
     assert "stored: 1 of 512 groups, replayed 2 times" in shown and "pool:" not in shown
     refused = invoke("replay", "export", run.path, tmp_path / "pool").exception
     assert isinstance(refused, ConfigurationError) and "replay.mode: mix" in str(refused)

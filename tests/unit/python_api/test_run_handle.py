@@ -103,6 +103,19 @@ def test_rollouts_are_flat_rows(run: Run) -> None:
     assert len(run.rollouts(limit=2)) == 2
 
 
+@pytest.mark.parametrize(
+    ("filters", "message"),
+    [
+        ({"status": "completed"}, "status: expected one of complete, truncated,"),
+        ({"environment": "maze"}, "environment: expected one of .*, got 'maze'"),
+        ({"rewards_min": 1}, "rollouts: expected filters among .*reward_min, .*, got rewards_min"),
+    ],
+)
+def test_a_filter_that_no_rollout_can_fit_is_refused(run: Run, filters: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        run.rollouts(**filters)
+
+
 @pytest.mark.parametrize("name", ["step", "version", "evaluation"])
 def test_rollouts_are_chosen_by_a_number_or_a_range(run: Run, name: str) -> None:
     def ids(value: Any) -> set[str]:

@@ -42,6 +42,19 @@ def invoke(*arguments):
     return CliRunner().invoke(app, list(arguments), catch_exceptions=True)
 
 
+def test_help_reads_well_in_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
+    _, begun = invoke("--help").stdout.split("Start here")
+    first = begun.partition("Change the configuration")[0].strip().splitlines()
+    assert all(line.lstrip().startswith("afterplay ") for line in first), "no example is broken"
+    paragraph = invoke("compare", "--help").stdout.partition("Each run is ")[2].partition("\n \n")[0]
+    assert "finished runs are read, unfinished ones resume." in paragraph, "a line of the source is no line here"
+    for command in ("inspect", "import", "export"):
+        shown = invoke("replay", command, "--help").stdout.partition("╭")[0].splitlines()
+        assert not [line for line in shown if re.match(r" \S{1,12} *$", line)], "no word is left alone"
+
+
 def test_help_tells_every_exit_code():
     shown = " ".join(invoke("--help").stdout.split()).partition("Exit codes")[2]
     assert [int(code) for code in re.findall(r"(?:^|·) (\d) ", shown)] == list(ExitCode)

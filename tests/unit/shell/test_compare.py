@@ -113,6 +113,19 @@ def test_where_no_run_of_an_arm_makes_an_update_their_logs_are_named(tmp_path, c
     assert capsys.readouterr().err == "a ended; see its log\n"
 
 
+def test_the_table_fits_a_terminal_of_80_columns(made_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for arm in ("off", "on"):
+        for seed in range(3):
+            made_run(f"{arm}/{seed}", seed, *[0.0] * (2 * seed), 1.0, 1.0)
+    arms = str(tmp_path / "off"), str(tmp_path / "on")
+    result = CliRunner().invoke(app, ["compare", *arms, "--reach", "0.8", "--out", str(tmp_path), "--window", "1"])
+    heading, *rows = (line.split("  ") for line in result.output.splitlines()[:7])
+    assert heading[0] == "arm" and [row[0] for row in rows] == ["off", "", "", "on", "", ""]
+    for words in ("20 (10–30)", "generated tokens", "1.00 (1.00–1.00)"):
+        assert words in result.output, "no cell is broken"
+
+
 def test_two_runs_of_one_seed_in_an_arm_are_refused(made_run, tmp_path):
     for name in ("a/x", "a/y", "b/x"):
         made_run(name, 1, 1.0, 1.0)

@@ -274,8 +274,10 @@ def test_external_engines_are_left_alone():
 def test_processes_of_one_machine_meet_at_a_socket_and_paths_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert resolve(loads("engine: {port: 0}")).stage.address == "ipc://"
-    config = resolve(loads("engine: {port: 0}\nstage: {address: 'ipc://s/hub', curve: keys}"))
+    given = "engine: {port: 0}\nstage: {address: 'ipc://s/hub', curve: keys}\nmodel: {chat_template: chat.jinja}"
+    config = resolve(loads(given))
     assert config.stage.address == f"ipc://{tmp_path}/s/hub" and config.stage.curve == tmp_path / "keys"
+    assert config.model.chat_template == str(tmp_path / "chat.jinja")
     assert resolve(config) == config
 
 

@@ -133,7 +133,7 @@ def test_what_is_ours_can_be_named_where_the_user_has_a_module_of_that_name(fold
             r"importing 'mine' failed with .*No module named 'nothing' \(mine.py, line 1, in <module>\)$",
         ),
         ({"mine.py": ""}, "mine:reward", r"mine has no 'reward'; it has \[\]$"),
-        ({}, "mine.py:reward", r"there is no file .*mine.py$"),
+        ({}, "mine.py:reward", r"there is no file .*mine.py; paths begin at the working folder$"),
         ({}, ":reward", r"expected module:name or path/file.py:name, got ':reward'"),
     ],
 )
