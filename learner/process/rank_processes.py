@@ -72,12 +72,12 @@ class RankZero:
         self._lock = threading.Lock()
         self._force_later: threading.Timer | None = None
         store = None
-        if process.world_size == 1:
-            process = ProcessRank(0, config.learner.ranks)
-            timeout = timedelta(seconds=config.learner.ranks_timeout_seconds)
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-            self._start_children(config, store.port)
         try:
+            if process.world_size == 1:
+                process = ProcessRank(0, config.learner.ranks)
+                timeout = timedelta(seconds=config.learner.ranks_timeout_seconds)
+                store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+                self._start_children(config, store.port)
             device = join(process, config.learner, store)
             options = config.learner
             self.group = RankGroup(

@@ -11,6 +11,7 @@ import pytest
 from learner.distributed.collectives import ProcessRank
 from learner.process.rank_processes import RankZero
 from pipeline.errors import TrainingError
+from pipeline.runtime.children import ChildGroup
 
 NAMED = "the learner has lost a rank: rank 1 ended (killed by SIGKILL)"
 
@@ -38,6 +39,23 @@ def rank_zero(kit, monkeypatch):
     rank_zero._children[1] = SimpleNamespace(end=group.end_of_child)
     yield rank_zero
     rank_zero._close(wait_seconds=0)
+
+
+def test_ranks_that_were_started_end_when_another_cannot_be(kit, monkeypatch):
+    started = []
+
+    class Child(ChildGroup):
+        def __init__(self, *args, **kwargs):
+            if started:
+                raise OSError("no process is left")
+            super().__init__(*args, **kwargs)
+            started.append(self)
+
+    monkeypatch.setattr("learner.process.rank_processes.ChildGroup", Child)
+    monkeypatch.setattr("learner.process.rank_processes.module_command", lambda *_: ["sleep", "600"])
+    with pytest.raises(OSError, match="no process is left"):
+        RankZero(kit.run_config({"ranks": 3}), ProcessRank())
+    assert started[0].end.result(timeout=60) == -signal.SIGKILL
 
 
 async def test_a_rank_lost_while_the_others_wait_is_named(rank_zero):
