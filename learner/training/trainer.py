@@ -88,7 +88,7 @@ class Trainer:
             self.reference.on_answer = call
 
     def forget_moments(self) -> None:
-        """Go on with a fresh optimizer of the policy on all ranks, as a learner that resumes without its state."""
+        """Clear the state of the policy's optimizer on all ranks, as where a learner resumes without it."""
         with self.policy.ranks.together("forget"):
             self.optimizer.state.clear()
 

@@ -10,7 +10,7 @@ from learner.weights.fan_out import GROUPS_MAX, divide
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "SCALE.md").read_text()
-RAW = orjson.loads((ROOT / "benchmarks" / "results" / "weight-fan-out-2026-11-27.json").read_bytes())
+RAW = orjson.loads((ROOT / "benchmarks" / "results" / "weight-fan-out-2026-11-29.json").read_bytes())
 ROWS = {(row["engines"], row["form"]): row for row in RAW["rows"]}
 
 
