@@ -82,9 +82,10 @@ def test_other_formats_and_schemas_are_refused_with_what_they_are(make_run, tmp_
     )
     write_archive(tmp_path / "shorter", Header(), [shorter])
     refuses_unharmed(run, tmp_path / "shorter", "invalid trajectory")
-    for name, content in (("text", b"dear diary"), ("empty", b""), ("zip", b"PK\x03\x04" + bytes(99))):
-        (tmp_path / name).write_bytes(content)
-        refuses_unharmed(run, tmp_path / name, "something else")
+    zipped = b"PK\x03\x04" + bytes(99)
+    for content, found in ((b"dear diary", "something else"), (b"", "an empty file"), (zipped, "something else")):
+        (tmp_path / "foreign").write_bytes(content)
+        refuses_unharmed(run, tmp_path / "foreign", found)
     refuses_unharmed(run, tmp_path / "missing", "cannot be read")
 
 

@@ -47,4 +47,4 @@ def test_groups_that_a_lowered_limit_keeps_from_delivery_are_made_again(tmp_path
     stage.restart(stage={"message_bytes_max": 1024})
     assert stage.core.records[int(order.group_id[1:])].state is GroupState.CANCELLED
     assert stage.core.staleness.open > 0, "another group takes its place"
-    stage.close()
+    stage.store.close()
