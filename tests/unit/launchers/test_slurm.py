@@ -137,7 +137,7 @@ class Controller:
         self.facts = "Requeue=1 BatchFlag=1 BatchHost=n1"
         self.told: list[tuple[str, ...]] = []
         self.fresh: bool | None = None
-        """Whether the run was told to start over."""
+        """The option ``fresh`` of the supervisor in this start."""
         monkeypatch.setenv(slurm.RESTARTS, "")  # whatever a job sets is undone
         monkeypatch.delenv(slurm.RESTARTS)
         monkeypatch.setattr(slurm, "command_output", self.answer)
