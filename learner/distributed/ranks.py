@@ -147,3 +147,11 @@ def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
             "learner.device is cuda, but torch sees no GPU: install a CUDA build of torch or set it to cpu"
         )
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def free_cached(device: torch.device) -> None:
+    """Give memory that torch keeps for later back to the device, also that of tensors that others have had open."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from learner.distributed.collectives import divided_modules, follow_moved
-from learner.distributed.ranks import local_part, resolve_device
+from learner.distributed.ranks import free_cached, local_part, resolve_device
 from learner.policy.reference import FrozenCopy
 from learner.training.trainer import Trainer
 from learner.weights.colocated import SharedDevice
@@ -99,13 +99,6 @@ class Offload:
         found: list[Any] = [t for module in self._modules() for t in (*module.parameters(), *module.buffers())]
         found += [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
         return {id(tensor): tensor for tensor in found if isinstance(tensor, Tensor)}.values()
-
-
-def free_cached(device: torch.device) -> None:
-    """Give memory that torch keeps for later back to the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
 
 
 class DeviceTurn:

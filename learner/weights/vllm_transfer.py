@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.distributed.ranks import ALONE, Ranks
+from learner.distributed.ranks import ALONE, Ranks, free_cached
 from learner.metrics import LearnerMetrics
 from learner.weights.device_weights import Write
 from learner.weights.engine_client import EngineControl
@@ -188,7 +188,15 @@ def follow(ranks: Ranks, device: torch.device, described: Description) -> None:
     source.described = described
     endpoint = ipc_endpoint(None, source, ranks.rank)
     if not ranks.agree():
-        endpoint.send_weights()
+        _send_copies(endpoint, ranks, device)
+
+
+def _send_copies(endpoint: Any, ranks: Ranks, device: torch.device) -> None:
+    """The engine reads copies of all weights on the devices of ``ranks``, and then takes the memory for its cache:
+    returns when every rank has given its copies back."""
+    endpoint.send_weights()
+    free_cached(device)
+    ranks.summed([0.0])
 
 
 class _LateErrors:
@@ -229,7 +237,7 @@ class IpcGroup:
     """One engine's endpoint for IPC. Blocks while it is made and while it sends: for worker threads."""
 
     def __init__(self, client: Any, ranks: Ranks, device: torch.device) -> None:
-        self._ranks = ranks
+        self._ranks, self._device = ranks, device
         self._source = _Weights(device, ranks)
         self._late = _LateErrors(client)
         self._engine = ipc_endpoint(self._late if ranks.size > 1 else client, self._source, 0)
@@ -241,7 +249,7 @@ class IpcGroup:
         self._source.tensors, self._source.described = tensors, described
         with self._ranks.together("transfer", facts={"tensors": described}):
             if not self._ranks.agree(int(abandoned.is_set())):
-                self._engine.send_weights()
+                _send_copies(self._engine, self._ranks, self._device)
         self._late.check()
 
 

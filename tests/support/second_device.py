@@ -175,7 +175,7 @@ def second_device() -> Iterator[Marks]:
         patch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # other threads know nothing of the pretended GPU
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(torch.cuda, "Event", lambda **_: _HostEvent())
-        for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "set_device"):
+        for name in ("synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats", "set_device"):
             patch.setattr(torch.cuda, name, lambda *_: None)
         for name in ("max_memory_allocated", "memory_allocated", "current_device"):
             patch.setattr(torch.cuda, name, lambda *_: 0)
