@@ -100,7 +100,10 @@ class Shards:
     def _save(self, folder: Path) -> None:
         state: dict[str, Any] = {FOLDER: self.tensors, _WEIGHTS: self.weights}
         for name, tensors in state.items():
-            writer = FileSystemWriter(folder / name, single_file_per_rank=True, sync_files=name == FOLDER)
+            # nothing to copy ahead: else PyTorch waits for a stream of GPU 0, on which each rank would take memory
+            writer = FileSystemWriter(
+                folder / name, single_file_per_rank=True, sync_files=name == FOLDER, per_thread_copy_ahead=0
+            )
             save_shards(dict(tensors), storage_writer=writer, process_group=self.group.saving)
 
 

@@ -1,6 +1,7 @@
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from learner.checkpoints.checkpoint import (
     restore_training,
     save_checkpoint,
 )
-from learner.checkpoints.shards import set_random_state
+from learner.checkpoints.shards import Shards, set_random_state
 from learner.data.rows import Batch
 from learner.models.model_folder import ModelFolder
 from learner.policy.policy import Policy
@@ -253,3 +254,13 @@ def test_resuming_drops_the_lines_that_will_be_made_again(tmp_path):
 def test_a_version_names_one_set_of_weights_for_ever(restored, recorded, written, version):
     progress = LearnerProgress() if restored is None else LearnerProgress(*restored)
     assert choose_version(progress, recorded, written) == version
+
+
+def test_copies_are_written_without_the_gpu(tmp_path, monkeypatch):
+    """The thread that writes has GPU 0 as its current one, also on ranks that compute on another."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("current_stream", "stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("the thread used the GPU"))
+    copies = {"w": torch.arange(3.0)}
+    Shards(copies, copies, SimpleNamespace(saving=None))._save(tmp_path)
+    assert list((tmp_path / "weights").glob("*.distcp"))
