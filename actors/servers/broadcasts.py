@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -21,9 +22,17 @@ class WatchedBroadcasts:
     """In place of a communicator while weights come, and a context around that. Raises :class:`RuntimeError` at its end
     where it had to abort."""
 
-    def __init__(self, group: Any, stall_seconds: float = STALL_SECONDS, look_seconds: float = LOOK_SECONDS) -> None:
-        """``group``: vLLM's, with ``broadcast`` and ``destroy``."""
+    def __init__(
+        self,
+        group: Any,
+        use_device: Callable[[], None],
+        stall_seconds: float = STALL_SECONDS,
+        look_seconds: float = LOOK_SECONDS,
+    ) -> None:
+        """``group``: vLLM's, with ``broadcast`` and ``destroy``. ``use_device`` is called in the thread that watches,
+        which would otherwise take memory of GPU 0."""
         self._group = group
+        self._use_device = use_device
         self._stall_seconds, self._look_seconds = stall_seconds, look_seconds
         self._pending: deque[Any] = deque()
         """Events after the broadcasts that had not ended when last seen."""
@@ -54,6 +63,7 @@ class WatchedBroadcasts:
             )
 
     def _watch(self) -> None:
+        self._use_device()
         while not self._ended.wait(self._look_seconds):
             while self._pending and self._pending[0].query():
                 self._pending.popleft()

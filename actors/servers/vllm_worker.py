@@ -17,20 +17,23 @@ sparse loader (``checkpoint_weight_patch``, 0.32) writes into the live parameter
 before, is undefined after an error half-way, and does not reach the packed matrices of a CPU.
 
 Importing this module makes a worker that waits for weights by NCCL give up where none comes
-(:mod:`actors.servers.broadcasts`), and tied output heads follow reloaded weights on a CPU. vLLM's CPU build packs each
-matrix for its kernels when it is loaded. A checkpoint with tied embeddings has no tensor for the output head, so
-``reload_weights`` (vLLM 0.32) packs the new embedding again but leaves the head with the packed copy of the *first*
-weights: sampling would follow the published policy only in part. Here a tied head uses the matrix of its embedding
-whenever that is packed. ``tests/end_to_end/test_engine_contract.py`` proves the effect.
+(:mod:`actors.servers.broadcasts`), and leave its group before it joins another. Tied output heads also follow reloaded
+weights on a CPU. vLLM's CPU build packs each matrix for its kernels when it is loaded. A checkpoint with tied
+embeddings has no tensor for the output head, so ``reload_weights`` (vLLM 0.32) packs the new embedding again but leaves
+the head with the packed copy of the *first* weights: sampling would follow the published policy only in part. Here a
+tied head uses the matrix of its embedding whenever that is packed. ``tests/end_to_end/test_engine_contract.py`` proves
+the effect.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
 
 from actors.servers.broadcasts import WatchedBroadcasts
 from actors.servers.deltas import patch, read_base
@@ -114,18 +117,23 @@ def _install() -> None:
             for head in getattr(layer, _HEADS, ()):
                 head.cpu_linear = layer.cpu_linear
 
-    receive = NCCLWeightTransferEngine.receive_weights
+    join, receive = NCCLWeightTransferEngine.init_transfer_engine, NCCLWeightTransferEngine.receive_weights
+
+    def init_transfer_engine(self: Any, init_info: Any) -> None:
+        self.shutdown()  # else the communicator of the group before would keep its memory of the GPU
+        join(self, init_info)
 
     def receive_weights(self: Any, update_info: Any) -> None:
         if (group := self.model_update_group) is None:
             receive(self, update_info)  # which says so
             return
         try:
-            with WatchedBroadcasts(group) as self.model_update_group:
+            with WatchedBroadcasts(group, partial(current_platform.set_device, self.device)) as self.model_update_group:
                 receive(self, update_info)
         finally:
             self.model_update_group = group
 
+    NCCLWeightTransferEngine.init_transfer_engine = init_transfer_engine
     NCCLWeightTransferEngine.receive_weights = receive_weights
     UnquantizedEmbeddingMethod.tie_weights = tie_weights
     UnquantizedEmbeddingMethod.process_weights_after_loading = process_weights_after_loading
