@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from learner.weights.weight_pass import Send
-from pipeline.errors import EngineUnavailable
+from pipeline.errors import EngineRefused, EngineUnavailable
 
 
 class ParameterMeta(NamedTuple):
@@ -151,8 +151,11 @@ def nccl_endpoint(client: Any, source: Any, urls: Sequence[str], workers: int) -
 
 
 def address_towards(url: str) -> str:
-    """Our address as the engine's machine sees it."""
+    """Our address as the engine's machine sees it. Raises :class:`EngineRefused` for an engine at an IPv6 address: vLLM
+    (0.32) meets at addresses of IPv4 only."""
     host = urlsplit(url).hostname or "127.0.0.1"
+    if ":" in host:
+        raise EngineRefused(f"vLLM forms groups over IPv4 only, and {url} is an address of IPv6")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])

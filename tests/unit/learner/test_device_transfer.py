@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from learner.data.rows import Batch
+from learner.distributed.ranks import Ranks
 from learner.training.trainer import Trainer
 from learner.weights import nccl_transfer, vllm_transfer, weight_pass
 from learner.weights.device_weights import DeviceWeights
@@ -272,6 +273,40 @@ async def test_an_engine_that_cannot_join_gets_a_folder_that_is_written_for_it_a
         await until(lambda: stranger.loaded.count(str(folder.absolute())) == 2)
         await until(lambda: joined.loaded == [str(folder.absolute())])
     assert world.writes == 2 and len(world.peer(1).received) == 2
+
+
+async def test_an_engine_at_an_address_of_ipv6_gets_folders(world, monkeypatch):
+    """vLLM 0.32 binds the place at which a group meets by IPv4."""
+    first = world.engines[0]
+    endpoint = nccl_transfer.nccl_endpoint
+
+    def addressed(client, source, urls, workers):
+        for url in urls:
+            nccl_transfer.address_towards("http://[::1]:8100" if url == first.url else url)
+        return endpoint(client, source, urls, workers)
+
+    monkeypatch.setattr(nccl_transfer, "nccl_endpoint", addressed)
+    async with working(world):
+        assert len((await world.publisher.publish(1, world.weights())).live) == 2
+    assert len(first.loaded) == 1 and not world.engines[1].loaded and len(world.peer(1).received) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_copies_for_an_engine_on_the_same_gpu_are_given_back_before_it_wakes_its_cache(monkeypatch, rank):
+    """On every rank. What torch keeps for later is memory that the engine's cache lacks."""
+    events, ranks = [], Ranks()
+    ranks.rank, ranks.summed = rank, lambda values: events.append("all") or values
+
+    def endpoint(client, source, rank):
+        return SimpleNamespace(send_weights=lambda: events.append([name for name, _ in source]))
+
+    monkeypatch.setattr(vllm_transfer, "ipc_endpoint", endpoint)
+    monkeypatch.setattr(vllm_transfer, "free_cached", lambda device: events.append(device))
+    if rank:
+        vllm_transfer.follow(ranks, CPU, [("w", "bfloat16", [2])])
+    else:
+        vllm_transfer.IpcGroup(None, ranks, CPU).send({"w": torch.zeros(2)}, threading.Event())
+    assert events == [["w"], CPU, "all"]
 
 
 async def test_an_engine_without_the_route_is_not_asked_to_join(world):
