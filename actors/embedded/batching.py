@@ -84,9 +84,14 @@ class Batching(ContinuousBatchingManager):
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Hold the sampling thread between two steps. Blocks the calling thread until it is there; may nest."""
+        """Hold the sampling thread between two steps. Blocks the calling thread until it is there; may nest. On a GPU
+        that thread has a stream of its own, so it continues when what was done meanwhile has ended."""
         with self.pause():
-            yield
+            try:
+                yield
+            finally:
+                if self.model.device.type == "cuda":
+                    torch.cuda.synchronize(self.model.device)
 
     def _requests(self) -> tuple[dict[str, RequestState], dict[str, RequestState]]:
         """Requests in the current batch, and those that wait for a place in it; none before the first pass."""

@@ -1,12 +1,15 @@
 """Models that continuous batching alone would not serve: those that the embedded engine serves, or refuses."""
 
 import asyncio
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
+from actors.embedded.batching import Batching
 from actors.embedded.generator import Generator
 from actors.embedded.options import EngineOptions
 from actors.embedded.requests import EngineRequest
@@ -116,3 +119,22 @@ def test_a_model_that_would_sample_wrongly_is_refused_in_one_sentence_before_the
 
     with pytest.raises(ConfigurationError, match=rf"cannot generate with \w+, {reason}.*: set engine.kind: vllm"):
         asyncio.run(start())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_sampling_continues_after_what_a_gpu_was_asked_to_do_meanwhile(monkeypatch, device):
+    """transformers samples on a stream of its own, which waits for no other one."""
+    events = []
+
+    @contextmanager
+    def pause():
+        try:
+            yield
+        finally:
+            events.append("continues")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append(str(device)))
+    batching = SimpleNamespace(pause=pause, model=SimpleNamespace(device=torch.device(device)))
+    with pytest.raises(RuntimeError), Batching.frozen(batching):
+        raise RuntimeError
+    assert events == [*(["cuda:0"] if device != "cpu" else []), "continues"]
