@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -37,7 +38,10 @@ def turns(machine: Machine) -> Iterator[tuple[str, Facts]]:
         for setting in (*settings, f"run.directory={scratch}"):
             command += ["--set", setting]
         with (Path(scratch) / "output").open("w+") as output:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"},  # it tells then that it falls asleep
+            )  # fmt: skip
             try:
                 code: int | str = process.wait(machine.seconds - LEFT_SECONDS)
             except subprocess.TimeoutExpired:
