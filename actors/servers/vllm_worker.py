@@ -85,7 +85,8 @@ class DeltaReload(UpdateRecovery):
     def load_deltas(self, files: list[str]) -> dict[str, str] | None:
         """Load the version of the last of ``files``; None, or before anything has changed the reason for refusing.
         Raises :class:`DeltaMismatch` instead where there are several copies of the model: vLLM (0.32) returns the
-        answer of the first copy only, but an error of each."""
+        answer of the first copy only, but an error of each. Copies of a model without experts count as one each, and
+        only their number tells them apart; the refusal of the first is the answer."""
         worker: Any = self
         folder = str(worker.model_runner.vllm_config.model_config.model)
         held, self._afterplay_weights = self._afterplay_weights, None  # they are gone if anything fails
@@ -93,7 +94,8 @@ class DeltaReload(UpdateRecovery):
             weights = held[1] if held is not None and held[0] == folder else read_base(Path(folder), Path(files[0]))
             patch(weights, [Path(file) for file in files])
         except DeltaMismatch as error:
-            if worker.model_runner.vllm_config.parallel_config.data_parallel_size > 1:
+            parallel = worker.model_runner.vllm_config.parallel_config
+            if parallel.data_parallel_size > 1 or parallel.data_parallel_index:
                 raise
             return {"refused": str(error)}
         worker.reload_weights(weights_iterator=iter(weights.items()))
