@@ -153,5 +153,5 @@ def free_cached(device: torch.device) -> None:
     """Give memory that torch keeps for later back to the device, also that of tensors that others have had open."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch.cuda.ipc_collect()
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
