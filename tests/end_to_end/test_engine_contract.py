@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import random
+import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -134,11 +136,16 @@ def prompt(api: Api, length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(8, vocabulary) for _ in range(length)]
 
 
+@functools.lru_cache(maxsize=1)
+def model_in(folder: Path) -> Any:
+    """In float32. Most tests ask for the same one."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
 def recomputed(folder: Path, ids: list[int], sampled: list[int], temperature: float) -> torch.Tensor:
     """Log-probabilities of ``sampled`` after ``ids`` by a plain forward pass, float32 [n]."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        logits = model(torch.tensor([ids + sampled])).logits[0].float()
+        logits = model_in(folder)(torch.tensor([ids + sampled])).logits[0].float()
     scores = torch.log_softmax(logits[len(ids) - 1 : -1] / temperature, dim=-1)
     return scores.gather(1, torch.tensor(sampled)[:, None])[:, 0]
 
@@ -327,7 +334,7 @@ async def test_an_engine_serves_after_a_delta_what_it_serves_after_a_whole_load(
     old = {n: t.to(torch.bfloat16) for n, t in load_file(other_weights(api, first) / "model.safetensors").items()}
     new = {n: torch.where(torch.rand(t.shape, generator=generator) < 0.02, t * 1.01, t) for n, t in old.items()}
     save_file(old, first / "model.safetensors", metadata={"format": "pt"})
-    save_file(new, other_weights(api, second) / "model.safetensors", metadata={"format": "pt"})
+    save_file(new, shutil.copytree(first, second) / "model.safetensors", metadata={"format": "pt"})
     write_delta(tmp_path / "delta", 1, 2, bits_of(old), bits_of(new))
     ids = prompt(api, 24, seed=12)
 
