@@ -75,6 +75,7 @@ TWO_ENGINES = [
     *COIN,
     f"run.total_steps={TWO_ENGINES_STEPS}",
     "environments.arithmetic.options.attempts=3",
+    "sampling.max_tokens=16",
     "environments.arithmetic.options.low=100",
     "environments.arithmetic.options.high=999",
     "environments.arithmetic.tasks=2",  # each step has them all, so from the second on there are replays

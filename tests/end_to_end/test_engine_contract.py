@@ -158,11 +158,12 @@ def recorded(choice: dict[str, Any]) -> torch.Tensor:
 
 def other_weights(api: Api, folder: Path, seed: int = 1) -> Path:
     """A folder of weights that differ a little from the model's."""
-    generator = torch.Generator().manual_seed(seed)
     tensors = load_file(api.model / "model.safetensors")
+    largest = max(tensor.numel() for tensor in tensors.values())
+    drawn = torch.randn(largest, generator=torch.Generator().manual_seed(seed))
     changed = {}
     for name, tensor in tensors.items():
-        noise = torch.randn(tensor.shape, generator=generator) * tensor.float().std()
+        noise = drawn[: tensor.numel()].view_as(tensor) * tensor.float().std()
         changed[name] = (tensor.float() + 0.2 * noise).to(tensor.dtype) if tensor.dim() > 1 else tensor
     folder.mkdir(parents=True, exist_ok=True)
     save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
