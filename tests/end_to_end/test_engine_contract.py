@@ -262,7 +262,7 @@ async def test_stop_token_ends_the_completion_and_is_part_of_it(api: Api) -> Non
 async def test_update_inside_a_request_gives_two_version_spans(api: Api, tmp_path: Path) -> None:
     old, new = _versions[api.engine.url], next_version(api.engine)
     folder = other_weights(api, tmp_path / "w")
-    ids, length = prompt(api, 10, seed=6), 150 if on_vllm(api) else 400
+    ids, length = prompt(api, 10, seed=6), 100 if on_vllm(api) else 400
     sampled = await api.metric("generation_tokens_total")
     request = asyncio.create_task(api.generate(ids, max_tokens=length, ignore_eos=True))
     if on_vllm(api):
