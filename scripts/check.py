@@ -6,7 +6,8 @@
 .venv/bin/python scripts/check.py added            the parts that make test-all adds to those of make test
 .venv/bin/python scripts/check.py lint types unit  some of them
 
-Where ``thorough`` follows, ``unit`` leaves the properties to it, which tries each with more examples.
+Together with ``unit`` the tests of ``thorough`` run in its processes, and with ``integration`` and ``end_to_end`` those
+of ``smoke`` in theirs: each pytest imports everything, and ``end_to_end`` starts the vLLM server of ``smoke``.
 A part that does not end within its limit prints where each of its threads stands, is ended, and counts as failed. Up to
 three failed tests of a part are repeated once. One that then passes is listed as unstable: its fault, in the code or in
 the test, shows up rarely and is still to be found. A property's failing example is kept, and fails again.
@@ -48,6 +49,8 @@ ADDED = {
     "end_to_end": (*PYTEST, SLOWEST, "-m", "not smoke", "tests/end_to_end"),
 }
 PARTS = QUICK | ADDED
+CHOICES = ("-m", "not slow", "not smoke", "--hypothesis-profile=quick")
+"""Arguments with which a part runs only some tests or examples of its folders."""
 GROUPS = {"quick": tuple(QUICK), "added": tuple(ADDED)}
 ENVIRONMENT = {"unit": {"AFTERPLAY_TEST_BUDGET": "1", "OMP_NUM_THREADS": "1"}, "thorough": {"OMP_NUM_THREADS": "1"}}
 """tests/conftest.py fails a test that exceeds its budget of CPU time. Each worker computes in one thread."""
@@ -149,6 +152,17 @@ def summary(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
+def merge(names: list[str]) -> list[str]:
+    """``names`` without the parts whose tests others of them run too, which are changed so that they do."""
+    for part, others in {"thorough": ("unit",), "smoke": ("integration", "end_to_end")}.items():
+        if {part, *others} <= set(names):
+            names = [name for name in names if name != part]
+            for name in others:
+                PARTS[name] = tuple(argument for argument in PARTS[name] if argument not in CHOICES)
+                LIMIT_SECONDS[name] += LIMIT_SECONDS[part]
+    return names
+
+
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a part's processes end with this one
     names = [name for argument in sys.argv[1:] or GROUPS for name in GROUPS.get(argument, (argument,))]
@@ -156,10 +170,8 @@ def main() -> int:
     if unknown:
         print(f"check: expected some of {', '.join((*GROUPS, *PARTS))}, got {', '.join(unknown)}", file=sys.stderr)
         return 2
-    if {"unit", "thorough"} <= set(names):
-        PARTS["unit"] = tuple("not slow and not hypothesis" if a == "not slow" else a for a in PARTS["unit"])
     results = []
-    for name in names:
+    for name in merge(names):
         print(f"\n==> {name}: {shlex.join(PARTS[name])}", flush=True)
         results.append(check(name))
     print("\n" + summary(results), flush=True)

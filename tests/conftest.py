@@ -50,6 +50,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         take_fewer_examples(items)
 
 
+def has_budget(item: pytest.Item) -> bool:
+    """True for a test that is held to its budget. A property with all of its examples is not."""
+    if item.get_closest_marker("hypothesis") and item.config.getoption("--hypothesis-profile") != "quick":
+        return False
+    return "AFTERPLAY_TEST_BUDGET" in os.environ and is_fast(item) and item.get_closest_marker("slow") is None
+
+
 def is_fast(item: pytest.Item) -> bool:
     return bool({"unit", "simulation"} & set(item.nodeid.partition("::")[0].split("/")))
 
@@ -128,7 +135,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     finally:
         spent = cpu_seconds() - begun
         item.user_properties.append(("cpu_seconds", spent))
-    counted = "AFTERPLAY_TEST_BUDGET" in os.environ and is_fast(item) and item.get_closest_marker("slow") is None
+    counted = has_budget(item)
     item.user_properties.append(("over_budget", float(counted and spent > CPU_SECONDS_MAX)))
     if counted and spent > CPU_SECONDS_MAX * CPU_NOISE and spent > CPU_SECONDS_MAX * CPU_NOISE * slowness():
         pytest.fail(

@@ -62,18 +62,20 @@ FLOAT32 = [
     "environments.arithmetic.options.attempts=3",
     "environments.arithmetic.options.low=10",
     "environments.arithmetic.options.high=99",
-    "sampling.max_tokens=24",
+    "sampling.max_tokens=16",
     f"groups.groups_per_step={FLOAT32_GROUPS}",
     "staleness.max=100",
     "actor.concurrency=4",  # few at a time, never at the bound of staleness: play goes on while weights are published
 ]
-TWO_ENGINES_STEPS = 10
+TWO_ENGINES_STEPS = 7
 STEPS_BEFORE_KILL = 2
 """More where the second engine came later, or the other one was the first to have each new version: rollouts that wait
 for a version all go to the engine that has it first."""
 TWO_ENGINES = [
     *COIN,
     f"run.total_steps={TWO_ENGINES_STEPS}",
+    "environments.arithmetic.options.attempts=3",
+    "sampling.max_tokens=16",
     "environments.arithmetic.options.low=100",
     "environments.arithmetic.options.high=999",
     "environments.arithmetic.tasks=2",  # each step has them all, so from the second on there are replays

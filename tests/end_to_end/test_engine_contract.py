@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import random
+import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -134,11 +136,16 @@ def prompt(api: Api, length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(8, vocabulary) for _ in range(length)]
 
 
+@functools.lru_cache(maxsize=1)
+def model_in(folder: Path) -> Any:
+    """In float32. Most tests ask for the same one."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
 def recomputed(folder: Path, ids: list[int], sampled: list[int], temperature: float) -> torch.Tensor:
     """Log-probabilities of ``sampled`` after ``ids`` by a plain forward pass, float32 [n]."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        logits = model(torch.tensor([ids + sampled])).logits[0].float()
+        logits = model_in(folder)(torch.tensor([ids + sampled])).logits[0].float()
     scores = torch.log_softmax(logits[len(ids) - 1 : -1] / temperature, dim=-1)
     return scores.gather(1, torch.tensor(sampled)[:, None])[:, 0]
 
@@ -151,11 +158,12 @@ def recorded(choice: dict[str, Any]) -> torch.Tensor:
 
 def other_weights(api: Api, folder: Path, seed: int = 1) -> Path:
     """A folder of weights that differ a little from the model's."""
-    generator = torch.Generator().manual_seed(seed)
     tensors = load_file(api.model / "model.safetensors")
+    largest = max(tensor.numel() for tensor in tensors.values())
+    drawn = torch.randn(largest, generator=torch.Generator().manual_seed(seed))
     changed = {}
     for name, tensor in tensors.items():
-        noise = torch.randn(tensor.shape, generator=generator) * tensor.float().std()
+        noise = drawn[: tensor.numel()].view_as(tensor) * tensor.float().std()
         changed[name] = (tensor.float() + 0.2 * noise).to(tensor.dtype) if tensor.dim() > 1 else tensor
     folder.mkdir(parents=True, exist_ok=True)
     save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
@@ -254,7 +262,7 @@ async def test_stop_token_ends_the_completion_and_is_part_of_it(api: Api) -> Non
 async def test_update_inside_a_request_gives_two_version_spans(api: Api, tmp_path: Path) -> None:
     old, new = _versions[api.engine.url], next_version(api.engine)
     folder = other_weights(api, tmp_path / "w")
-    ids, length = prompt(api, 10, seed=6), 150 if on_vllm(api) else 400
+    ids, length = prompt(api, 10, seed=6), 100 if on_vllm(api) else 400
     sampled = await api.metric("generation_tokens_total")
     request = asyncio.create_task(api.generate(ids, max_tokens=length, ignore_eos=True))
     if on_vllm(api):
@@ -327,7 +335,7 @@ async def test_an_engine_serves_after_a_delta_what_it_serves_after_a_whole_load(
     old = {n: t.to(torch.bfloat16) for n, t in load_file(other_weights(api, first) / "model.safetensors").items()}
     new = {n: torch.where(torch.rand(t.shape, generator=generator) < 0.02, t * 1.01, t) for n, t in old.items()}
     save_file(old, first / "model.safetensors", metadata={"format": "pt"})
-    save_file(new, other_weights(api, second) / "model.safetensors", metadata={"format": "pt"})
+    save_file(new, shutil.copytree(first, second) / "model.safetensors", metadata={"format": "pt"})
     write_delta(tmp_path / "delta", 1, 2, bits_of(old), bits_of(new))
     ids = prompt(api, 24, seed=12)
 

@@ -64,9 +64,9 @@ def test_what_the_store_cannot_know_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(500)
 def test_a_run_that_stands_still_is_audited(tmp_path: Path) -> None:
-    settings = ("engine.start_seconds_max=60", "supervisor.stuck_seconds_max=5")
+    settings = ("engine.start_seconds_max=40", "supervisor.stuck_seconds_max=5")
     done = chaos(tmp_path, *settings, mutants="ack_not_stored:1")
     said = " ".join(done.stdout.split())
     assert done.returncode == 1, said + done.stderr[-3000:]
-    assert "the run did not come to its first update within 65 s" in said
+    assert "the run did not come to its first update within 45 s" in said
     assert "trajectories acknowledged and not in the store" in said

@@ -152,6 +152,17 @@ def test_both_commands_together_run_each_test_once(check: Any) -> None:
     assert quick[quick.index("-m") + 1] == "not slow" and added[added.index("-m") + 1] == "slow or hypothesis"
 
 
+def test_parts_with_the_same_folders_run_them_once_with_all_tests_and_examples(check: Any, monkeypatch) -> None:
+    monkeypatch.setattr(check, "PARTS", check.QUICK | check.ADDED)
+    assert check.merge(["unit", "smoke", "end_to_end"]) == ["unit", "smoke", "end_to_end"]
+    assert check.PARTS == check.QUICK | check.ADDED
+    assert check.merge(list(check.PARTS)) == ["lint", "types", "unit", "integration", "end_to_end"]
+    folders = {"unit": ("tests/unit", "tests/simulation"), "integration": ("tests/integration",)}
+    for name, own in {**folders, "end_to_end": ("tests/end_to_end",)}.items():
+        command = check.PARTS[name]
+        assert command[-len(own) :] == own and "-m" not in command and "--hypothesis-profile=quick" not in command
+
+
 def lives(pid: int) -> bool:
     """A killed process that nobody has asked for yet does not."""
     try:
