@@ -63,6 +63,38 @@ def configured(game: Path, **more: Any) -> RunConfig:
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"command": ["python", "agent.py"]}, ""),
+        ({"command": ["python", "tests.py"]}, ""),  # of the episode
+        ({"command": ["python", "none.py"]}, r"command: expected a program at .*none.py, got none"),
+        ({"command": ["python", "agent.py"], "folder": "f"}, r"command: expected a program at .*f.agent.py, got none"),
+        ({"command": ["python", "agent.py"], "folder": "none"}, r"folder: expected a folder at .*none, got none"),
+        ({"command": ["./agent.py"]}, "command: expected a program at .*agent.py, got a file that may not be executed"),
+        ({"command": ["~/agent"]}, "command: expected a program at .*agent, got none"),
+        ({"command": "python agent.py"}, "command: expected a list, got 'python agent.py'"),
+        (
+            {"command": ["python", "agent.py"], "reward": "scorer"},
+            "reward is scorer, and no part of the scorer",
+        ),
+    ],
+)
+def test_a_program_that_cannot_start_or_be_judged_is_a_problem(
+    game: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], problem: str
+) -> None:
+    game.write_text(GAME.replace("messages =", "files = {'tests.py': ''}\n    messages ="))
+    game.with_name("agent.py").write_text("")
+    game.with_name("f").mkdir()
+    monkeypatch.chdir(game.parent)
+    found = Findings()
+    loop = {"name": "program", "options": {**options, "sandbox": "none"}}
+    check_environments(configured(game, loop=loop), {}, found)
+    expected = [f"environments.game.loop.options.{problem}"] if problem else []
+    assert len(found.problems) == len(expected)
+    assert all(re.match(*pair) for pair in zip(expected, found.problems, strict=True)), found.problems
+
+
 def prepared(config: RunConfig) -> RunDirectory:
     directory = RunDirectory(config.run.path).create()
     build_tokenizer(8).save_pretrained(directory.model)
