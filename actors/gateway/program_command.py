@@ -102,9 +102,8 @@ class ProgramCommand:
                 session.files = await taken(sandbox, files)
         stderr, stdout = (data.decode(errors="replace") for data in (finished.stderr, finished.stdout))
         session.last_line = last_line(stdout)
-        session.output = stderr
-        if session.last_line:
-            session.output += f"\n[stdout]\n{stdout[-STDOUT_CHARACTERS_MAX:]}"
+        shown = f"[stdout]\n{stdout[-STDOUT_CHARACTERS_MAX:]}" if session.last_line else ""
+        session.output = "\n".join(filter(None, (stderr, shown)))
         if session.report is not None and not too_many:
             return session.report
         if finished.limit == "time":

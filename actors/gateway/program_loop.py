@@ -129,14 +129,16 @@ class ProgramEpisode(AgentEpisode):
             step = await self.game.step(Reply(graded_reply if answer is None else answer, files=session.files))
             return step.reward, dict(step.signals)
         if report is None or report.reward is None:
-            printed = session.last_line
-            got = "" if printed is None else f", and its last line is {printed[:SHOWN_CHARACTERS_MAX]!r}"
+            got, remedy = "", 'return {"reward": 1.0}, ' if self._loop.function is not None else ""
+            if session.last_line is not None:
+                got = f", and its last line is {session.last_line[:SHOWN_CHARACTERS_MAX]!r}"
+                bytes_max = self._loop.output_bytes_max
+                remedy = f'print {{"reward": 1.0}} as its last line, of at most output_bytes_max ({bytes_max}) bytes, '
             raise PlugInError(
                 PROGRAM,
                 "NoReward",
-                f'the program reported no reward{got}: print {{"reward": 1.0}} as the last line of its stdout, in at '
-                f"most output_bytes_max ({self._loop.output_bytes_max}) bytes, POST it to "
-                "AFTERPLAY_SESSION_URL/finish, or set loop.options.reward to environment or scorer",
+                f"the program reported no reward{got}: {remedy}POST it to AFTERPLAY_SESSION_URL/finish, or set "
+                "loop.options.reward to environment or scorer",
                 session.output,
             )
         return report.reward, {}
@@ -267,6 +269,8 @@ class ProgramLoop(AgentLoop):
         self._rules = ParameterRules(self.sampling_parameters, self.unsupported, refused)
         self._program: ProgramCommand | None = None
         self._function = None if self.function is None else attribute(self.function, f"{where}.options.function")
+        if self.function is not None and not callable(self._function):
+            raise ConfigurationError(f"{where}.options.function: expected a function, got {self._function!r:.200}")
         token = None
         if self.token_env is not None:
             token = os.environ.get(self.token_env)
@@ -340,7 +344,7 @@ class ProgramLoop(AgentLoop):
             if inspect.iscoroutinefunction(function):
                 result = await function(dict(session.task), url, session.id)
             else:
-                assert callable(function)
+                assert function is not None
                 result = await self._threads.run(function, dict(session.task), url, session.id)
                 result = await result if inspect.isawaitable(result) else result
         if result is None:

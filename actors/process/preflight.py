@@ -327,11 +327,13 @@ def _find_program(host: TellingHost, loop: object) -> None:
 
 
 def _require_judge(environment: str, section: EnvironmentConfig, scorer: ScorerConfig) -> None:
-    """Raises :class:`ConfigurationError` where a program leaves its reward to a scorer that has none for it."""
-    judged = section.loop.name != "program" or section.loop.options.get("reward") != "scorer"
+    """Raises :class:`ConfigurationError` where an agent program leaves its reward to judges that have none for it."""
+    reward = section.loop.options.get("reward") if "program" in (section.loop.name, section.name) else None
+    judged = reward not in ("scorer", "environment") or (reward == "environment" and section.name != "program")
     if not (judged or any(part.applies_to(environment) for part in scorer.parts)):
+        other = "" if reward == "scorer" else ", the environment program judges nothing,"
         raise ConfigurationError(
-            f"environments.{environment}.loop.options.reward is scorer, and no part of the scorer applies to "
+            f"environments.{environment}.loop.options.reward is {reward}{other} and no part of the scorer applies to "
             f"{environment}, so every reward would be 0: add one to scorer.functions, or let the program report its "
             "reward (reward: program)"
         )
