@@ -63,8 +63,8 @@ def train(
         directory.outcome_file.unlink(missing_ok=True)
         file = run_file.write()
     grace = run_file.config.checkpoint.drain_seconds_max
-    run = _started[directory.path] = Run(directory, Supervised(directory, file, grace, run_file.variables))
-    return run
+    _started[directory.path] = Run(directory, Supervised(directory, file, grace, run_file.variables))
+    return _started[directory.path]
 
 
 @contextmanager
