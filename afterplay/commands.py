@@ -6,7 +6,8 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ from pipeline.runtime.children import ChildGroup, OrphanReaper, module_command, 
 from pipeline.runtime.plugins import load_main, resolve
 from pipeline.runtime.run_directory import RunDirectory, read_json
 from pipeline.store.evaluation_results import read_results
-from pipeline.supervisor.run import empty_directory, run_lock
+from pipeline.supervisor.run import RunIsAlive, empty_directory, run_lock
 
 OUTPUT_BYTES_MAX = 1 << 16
 _RESULTS = re.compile(r"^written to (.+)$", re.MULTILINE)
 _DIRECTORY = re.compile(r"^run directory (.+?)(?:  \(logs in .*)?$", re.MULTILINE)
 
 Reward = Callable[..., Any] | str
+_started: dict[Path, Run] = {}
+"""The newest run of this process in each directory."""
 
 
 def train(
@@ -43,11 +46,12 @@ def train(
     ``learner__learning_rate=1e-5``. A run directory that exists is resumed; ``fresh`` empties it first. The run ends
     when this Python process does; train it again to resume.
 
-    Raises :class:`ConfigurationError`, and :class:`pipeline.supervisor.run.RunIsAlive`.
+    Raises :class:`ConfigurationError`, and :class:`pipeline.supervisor.run.RunIsAlive`. What only the run finds out,
+    such as an environment that raises, is :class:`RunFailed` of the handle.
     """
     run_file = read_run_file(config, environment, reward, overrides)
     directory, run = run_file.directory, run_file.config.run
-    with run_lock(directory, mark=False):
+    with _locked(directory):
         if fresh:
             empty_directory(directory)
         if (finished := read_json(directory.finished_file)) and finished["steps"] >= run.total_steps:
@@ -59,7 +63,21 @@ def train(
         directory.outcome_file.unlink(missing_ok=True)
         file = run_file.write()
     grace = run_file.config.checkpoint.drain_seconds_max
-    return Run(directory, Supervised(directory, file, grace, run_file.variables))
+    _started[directory.path] = Run(directory, Supervised(directory, file, grace, run_file.variables))
+    return _started[directory.path]
+
+
+@contextmanager
+def _locked(directory: RunDirectory) -> Iterator[None]:
+    """Hold the directory's lock. A run that this process has just started takes it later, when it has read its run
+    file, and must find that file as it was. Raises :class:`RunIsAlive`."""
+    if (started := _started.get(directory.path)) and started.alive:
+        raise RunIsAlive(
+            f"{directory.path} is in use by a run that this process has started: stop that one (run.stop()), or give "
+            "this one another name (run__name='NAME')"
+        )
+    with run_lock(directory, mark=False):
+        yield
 
 
 def load(directory: str | Path) -> Run:
@@ -67,7 +85,7 @@ def load(directory: str | Path) -> Run:
     :class:`ConfigurationError` where there is none."""
     found = RunDirectory(Path(directory).expanduser().absolute())
     if not found.config_file.exists():
-        raise ConfigurationError(f"expected a run directory, got {directory}, which has no config.yaml")
+        raise ConfigurationError(f"expected a run directory, got {found.path}, which has no config.yaml")
     return Run(found)
 
 
@@ -81,7 +99,7 @@ def evaluate(
     tasks: int | None = None,
     samples: int | None = None,
     greedy: bool | None = None,
-    pass_at: Sequence[int] = (),
+    pass_at: int | Sequence[int] = (),
     **overrides: Any,
 ) -> dict[str, Any]:
     """Run ``afterplay eval`` on a checkpoint of a run (a handle or its directory), or on the initial model of a
@@ -98,13 +116,13 @@ def evaluate(
         command += [str(target), *(f"--set={assignment}" for assignment in assignments(overrides))]
     else:
         run_file = read_run_file(target, environment, reward, overrides)
-        with run_lock(run_file.directory, mark=False):
+        with _locked(run_file.directory):
             command.append(str(run_file.write()))
         variables = run_file.variables
     options = {"--checkpoint": checkpoint, "--split": split, "--tasks": tasks, "--samples": samples}
     command += [f"{option}={value}" for option, value in options.items() if value is not None]
     command += [] if greedy is None else ["--greedy" if greedy else "--sampled"]
-    command += [f"--pass-at={k}" for k in pass_at]
+    command += [f"--pass-at={k}" for k in ([pass_at] if isinstance(pass_at, int) else pass_at)]
     with OrphanReaper() as reaper:
         child = ChildGroup(command, reaper, environment=variables, output_bytes_max=OUTPUT_BYTES_MAX)
         code = child.end.result()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import anyio
+from pydantic import TypeAdapter, ValidationError
 
 from pipeline.cli.status import is_alive
 from pipeline.config import RunConfig
@@ -181,8 +182,14 @@ class Run:
             raise ConfigurationError(f"rollouts: expected filters among {', '.join(known)}, got {', '.join(unknown)}")
         if (reader := self._reader()) is None:
             return []
-        filters |= {name: _span(name, filters[name]) for name in ("version", "evaluation") if name in filters}
-        listing = reader.listing(Filters(step=_span("step", step), **filters), limit=limit)
+        spans = {name: _span(name, filters.pop(name, None)) for name in ("version", "evaluation")}
+        try:
+            chosen = TypeAdapter(Filters).validate_python({"step": _span("step", step), **spans, **filters})
+        except ValidationError as error:
+            first = error.errors()[0]
+            expected = first["msg"].removeprefix("Input should be ")
+            raise ConfigurationError(f"{first['loc'][0]}: expected {expected}, got {first['input']!r}") from None
+        listing = reader.listing(chosen, limit=_limit(limit))
         return [_row(found) for found in reader.find(listing.rows, _span("step", step))]
 
     def curves(self) -> Any:
@@ -197,7 +204,7 @@ class Run:
         the page of the rollouts."""
         page = ""
         if (reader := self._reader()) is not None:
-            listing = reader.listing(Filters(step=_span("step", step), kept=reader.traced), limit=limit)
+            listing = reader.listing(Filters(step=_span("step", step), kept=reader.traced), limit=_limit(limit))
             _, page = page_of(reader, listing, _span("step", step), Vocabulary.read(reader.model))
         return InlinePage(page, self.curves() if self.steps() else None)
 
@@ -232,7 +239,8 @@ class Run:
         )
 
     def __repr__(self) -> str:
-        state = "alive" if self.alive else "not running"
+        outcome = read_json(self._directory.outcome_file) or {"exit_code": 0}
+        state = "alive" if self.alive else "failed" if outcome["exit_code"] else "not running"
         return f"<Run {self.directory}: {state}, {last_step(self._directory.metrics_file)} steps>"
 
     def _reader(self) -> RunReader | None:
@@ -323,6 +331,13 @@ def _span(name: str, value: Any) -> Span | None:
     if isinstance(value, Integral) and not isinstance(value, bool):
         return Span(int(value), int(value))
     raise ConfigurationError(f"{name}: expected a number, or a range of numbers such as range(1, 4), got {value!r}")
+
+
+def _limit(value: Any) -> int:
+    """Raises :class:`ConfigurationError`."""
+    if isinstance(value, Integral) and not isinstance(value, bool) and value > 0:
+        return int(value)
+    raise ConfigurationError(f"limit: expected a whole number of at least 1, got {value!r}")
 
 
 def _row(found: Found) -> dict[str, Any]:

@@ -7,13 +7,14 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from pathlib import Path
+from datetime import date
+from enum import Enum
+from pathlib import Path, PurePath
 from typing import Any
 
-import yaml
-
 from actors.environments.base import Environment
-from afterplay.source import PlugIn, plug_in
+from actors.environments.plugins import require_name
+from afterplay.source import PlugIn, plug_in, require_defined
 from pipeline.config import RunConfig
 from pipeline.config.load import ENVIRONMENT_PREFIX, dump_yaml, example, flat, loads, parse_yaml, plain
 from pipeline.errors import ConfigurationError
@@ -21,6 +22,7 @@ from pipeline.runtime.run_directory import RunDirectory, write_bytes_atomically
 
 Config = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
 """A run file, the name of one that ships with Afterplay (``"@tiny"``), or its sections."""
+_CONFIGS = "the path of a YAML file, an example that ships with Afterplay ('@tiny'), or a mapping of sections"
 EnvironmentName = type[Environment] | Environment | str
 _ENVIRONMENT, _REWARD = "environment", "reward"
 
@@ -47,7 +49,7 @@ class RunFile:
             if found.source:
                 write_bytes_atomically(folder / f"{stem}.py", found.source.encode())
         file = folder / "run.yaml"
-        write_bytes_atomically(file, _text(_named(self.sections, self.plug_ins, folder)).encode())
+        write_bytes_atomically(file, dump_yaml(_named(self.sections, self.plug_ins, folder)).encode())
         return file
 
 
@@ -65,28 +67,32 @@ def read_run_file(
     plug_ins: dict[str, PlugIn] = {}
     if environment is not None:
         cls, options = _class_and_options(environment)
+        if isinstance(cls, str) and ":" not in cls:
+            require_name(cls, _ENVIRONMENT)
         found = _plug(cls, _ENVIRONMENT)
         plug_ins[_ENVIRONMENT] = found
         section = _snake(found.name)
         sections["environments"] = {section: _section(_section(sections, "environments"), section)}
         if options:
-            _put(sections, ["environments", section, "options"], options)
+            keys = ["environments", section, "options"]
+            _put(sections, keys, _copied(options, ".".join(keys)))
     if reward is not None:
         plug_ins[_REWARD] = _plug(reward, _REWARD)
         sections["scorer"] = {"environment_weight": 0.0, **_section(sections, "scorer")}
     for key, value in (overrides or {}).items():
-        _put(sections, key.replace("__", ".").split("."), value)
+        dotted = key.replace("__", ".")
+        _put(sections, dotted.split("."), _copied(value, dotted))
     variables = _variables(overrides or {})
     try:
-        checked = loads(_text(_named(sections, plug_ins, Path())), name, environment=variables)
+        checked = loads(dump_yaml(_named(sections, plug_ins, Path())), name, environment=variables)
     except ConfigurationError as error:  # the lines are those of a text that nobody has seen
         raise ConfigurationError(re.sub(rf"^{re.escape(name)}, line \d+", name, str(error), flags=re.M)) from None
     return RunFile(checked, sections, plug_ins, variables)
 
 
 def assignments(overrides: Mapping[str, Any]) -> list[str]:
-    """The same overrides as arguments of ``--set``."""
-    return [f"{key}={json.dumps(plain(_copied(value)))}" for key, value in _flat(overrides).items()]  # JSON is YAML
+    """The same overrides as arguments of ``--set``, whose values are YAML, as JSON is."""
+    return [f"{key}={json.dumps(plain(_copied(value, key)))}" for key, value in _flat(overrides).items()]
 
 
 def _sections(config: Config) -> tuple[dict[str, Any], str]:
@@ -94,19 +100,18 @@ def _sections(config: Config) -> tuple[dict[str, Any], str]:
     if isinstance(config, RunConfig):
         return config.model_dump(), "afterplay.train"
     if isinstance(config, Mapping):
-        return {key: _copied(value) for key, value in config.items()}, "afterplay.train"
+        return _copied(config), "afterplay.train"
+    if not isinstance(config, str | os.PathLike):
+        raise ConfigurationError(f"expected {_CONFIGS}, got {config!r:.200}")
     name = os.fspath(config)
     if name.startswith("@"):
         text = example(name[1:])
     else:
         try:
-            text = Path(name).read_text(encoding="utf-8")
+            text = Path(name).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise ConfigurationError(
-                f"expected a run file at {name}, got: {reason}. Give the path of a YAML file, an example that ships "
-                "with Afterplay ('@tiny'), or a mapping of sections"
-            ) from error
+            raise ConfigurationError(f"expected a run file at {name}, got: {reason}. Give {_CONFIGS}") from error
     sections = parse_yaml(text, name) or {}
     if not isinstance(sections, dict):
         raise ConfigurationError(f"{name}: expected sections like 'run:' and 'engine:', got {type(sections).__name__}")
@@ -114,9 +119,21 @@ def _sections(config: Config) -> tuple[dict[str, Any], str]:
 
 
 def _class_and_options(environment: Any) -> tuple[Any, dict[str, Any]]:
-    """The class of an instance, and the values of its fields as options. Raises :class:`ConfigurationError` where other
-    processes could not make the same instance."""
+    """The class of an instance, and the values of its fields as options. Raises :class:`ConfigurationError` for what is
+    no environment, and where other processes could not make the same instance."""
+    if isinstance(environment, str):
+        return environment, {}
     if not isinstance(environment, Environment):
+        if not isinstance(environment, type) or not callable(getattr(environment, "start", None)):
+            raise ConfigurationError(
+                "environment: expected a class with a method start(task), or a name of the run file such as "
+                f"'bank.py:Bank', got {environment!r:.200}"
+            )
+        if missing := getattr(environment, "__abstractmethods__", None):
+            raise ConfigurationError(
+                f"environment: expected a class that defines {', '.join(sorted(missing))}, got "
+                f"{environment.__name__}, which does not"
+            )
         return environment, {}
     cls = type(environment)
     if is_dataclass(environment):
@@ -135,7 +152,10 @@ def _plug(thing: Any, what: str) -> PlugIn:
     if not isinstance(thing, str):
         return plug_in(thing, what)
     module, colon, name = thing.rpartition(":")
-    return PlugIn(name, module) if colon else PlugIn(thing)
+    if not colon:
+        return PlugIn(thing)
+    require_defined(module, name, what)
+    return PlugIn(name, module)
 
 
 def _named(sections: Mapping[str, Any], plug_ins: Mapping[str, PlugIn], folder: Path) -> dict[str, Any]:
@@ -165,7 +185,7 @@ def _snake(name: str) -> str:
 
 
 def _put(at: dict[str, Any], keys: list[str], value: Any) -> None:
-    """Set one value; a mapping is merged into the section that it names."""
+    """Set one value as YAML has it; a mapping is merged into the section that it names."""
     *sections, last = keys
     for key in sections:
         if not isinstance(at.get(key), dict):
@@ -173,9 +193,9 @@ def _put(at: dict[str, Any], keys: list[str], value: Any) -> None:
         at = at[key]
     if isinstance(value, Mapping) and isinstance(at.get(last), dict):
         for key, inner in value.items():
-            _put(at[last], [str(key)], inner)
+            _put(at[last], [key], inner)
     else:
-        at[last] = _copied(value)
+        at[last] = value
 
 
 def _flat(overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,19 +224,22 @@ def _section(sections: Mapping[str, Any], key: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _copied(value: Any) -> Any:
-    """A copy as YAML has it: numbers and arrays of NumPy and PyTorch as those of Python."""
+def _copied(value: Any, key: str = "") -> Any:
+    """A copy as YAML has it: numbers and arrays of NumPy and PyTorch as those of Python. ``key`` names it in the
+    :class:`ConfigurationError` for a value that YAML does not have."""
     if isinstance(value, Mapping):
-        return {str(key): _copied(inner) for key, inner in value.items()}
+        if other := [name for name in value if not isinstance(name, str)]:
+            raise ConfigurationError(f"{key or 'sections'}: expected keys that are text, got {other[0]!r:.200}")
+        return {name: _copied(inner, f"{key}.{name}" if key else name) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_copied(inner) for inner in value]
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _text(sections: Mapping[str, Any]) -> str:
-    try:
-        return dump_yaml(dict(sections))
-    except yaml.YAMLError as error:
-        raise ConfigurationError(
-            f"expected values that YAML has (numbers, text, lists, mappings), got {error}"
-        ) from error
+        return [_copied(inner, key) for inner in value]
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Enum) and isinstance(value, str | int | float):
+        return value.value
+    if value is None or isinstance(value, str | int | float | bytes | date | PurePath):
+        return value
+    raise ConfigurationError(
+        f"{key}: expected a value that YAML has (a number, text, list or mapping, or the name of a function as "
+        f"'file.py:name'), got {value!r:.200}"
+    )

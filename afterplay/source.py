@@ -65,6 +65,27 @@ def plug_in(thing: Any, what: str) -> PlugIn:
     return PlugIn(name, source=source_of(name, _texts(module, name, what), vars(module), what))
 
 
+def require_defined(module: str, name: str, what: str) -> None:
+    """Raise :class:`ConfigurationError` where a file that the working folder has does not define ``name``. Nothing is
+    imported: the file may have changed since, and belongs to other processes. Of installed modules nothing is read."""
+    if not (module and name):
+        raise ConfigurationError(f"{what}: expected module:name or path/file.py:name, got '{module}:{name}'")
+    file = Path(module).expanduser() if module.endswith(".py") else file_in_working_folder(module)
+    if file is None:
+        return
+    if not file.is_file():
+        raise ConfigurationError(f"{what}: there is no file {file.resolve()}; paths begin at the working folder")
+    try:
+        text = file.read_text(encoding="utf-8")
+        table = symtable.symtable(text, str(file), "exec")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ConfigurationError(f"{what}: reading {file} failed with {type(error).__name__}: {error}") from error
+    names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    if name not in names and "__getattr__" not in names and "import *" not in text:
+        classes = [child.get_name() for child in table.get_children()]
+        raise ConfigurationError(f"{what}: {file} has no {name!r}; it has {', '.join(classes) or 'no definition'}")
+
+
 def source_of(name: str, texts: Sequence[str], namespace: Mapping[str, Any], what: str) -> str:
     """Source of the definition ``name`` and of all that it uses.
 

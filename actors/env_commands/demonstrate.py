@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -21,9 +21,11 @@ from actors.environments.host import EnvironmentHost
 from actors.rendering.renderer import Renderer
 from actors.rendering.tokenizer import load_tokenizer
 from actors.tools.parsing.base import REASONING, ToolSchema
-from pipeline.config.rollouts import EnvironmentConfig
+from pipeline.config.rollouts import HELD_OUT_SEED, EnvironmentConfig
+from pipeline.config.tasks import TRAIN
 from pipeline.errors import ConfigurationError, SchemaError
 from pipeline.schema import Message, Task
+from pipeline.tasks.splits import is_held_out
 
 
 def render(
@@ -85,18 +87,25 @@ class Demonstrator:
         return render(self._renderer, messages, tools)
 
 
-def demonstrate(name: str, options: dict[str, Any], section: str, seeds: Iterable[int], path: Path) -> tuple[int, int]:
+def demonstrate(name: str, options: dict[str, Any], section: str, seeds: Sequence[int], path: Path) -> tuple[int, int]:
     """Write one line for each of ``seeds`` that the expert solves; ``section`` is the environment's name in the run
     file. Returns the numbers of written and of unsolved episodes. ``path`` is written completely or not at all.
 
-    Raises :class:`ConfigurationError` for wrong options, an environment without an expert, or a path that cannot be
-    written.
+    Raises :class:`ConfigurationError` for wrong options, an environment without an expert, seeds that are not trained
+    on, or a path that cannot be written.
     """
     host = EnvironmentHost(section, EnvironmentConfig(name=name, options=options, step_seconds_max=600))
     part = path.with_name(f"{path.name}.part")
     written = left_out = 0
     try:
         expert = expert_of(host.environment)
+        splits = getattr(host.environment, "splits", None) or {}
+        trained = splits.get(TRAIN, range(HELD_OUT_SEED))
+        if other := [seed for seed in seeds if seed not in trained or is_held_out(splits, seed)]:
+            raise ConfigurationError(
+                f"--first, --count: expected seeds of the split train, because a run learns from demonstrations, got "
+                f"{other[0]}: afterplay env show {name} lists the seeds of each split"
+            )
         with part.open("wb") as file:
             for seed in seeds:
                 task = Task(f"{section}/{seed}", section, seed)

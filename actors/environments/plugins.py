@@ -18,10 +18,10 @@ from importlib.metadata import entry_points
 from typing import Any, cast
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from actors.environments.base import Environment
 from pipeline.config.lessons import LessonsConfig
+from pipeline.config.load import sentence
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError, explained
 from pipeline.lessons.store import LessonSource
@@ -49,10 +49,14 @@ def find_plugin(name: str, where: str, group: str, built_in: Mapping[str, str], 
         if point.name == name:
             with explained(f"{where}: entry point {name} ({point.value}) failed to load with"):
                 return point.load()
+    raise _unknown(name, where, group, built_in, what)
+
+
+def _unknown(name: str, where: str, group: str, built_in: Mapping[str, str], what: str) -> ConfigurationError:
     known = names_of(group, built_in)
     close = difflib.get_close_matches(name, known, n=1)
     near = f". Did you mean {close[0]}?" if close else ""
-    raise ConfigurationError(
+    return ConfigurationError(
         f"{where}: there is no {what} {name!r}; there are {', '.join(known)}; or give module:Name or "
         f"path/file.py:Name{near}"
     )
@@ -72,7 +76,9 @@ def construct(cls: Callable[..., Any], options: Mapping[str, Any], where: str, o
         try:
             return cls(**options)
         except ValidationError as error:
-            raise ConfigurationError(f"{options_key}: {'; '.join(map(_fault, error.errors()))}") from error
+            path = tuple(options_key.split("."))
+            faults = [sentence(fault, (*path, *fault["loc"])) for fault in error.errors()]
+            raise ConfigurationError("\n".join(faults)) from error
         except ConfigurationError as error:
             raise ConfigurationError(f"{where}: {error}") from error
 
@@ -89,13 +95,6 @@ def _check_names(cls: Callable[..., Any], options: Mapping[str, Any], options_ke
         raise ConfigurationError(
             f"{options_key}: unknown {', '.join(unknown)}; {label} takes {', '.join(parameters) or 'none'}"
         )
-
-
-def _fault(error: ErrorDetails) -> str:
-    """Message for one fault of the options. The message of a class's own check is used unchanged."""
-    if not error["loc"] and error["type"] in ("value_error", "assertion_error"):
-        return str(error["msg"]).partition(", ")[2]
-    return f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']} (got {error['input']!r})"
 
 
 def make_source(config: LessonsConfig) -> LessonSource:
@@ -138,6 +137,12 @@ def build(section: str, config: EnvironmentConfig) -> Environment:
     where = f"environments.{section}"
     cls = find(config.name, where)
     return cast("Environment", construct(cls, config.options, where))
+
+
+def require_name(name: str, where: str) -> None:
+    """Raise :class:`ConfigurationError` unless an environment has this name. Nothing is imported."""
+    if name not in names_of(GROUP, BUILT_IN):
+        raise _unknown(name, where, GROUP, BUILT_IN, "environment")
 
 
 def find(name: str, where: str = "environments") -> type[Environment]:

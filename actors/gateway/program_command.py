@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import anyio
 import orjson
 
-from actors.gateway.requests import PROGRAM, Report, last_line
+from actors.gateway.requests import PROGRAM, Report, last_line, report_in
 from actors.gateway.session import Session
 from actors.sandboxes.base import SANDBOX, Finished, Sandbox, SandboxOptions
 from actors.sandboxes.bubblewrap import SYSTEM
@@ -31,6 +31,8 @@ TASK_CHARACTERS_MAX = 100_000
 """A longer task does not fit into an environment variable; the program asks ``GET`` of its session for it."""
 SAID_CHARACTERS_MAX = 500
 """Part of the last line on stderr of a program that failed, in the message of the failure."""
+STDOUT_CHARACTERS_MAX = 4000
+"""Part of a failed program's stdout that is stored after its stderr."""
 FILES_BYTES_MAX = 2**20
 """A file of an episode that has become longer is not given to the environment."""
 OPTION_OF = {"memory": "memory_mib", "processes": "processes_max", "disk": "disk_mib"}
@@ -98,20 +100,25 @@ class ProgramCommand:
             too_many = files is not None and finished.limit == "disk"  # no command can read them
             if files is not None and not too_many:
                 session.files = await taken(sandbox, files)
-        session.stderr = finished.stderr.decode(errors="replace")
+        stderr, stdout = (data.decode(errors="replace") for data in (finished.stderr, finished.stdout))
+        session.last_line = last_line(stdout)
+        shown = f"[stdout]\n{stdout[-STDOUT_CHARACTERS_MAX:]}" if session.last_line else ""
+        session.output = "\n".join(filter(None, (stderr, shown)))
         if session.report is not None and not too_many:
             return session.report
         if finished.limit == "time":
             raise hung(session)
         if finished.limit is not None:
             reason = f"the program was ended for its use of {finished.limit}: raise sandbox.{OPTION_OF[finished.limit]}"
-            raise PlugInError(PROGRAM, "SandboxLimit", reason, session.stderr)
+            raise PlugInError(PROGRAM, "SandboxLimit", reason, session.output)
         if finished.code != 0:
-            said = session.stderr.strip().rpartition("\n")[2].strip()[:SAID_CHARACTERS_MAX]
+            said = stderr.strip().rpartition("\n")[2].strip()[:SAID_CHARACTERS_MAX]
             reason = f"the program ended: {describe_exit(finished.code)}{', after ' if said else ''}{said}"
-            details = session.stderr + self._hint(sandbox)
-            raise PlugInError(PROGRAM, "ExitCode", reason, details, line_in(session.stderr))
-        return last_line(finished.stdout.decode(errors="replace"))
+            if session.refusal is not None and session.refusal.message not in said:
+                reason += f"; its last call was refused: {session.refusal.message}"
+            details = session.output + self._hint(sandbox)
+            raise PlugInError(PROGRAM, "ExitCode", reason, details, line_in(stderr))
+        return report_in(session.last_line)
 
     def _absolute(self) -> tuple[str, ...]:
         """The command with the paths of its own files, which begins in another folder."""
@@ -174,7 +181,7 @@ def hung(session: Session) -> PlugInTimeout:
         "TimeoutError",
         "the program had not ended when the time of its episode was over (environments.<name>.max_seconds), and was "
         "ended; its output says what it was doing",
-        session.stderr,
+        session.output,
     )
 
 

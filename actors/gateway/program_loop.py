@@ -54,6 +54,8 @@ from pipeline.schema import TrajectoryStatus
 log = logging.getLogger(__name__)
 
 LISTEN_SECONDS_MAX = 30.0
+SHOWN_CHARACTERS_MAX = 100
+"""Part of a program's last line in the message that it is no report."""
 GRACE_SHARE = 0.1
 """Largest share of the episode's time for a program to end after its calls are refused."""
 
@@ -85,7 +87,7 @@ class ProgramEpisode(AgentEpisode):
             log.info("the program of %s failed after its report, which is kept: %s", self.game.key, failure)
             failure = None
         if report is not None and report.error is not None:
-            failure = PlugInError(PROGRAM, "Told", report.error, session.stderr)
+            failure = PlugInError(PROGRAM, "Told", report.error, session.output)
             report = None
         if session.engine_error is not None:
             raise session.engine_error
@@ -98,12 +100,12 @@ class ProgramEpisode(AgentEpisode):
                 "Refused",
                 f"the last call of the program was refused, so its result is not the policy's ({session.refused_calls} "
                 f"refused in all): {session.refusal.message}",
-                session.stderr,
+                session.output,
             )
         if not recorder.n_turns:
             if session.limit is not None:
                 raise EpisodeLimit(session.limit)
-            raise PlugInError(PROGRAM, "NoCalls", "the program ended without a call of the policy", session.stderr)
+            raise PlugInError(PROGRAM, "NoCalls", "the program ended without a call of the policy", session.output)
         score, signals = await self._reward(session, recorder.graded_reply, report)
         signals |= report.signals if report is not None else {}
         if session.refused_calls:
@@ -127,12 +129,17 @@ class ProgramEpisode(AgentEpisode):
             step = await self.game.step(Reply(graded_reply if answer is None else answer, files=session.files))
             return step.reward, dict(step.signals)
         if report is None or report.reward is None:
+            got, remedy = "", 'return {"reward": 1.0}, ' if self._loop.function is not None else ""
+            if session.last_line is not None:
+                got = f", and its last line is {session.last_line[:SHOWN_CHARACTERS_MAX]!r}"
+                bytes_max = self._loop.output_bytes_max
+                remedy = f'print {{"reward": 1.0}} as its last line, of at most output_bytes_max ({bytes_max}) bytes, '
             raise PlugInError(
                 PROGRAM,
                 "NoReward",
-                'the program reported no reward: print {"reward": 1.0} as its last line, POST it to '
-                "AFTERPLAY_SESSION_URL/finish, or set loop.options.reward to environment or scorer",
-                session.stderr,
+                f"the program reported no reward{got}: {remedy}POST it to AFTERPLAY_SESSION_URL/finish, or set "
+                "loop.options.reward to environment or scorer",
+                session.output,
             )
         return report.reward, {}
 
@@ -262,6 +269,8 @@ class ProgramLoop(AgentLoop):
         self._rules = ParameterRules(self.sampling_parameters, self.unsupported, refused)
         self._program: ProgramCommand | None = None
         self._function = None if self.function is None else attribute(self.function, f"{where}.options.function")
+        if self.function is not None and not callable(self._function):
+            raise ConfigurationError(f"{where}.options.function: expected a function, got {self._function!r:.200}")
         token = None
         if self.token_env is not None:
             token = os.environ.get(self.token_env)
@@ -335,7 +344,7 @@ class ProgramLoop(AgentLoop):
             if inspect.iscoroutinefunction(function):
                 result = await function(dict(session.task), url, session.id)
             else:
-                assert callable(function)
+                assert function is not None
                 result = await self._threads.run(function, dict(session.task), url, session.id)
                 result = await result if inspect.isawaitable(result) else result
         if result is None:

@@ -184,10 +184,14 @@ def read_report(body: Mapping[str, Any]) -> Report:
     )
 
 
-def last_line(output: str) -> Report | None:
-    """The report that is the last line of the output, where that is a JSON object with something of a report in it."""
+def last_line(output: str) -> str:
+    """The last line of the output, without colours."""
     line = re.split(r"[\r\n]", output.strip())[-1]  # splitlines() would cut JSON texts at U+2028 and U+0085
-    line = _TERMINAL.sub("", line).strip("\ufeff \t")
+    return _TERMINAL.sub("", line).strip("\ufeff \t")
+
+
+def report_in(line: str) -> Report | None:
+    """The report that is the last line of the output, where that is a JSON object with something of a report in it."""
     try:
         value = json.loads(line) if line else None  # takes NaN, of which read_report() says what is wrong
     except (ValueError, RecursionError):

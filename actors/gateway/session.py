@@ -125,8 +125,10 @@ class Session:
         """Calls that were not answered, for whatever reason."""
         self.refusal: Refusal | None = None
         """Refusal of the last call, if it was refused."""
-        self.stderr = ""
-        """The end of what the program wrote to stderr."""
+        self.output = ""
+        """The end of what the program wrote to stderr, and then to stdout."""
+        self.last_line: str | None = None
+        """Of its stdout; None: it is no command, or has not ended."""
         self.files: Mapping[str, str] | None = None
         """The episode's files as the program left them; None: it has none."""
         self.heard_at = anyio.current_time()

@@ -10,6 +10,7 @@ External engines are asked whether they are healthy and what they serve.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -103,9 +104,10 @@ def telling(what: str, seconds_max: float = BLOCKED_SECONDS_MAX) -> Iterator[Non
 
 
 class TellingHost(EnvironmentHost):
-    """A host that tells which call the check waits for, and keeps the tools of the newest episode."""
+    """A host that tells which call the check waits for, and keeps the tools and files of the newest episode."""
 
     episode_tools: tuple[Any, ...] = ()
+    episode_files: Mapping[str, str] | None = None
 
     def _telling(self, call: str) -> AbstractContextManager[None]:
         # What holds the event loop is interrupted after BLOCKED_SECONDS_MAX, other calls after step_seconds_max.
@@ -116,6 +118,7 @@ class TellingHost(EnvironmentHost):
             episode = await super().start(task)
         with boundary(f"environments.{self.section}: Episode.tools"):
             self.episode_tools = tuple(getattr(episode, "tools", ()))
+            self.episode_files = getattr(episode, "files", None)
         return episode
 
     async def step(self, episode: Episode, reply: Reply) -> Step:
@@ -165,6 +168,7 @@ async def _check_all(config: RunConfig, tasks: Mapping[str, Sequence[Task]], fou
                 await close_source(make_source(config.lessons))
         for name, section in config.environments.items():
             with found.collecting():
+                _require_judge(name, section, config.scorer)
                 script = await _check(name, section, tasks.get(name), found, own)
                 if script is not None and script.opening is not None:
                     openings[name] = script.opening
@@ -230,7 +234,7 @@ async def _play(host: TellingHost, tasks: Sequence[Task], found: Findings) -> Sc
             _check_tools(host, loop)
             return script
         except OwnCompletions:
-            _find_program(host.section, loop)
+            _find_program(host, loop)
             _check_tools(host, loop)
             found.notes.append(f"environments.{host.section}: not played, its agent requests completions itself")
             return None
@@ -295,14 +299,43 @@ def _difference(before: Sequence[Message], after: Sequence[Message]) -> tuple[st
     return one, other
 
 
-def _find_program(environment: str, loop: object) -> None:
-    """Raises :class:`ConfigurationError` where the command of an agent loop names a program that is not there."""
-    here = isinstance(loop, ProgramLoop) and loop.sandbox.kind in ("auto", "bubblewrap", "none")
-    command, variables = (loop.command, loop.environment) if isinstance(loop, ProgramLoop) and here else (None, {})
-    if command and "/" not in command[0] and shutil.which(command[0], path=variables.get("PATH")) is None:
+def _find_program(host: TellingHost, loop: object) -> None:
+    """Raises :class:`ConfigurationError` where the command of an agent loop names a folder, a program or a script of
+    Python that is not there."""
+    if not isinstance(loop, ProgramLoop) or loop.sandbox.kind not in ("auto", "bubblewrap", "none"):
+        return
+    where, folder = f"environments.{host.section}.loop.options", Path(loop.folder or ".").expanduser().resolve()
+    if not folder.is_dir():
+        raise ConfigurationError(f"{where}.folder: expected a folder at {folder}, got none")
+    if not loop.command:
+        return
+    program, *arguments = loop.command
+    own = {os.path.normpath(path) for path in host.episode_files or ()}
+    if "/" not in program and shutil.which(program, path=loop.environment.get("PATH")) is None:
         raise ConfigurationError(
-            f"environments.{environment}: expected the program {command[0]} on the PATH, found none: install it, or "
+            f"environments.{host.section}: expected the program {program} on the PATH, found none: install it, or "
             "give its path in loop.options.command"
+        )
+    if "/" in program and os.path.normpath(program) not in own and not os.access(folder / program, os.X_OK):
+        raise ConfigurationError(
+            f"{where}.command: expected a program at {folder / program}, got "
+            + ("a file that may not be executed" if (folder / program).is_file() else "none")
+        )
+    script = arguments[0] if arguments and Path(program).name.startswith("python") else ""
+    if script.endswith(".py") and os.path.normpath(script) not in own and not (folder / script).is_file():
+        raise ConfigurationError(f"{where}.command: expected a program at {folder / script}, got none")
+
+
+def _require_judge(environment: str, section: EnvironmentConfig, scorer: ScorerConfig) -> None:
+    """Raises :class:`ConfigurationError` where an agent program leaves its reward to judges that have none for it."""
+    reward = section.loop.options.get("reward") if "program" in (section.loop.name, section.name) else None
+    judged = reward not in ("scorer", "environment") or (reward == "environment" and section.name != "program")
+    if not (judged or any(part.applies_to(environment) for part in scorer.parts)):
+        other = "" if reward == "scorer" else ", the environment program judges nothing,"
+        raise ConfigurationError(
+            f"environments.{environment}.loop.options.reward is {reward}{other} and no part of the scorer applies to "
+            f"{environment}, so every reward would be 0: add one to scorer.functions, or let the program report its "
+            "reward (reward: program)"
         )
 
 

@@ -352,22 +352,27 @@ def _describe(problem: Any, sources: _Sources) -> str:
     place = sources.name(path)
     if problem["type"] == "extra_forbidden":
         place = next((came for at, came in sources.overrides.items() if at[: len(path)] == path), place)
-    return f"{place}: {_sentence(problem, path, model_at(RunConfig, path[:-1]))}"
+    return f"{place}: {sentence(problem, path, model_at(RunConfig, path[:-1]))}"
 
 
-def _sentence(problem: Any, path: Path_, model: type[BaseModel] | None) -> str:
+def sentence(problem: Any, path: Path_, model: type[BaseModel] | None = None) -> str:
+    """The key, the expected value and the value that came, for a problem that pydantic found at ``path``."""
     key, kind = _dotted(path), problem["type"]
     if kind == "extra_forbidden":
         return f"unknown key {key}{_suggestion(str(path[-1]), list(model.model_fields) if model else [], path[:-1])}"
     came = "" if isinstance(problem["input"], dict | BaseModel) else f", got {_short(problem['input'])}"
-    if kind == "value_error":
+    if kind in ("value_error", "assertion_error"):
         return f"{key + ': ' if key else ''}{problem['ctx']['error']}"
     if kind == "literal_error":
         return f"{key}: expected one of {problem['ctx']['expected']}{came}"
+    if kind == "missing":
+        return f"{key}: expected a value, got none"
     if kind == "model_type":
         return f"{key}: expected a section (keys and values){came}"
+    if kind.endswith("_type"):
+        came = came or ", got a section"
     if kind == "tuple_type":
-        return f"{key}: expected a list{came or ', got a section'}"
+        return f"{key}: expected a list{came}"
     message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return f"{key}: expected {message[0].lower() + message[1:]}{came}"
 
@@ -393,7 +398,7 @@ def read_options(given: Options, kinds: Mapping[str, type[Options]], key: str) -
         return kind.model_validate(given.model_dump())
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        lines = [_sentence(problem, (*key.split("."), *problem["loc"]), kind) for problem in problems]
+        lines = [sentence(problem, (*key.split("."), *problem["loc"]), kind) for problem in problems]
         raise ConfigurationError("\n".join(lines)) from error
 
 

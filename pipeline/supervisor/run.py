@@ -151,11 +151,12 @@ def run(
                 require_run_directory(directory)
             finished = read_json(directory.finished_file)
             if not fresh and finished and finished["steps"] >= config.run.total_steps:
+                changes = compare(directory, resolve(chosen.config)).changes if cluster is None else {}
                 console.print(
                     f"{_short(directory)} is finished: {finished['steps']} steps. Continue it with "
                     f"--set run.total_steps={2 * finished['steps']}, or start over with --fresh"
                 )
-                if cluster is None and (changes := compare(directory, resolve(chosen.config)).changes):
+                if changes:
                     console.print(f"Changed since, without effect on a run that is finished: {', '.join(changes)}")
                 return ExitCode(finished["exit_code"])
             if cluster is None:

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 from actors.environments.host import EnvironmentHost
 from actors.gateway import server
 from actors.gateway.program_loop import ProgramLoop
-from actors.gateway.requests import Report, last_line
+from actors.gateway.requests import Report, last_line, report_in
 from actors.gateway.session import Session
 from actors.rendering.renderer import Renderer
 from actors.rollout.rollout import Rollout
@@ -372,13 +372,13 @@ async def test_a_program_that_goes_on_after_a_refusal_has_its_reward_and_the_ref
     ],
 )  # fmt: skip
 def test_the_last_line_is_read_as_the_program_wrote_it(output: str, report: Report | None) -> None:
-    assert last_line(output) == report
+    assert report_in(last_line(output)) == report
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", '"1.0"', "1e999"])
 def test_a_last_line_with_a_wrong_reward_is_a_failure_with_its_value(value: str) -> None:
     with pytest.raises(PlugInError, match="reward: expected a finite number"):
-        last_line(f'{{"reward": {value}}}')
+        report_in(f'{{"reward": {value}}}')
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "metaspace"])
@@ -455,9 +455,9 @@ def command(tmp_path: Path, source: str, name: str = "agent.py", runner: str = s
 
 AGENT = """
 import json, os, urllib.request
-def chat(messages):
+def chat(messages, **more):
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-        json.dumps({"messages": messages}).encode(), {"Content-Type": "application/json"})
+        json.dumps({"messages": messages, **more}).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=200) as response:
         return json.load(response)["choices"][0]["message"]
 """
@@ -493,6 +493,24 @@ async def test_a_program_that_dies_keeps_the_end_of_its_errors(
     assert trajectory.failure.message.startswith(said), trajectory.failure.message
     assert trajectory.failure.message.endswith(f"agent.py, line {line}, in <module>)")
     assert trajectory.rewards == {} and len(trajectory.turns) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "message"),
+    [
+        ("print(repr({'reward': 1.0}))", "NoReward", """no reward, and its last line is "{'reward': 1.0}": print"""),
+        ("print('1.0')", "NoReward", "no reward, and its last line is '1.0': print"),
+        ("chat([], response_format={'type': 'json_object'})", "ExitCode",
+         "HTTP Error 400: Bad Request; its last call was refused: response_format"),
+    ],
+)  # fmt: skip
+async def test_a_program_without_a_reward_is_told_what_came(
+    serve: Serve, long_order: Order, words: Any, tmp_path: Path, source: str, kind: str, message: str
+) -> None:
+    source = f"{AGENT}chat([{{'role': 'user', 'content': 'say'}}])\nprint('thinking', flush=True)\n{source}\n"
+    trajectory = await run_order(serve(echoing(words), loop_options=command(tmp_path, source)), long_order)
+    assert trajectory.failure is not None and trajectory.failure.kind == kind
+    assert message in trajectory.failure.message and "thinking" in trajectory.failure.details
 
 
 @pytest.mark.slow

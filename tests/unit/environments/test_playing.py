@@ -136,6 +136,12 @@ def test_a_demonstration_that_fails_leaves_the_file_that_was_there(monkeypatch, 
     monkeypatch.setattr(NumberGuess, "expert", lambda self, task: ["1"], raising=False)
     with pytest.raises(ConfigurationError, match=r"--out: .* cannot be written"):
         demonstrate("number_guess", {}, "guess", range(3), tmp_path / "no" / "x.jsonl")
+    monkeypatch.setattr(NumberGuess, "splits", {"train": range(4), "eval": range(4, 8)}, raising=False)
+    with pytest.raises(ConfigurationError, match=r"--first, --count: expected seeds of the split train, .* got 4: "):
+        demonstrate("number_guess", {}, "guess", range(2, 6), out)
+    monkeypatch.setattr(NumberGuess, "splits", {"eval": [3]})
+    with pytest.raises(ConfigurationError, match="got 3: afterplay env show number_guess lists"):
+        demonstrate("number_guess", {}, "guess", range(2, 6), out)
     assert out.read_text() == "precious" and list(tmp_path.iterdir()) == [out]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -12,6 +13,7 @@ import pytest
 import afterplay
 from afterplay import commands
 from pipeline.errors import ConfigurationError, RunFailed
+from pipeline.supervisor.run import RunIsAlive
 from tests.unit.show.making import make_run
 
 
@@ -52,7 +54,29 @@ def test_a_run_is_evaluated_with_the_options_of_the_command(child: type[Child], 
 
 def test_the_initial_model_of_a_configuration_is_evaluated(child: type[Child], tmp_path: Path) -> None:
     afterplay.evaluate("@tiny", "babyai", run__directory=str(tmp_path))
-    assert child.asked == [[str(tmp_path / "tiny" / "source" / "run.yaml")]]
+    afterplay.evaluate("@tiny", "babyai", run__directory=str(tmp_path), pass_at=4)
+    file = str(tmp_path / "tiny" / "source" / "run.yaml")
+    assert child.asked == [[file], [file, "--pass-at=4"]]
+
+
+def test_a_run_of_this_process_keeps_its_run_file_before_it_has_the_lock(
+    child: type[Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process reads the file, and takes the lock, some seconds after it is started."""
+    started = SimpleNamespace(child=SimpleNamespace(end=Future()), stop=lambda: None)
+    monkeypatch.setattr(commands, "Supervised", lambda *_: started)
+    first = afterplay.train("@tiny", "babyai", run__directory=str(tmp_path), run__seed=1)
+    file = tmp_path / "tiny" / "source" / "run.yaml"
+    text = file.read_text()
+    for again in (afterplay.train, afterplay.evaluate):
+        with pytest.raises(RunIsAlive, match=r"a run that this process has started: stop that one \(run.stop\(\)\)"):
+            again("@tiny", "babyai", run__directory=str(tmp_path), run__seed=2)
+    with pytest.raises(RunIsAlive):
+        afterplay.train("@tiny", "babyai", fresh=True, run__directory=str(tmp_path))
+    assert file.read_text() == text and first.alive
+    started.child.end.set_result(0)
+    afterplay.train("@tiny", "babyai", run__directory=str(tmp_path), run__seed=2)
+    assert file.read_text() != text
 
 
 def test_an_evaluation_without_a_result_raises_its_message(child: type[Child], tmp_path: Path) -> None:

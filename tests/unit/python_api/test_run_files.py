@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,80 @@ def test_an_environment_replaces_the_others_and_keeps_the_keys_of_its_section() 
         ("babyai", "babyai", "babyai"),
         ("games.py:BankAccount", "bank_account", "games.py:BankAccount"),
         ("games:HTTPBank2", "httpbank2", "games:HTTPBank2"),
+        ("games.py:Late", "late", "games.py:Late"),
+        ("installed:Bank", "bank", "installed:Bank"),
     ],
 )
-def test_an_environment_may_be_a_name_of_the_run_file(name: str, section: str, value: str) -> None:
+def test_an_environment_may_be_a_name_of_the_run_file(
+    name: str, section: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "games.py").write_text(
+        "from x import HTTPBank2\nif 1:\n    class BankAccount: ...\nLate = BankAccount\n"
+    )
+    monkeypatch.chdir(tmp_path)
     assert read_run_file({}, name).config.environments[section].name == value
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("games.py:Missing", "environment: games.py has no 'Missing'; it has Bank, f"),
+        ("games:Missing", r"environment: .*games.py has no 'Missing'"),
+        ("none.py:Bank", "environment: there is no file .*none.py; paths begin at the working folder"),
+        ("broken.py:Bank", "environment: reading broken.py failed with SyntaxError"),
+        ("games.py:", "environment: expected module:name or path/file.py:name, got 'games.py:'"),
+        ("arithmetics", "environment: there is no environment 'arithmetics'; .*Did you mean arithmetic"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_refused_without_an_import(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "games.py").write_text("raise AssertionError('imported')\nclass Bank: ...\ndef f(): ...\n")
+    (tmp_path / "broken.py").write_text("class Bank(\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=message):
+        read_run_file({}, name)
+    with pytest.raises(ConfigurationError, match=r"reward: games.py has no 'Missing'"):
+        read_run_file({}, reward="games.py:Missing")
+    (tmp_path / "games.py").write_text("from x import *\n")
+    assert read_run_file({}, "games.py:Missing").config.environments["missing"].name == "games.py:Missing"
+
+
+@pytest.mark.parametrize(
+    ("thing", "message"),
+    [
+        (Environment, "expected a class that defines start, got Environment"),
+        (Episode, "expected a class with a method start"),
+        (bonus, "expected a class with a method start"),
+        ([NumberGuess], "expected a class with a method start.*or a name of the run file such as 'bank.py:Bank'"),
+        (Path("bank.py"), "expected a class with a method start.*or a name of the run file such as 'bank.py:Bank'"),
+    ],
+)
+def test_what_is_no_environment_is_refused(thing: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"environment: {message}"):
+        read_run_file({}, thing)
+
+
+class Level(Enum):
+    EASY = "easy"
+
+
+class Word(StrEnum):
+    EASY = "easy"
+
+
+@pytest.mark.parametrize("value", [Level.EASY, {1, 2}, bonus, range(3), 1j, [object()]])
+def test_a_value_that_no_file_has_is_refused_by_its_key(value: Any) -> None:
+    for config, overrides in (({"learner": {"betas": value}}, {}), ({}, {"learner__betas": value})):
+        with pytest.raises(ConfigurationError, match=r"^learner.betas: expected a value that YAML has .*, got "):
+            read_run_file(config, overrides=overrides)
+    with pytest.raises(ConfigurationError, match=r"^environments.maze.options.walls: expected a value that YAML has"):
+        read_run_file({}, Maze(walls=value))
+    with pytest.raises(
+        ConfigurationError, match=r"^environments.maze.options.walls: expected keys that are text, got 1"
+    ):
+        read_run_file({}, Maze(walls={1: "a"}))  # type: ignore[arg-type]
+    assert read_run_file({}, Maze(walls=[Word.EASY])).config.environments["maze"].options["walls"] == ["easy"]
 
 
 @dataclass
@@ -144,7 +215,10 @@ def test_source_is_written_beside_the_run_file(tmp_path: Path) -> None:
         ("@tiny", {"learner__rate": 1}, "^@tiny: .*learner.rate"),
         ("gone.yaml", {}, "expected a run file at gone.yaml, got: No such file"),
         ("@gone", {}, "there are .*@tiny"),
-        ({"run": {"name": object()}}, {}, "expected values that YAML has"),
+        (3, {}, "^expected the path of a YAML file, .*, got 3"),
+        (NumberGuess, {}, "^expected the path of a YAML file, .*, got <class"),
+        ("~/gone.yaml", {}, "expected a run file at ~/gone.yaml"),
+        ("@tiny", {"run__name__first": 1}, "run.name: expected a valid string, got a section"),
         ({"run": 3}, {}, "run"),
         ({"environments": []}, {"environments": [3]}, "environments"),
     ],

@@ -57,6 +57,7 @@ def test_a_failed_run_raises_the_reason_of_its_supervisor_after_its_steps(run: R
     assert seen == [1, 2, 3]
     with pytest.raises(RunFailed):
         run.wait()
+    assert "failed, 3 steps" in repr(run)
     assert isinstance(RunFailed(), AfterplayError)
 
 
@@ -101,6 +102,7 @@ def test_rollouts_are_flat_rows(run: Run) -> None:
     assert [row["trajectory_id"] for row in run.rollouts(step=3)] == ["g000003.0.0"]
     assert {row["environment"] for row in run.rollouts(environment="arithmetic")} == {"arithmetic"}
     assert len(run.rollouts(limit=2)) == 2
+    assert run.rollouts(reward_min=np.float32(0.5)) == run.rollouts(reward_min=0.5)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +110,11 @@ def test_rollouts_are_flat_rows(run: Run) -> None:
     [
         ({"status": "completed"}, "status: expected one of complete, truncated,"),
         ({"environment": "maze"}, "environment: expected one of .*, got 'maze'"),
+        ({"task": 3}, "task: expected a valid string, got 3"),
+        ({"reward_min": "high"}, "reward_min: expected a valid number.*, got 'high'"),
+        ({"limit": 0}, "limit: expected a whole number of at least 1, got 0"),
+        ({"limit": "3"}, "limit: expected a whole number of at least 1, got '3'"),
+        ({"limit": None}, "limit: expected a whole number"),
         ({"rewards_min": 1}, "rollouts: expected filters among .*reward_min, .*, got rewards_min"),
     ],
 )

@@ -118,6 +118,10 @@ def test_a_finished_run_names_what_was_changed_since(directory: RunDirectory) ->
         finished, *changed = console.file.getvalue().splitlines()
         assert "is finished: 50 steps" in finished
         assert changed == [f"Changed since, without effect on a run that is finished: {key}" for key in says]
+    console = Console(file=StringIO(), width=400)
+    with pytest.raises(ConfigurationError, match=r"model.tiny.layers is 9, but the run has made 50 steps"):
+        run(configured(directory, "model.tiny.layers=9"), console=console)
+    assert console.file.getvalue() == "", "a refused run is not called finished"
 
 
 def test_an_environment_may_be_added_and_a_batch_resized(directory: RunDirectory) -> None:

@@ -63,6 +63,60 @@ def configured(game: Path, **more: Any) -> RunConfig:
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"command": ["python", "agent.py"]}, ""),
+        ({"command": ["python", "tests.py"]}, ""),  # of the episode
+        ({"command": ["python", "none.py"]}, r"command: expected a program at .*none.py, got none"),
+        ({"command": ["python", "agent.py"], "folder": "f"}, r"command: expected a program at .*f.agent.py, got none"),
+        ({"command": ["python", "agent.py"], "folder": "none"}, r"folder: expected a folder at .*none, got none"),
+        ({"command": ["./agent.py"]}, "command: expected a program at .*agent.py, got a file that may not be executed"),
+        ({"command": ["~/agent"]}, "command: expected a program at .*agent, got none"),
+        ({"command": "python agent.py"}, "command: expected a list, got 'python agent.py'"),
+        ({"function": "given.py:GIVEN"}, "function: expected a function, got 3"),
+    ],
+)
+def test_a_program_that_cannot_start_is_a_problem(
+    game: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], problem: str
+) -> None:
+    game.write_text(GAME.replace("messages =", "files = {'tests.py': ''}\n    messages ="))
+    game.with_name("agent.py").write_text("")
+    game.with_name("given.py").write_text("GIVEN = 3")
+    game.with_name("f").mkdir()
+    monkeypatch.chdir(game.parent)
+    found = Findings()
+    loop = {"name": "program", "options": {**options, "sandbox": "none"}}
+    check_environments(configured(game, loop=loop), {}, found)
+    expected = [f"environments.game.loop.options.{problem}"] if problem else []
+    assert len(found.problems) == len(expected)
+    assert all(re.match(*pair) for pair in zip(expected, found.problems, strict=True)), found.problems
+
+
+@pytest.mark.parametrize(
+    ("name", "reward", "functions", "problem"),
+    [
+        ("game.py:Game", "scorer", [], "reward is scorer and no part of the scorer applies to game"),
+        ("game.py:Game", "scorer", [{"path": "length"}], ""),
+        ("game.py:Game", "environment", [], ""),
+        ("program", "environment", [], "reward is environment, the environment program judges nothing, and no part of"),
+        ("program", "environment", [{"path": "length"}], ""),
+        ("program", "program", [], ""),
+    ],
+)
+def test_a_program_that_nobody_judges_is_a_problem(
+    game: Path, monkeypatch: pytest.MonkeyPatch, name: str, reward: str, functions: list[Any], problem: str
+) -> None:
+    """Every reward would be 0."""
+    monkeypatch.chdir(game.parent)
+    options = {"command": ["true"], "sandbox": "none", "reward": reward}
+    config = configured(game, name=name, loop={"name": "program", "options": options})
+    scorer, found = ScorerConfig.model_validate({"functions": functions}), Findings()
+    check_environments(config.model_copy(update={"scorer": scorer}), {}, found)
+    judged = [line for line in found.problems if "every reward would be 0" in line]
+    assert [problem in line for line in judged] == ([True] if problem else [])
+
+
 def prepared(config: RunConfig) -> RunDirectory:
     directory = RunDirectory(config.run.path).create()
     build_tokenizer(8).save_pretrained(directory.model)
