@@ -88,6 +88,7 @@ def seccomp_filter(machine: str) -> bytes:
 
 def restrict(settings: Mapping[str, Any]) -> None:
     """Give up rights, in the process that will be the command. Raises :class:`OSError`."""
+    assert sys.platform == "linux"
     limits = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NOFILE: FILES_MAX,

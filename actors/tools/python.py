@@ -14,6 +14,7 @@ import importlib
 import logging
 import os
 import shlex
+import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -149,7 +150,7 @@ class Python(Tool):
             if bwrap is not None:
                 log.warning("the tool python: %s. Workers run without it, in pydantic-monty's sandbox alone", refusal)
             return None
-        assert bwrap is not None
+        assert bwrap is not None and sys.platform == "linux"
         find_monty_binary: Any = importlib.import_module("pydantic_monty._binary").find_monty_binary
         worker = Path(os.path.realpath(find_monty_binary()))
         words = bubblewrap.namespaces(bwrap, user=True)
