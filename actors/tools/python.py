@@ -14,7 +14,6 @@ import importlib
 import logging
 import os
 import shlex
-import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -150,12 +149,13 @@ class Python(Tool):
             if bwrap is not None:
                 log.warning("the tool python: %s. Workers run without it, in pydantic-monty's sandbox alone", refusal)
             return None
-        assert bwrap is not None and sys.platform == "linux"
+        assert bwrap is not None
         find_monty_binary: Any = importlib.import_module("pydantic_monty._binary").find_monty_binary
         worker = Path(os.path.realpath(find_monty_binary()))
         words = bubblewrap.namespaces(bwrap, user=True)
         words += [*bubblewrap.showing([worker], (), Path("/")), *bubblewrap.READ_ONLY, "--", str(worker)]
-        self._wrapper = os.memfd_create("worker")  # a file that nothing leaves behind
+        # a file that nothing leaves behind
+        self._wrapper = os.memfd_create("worker")  # type: ignore[attr-defined, unused-ignore]  # Linux, as bubblewrap
         os.write(self._wrapper, f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'.encode())
         return f"/proc/{os.getpid()}/fd/{self._wrapper}"
 
