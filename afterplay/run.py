@@ -335,7 +335,7 @@ def _span(name: str, value: Any) -> Span | None:
 
 def _limit(value: Any) -> int:
     """Raises :class:`ConfigurationError`."""
-    if isinstance(value, Integral) and not isinstance(value, bool) and value > 0:
+    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0:
         return int(value)
     raise ConfigurationError(f"limit: expected a whole number of at least 1, got {value!r}")
 

@@ -113,7 +113,7 @@ def run(name: str, *more: str) -> str:
 def end_group(process: subprocess.Popen[bytes]) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # macOS refuses where only zombies are left
         return  # it ended and left nothing
     process.wait()
 

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import random
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -42,9 +43,16 @@ class Adapter:
             found = False
         if not found:
             return self.install
-        if self.program is not None and shutil.which(self.program) is None:
+        if self.program is not None and not _is_there(self.program):
             return f"install {self.program} and put it on the PATH"
         return None
+
+
+def _is_there(program: str) -> bool:
+    path = shutil.which(program)
+    if path == "/usr/bin/java" and sys.platform == "darwin":  # macOS has it without any Java
+        return subprocess.run(["/usr/libexec/java_home"], capture_output=True).returncode == 0
+    return path is not None
 
 
 ADAPTERS: Mapping[str, Adapter] = {

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import input_outputs
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState
 
@@ -150,6 +151,8 @@ class Batching(ContinuousBatchingManager):
         return min(1.0, used / sum(allocator.num_blocks for allocator in allocators))
 
     def _create_batch_processor(self) -> Any:
+        if self.model.device.type == "cpu":  # or its inputs are pinned beside a GPU, and PyTorch puts them on a Mac's
+            input_outputs.get_available_devices = lambda: frozenset({"cpu"})
         processor = super()._create_batch_processor()
         cache = processor.cache
         self.model.config.adapt(cache)

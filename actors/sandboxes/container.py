@@ -11,6 +11,7 @@ import asyncio
 import csv
 import io
 import os
+import platform
 import secrets
 import shutil
 import socket
@@ -170,6 +171,8 @@ def refusal(options: SandboxOptions) -> str | None:
     engine = options.kind
     if options.image is None:
         return f"{engine} needs an image: set image"
+    if sys.platform != "linux":  # elsewhere containers run in a virtual machine, which our socket does not reach
+        return f"sandboxes of {engine} need Linux, this is {platform.system()}"
     if shutil.which(engine) is None:
         return f"there is no {engine} on the PATH"
     try:

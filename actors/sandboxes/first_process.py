@@ -102,8 +102,8 @@ def restrict(settings: Mapping[str, Any]) -> None:
         resource.setrlimit(kind, (least, least))
     if uid is not None:
         os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
+        os.setresgid(uid, uid, uid)  # type: ignore[attr-defined, unused-ignore]  # Linux
+        os.setresuid(uid, uid, uid)  # type: ignore[attr-defined, unused-ignore]
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     if settings["filter"] and (program := seccomp_filter(os.uname().machine)):
         held = ctypes.create_string_buffer(program, len(program))

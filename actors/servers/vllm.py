@@ -19,7 +19,7 @@ from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import module_command
 from pipeline.runtime.engine_keys import find_key, is_loopback
 from pipeline.runtime.process import ADDRESS
-from pipeline.runtime.processor import fast_dtype, is_x86, processor_flags
+from pipeline.runtime.processor import cores, fast_dtype, is_x86, processor_flags
 from pipeline.supervisor.plan import Gang
 
 log = logging.getLogger(__name__)
@@ -181,8 +181,7 @@ def _environment(config: RunConfig, on_cpu: bool, gang: Gang | None) -> dict[str
     if gang is not None and ADDRESS in environment:
         environment.setdefault("VLLM_HOST_IP", environment[ADDRESS])  # or vLLM takes that towards the internet
     if on_cpu:
-        cores = len(os.sched_getaffinity(0))
-        threads = config.engine.threads or max(1, cores // config.engine.replicas)
+        threads = config.engine.threads or max(1, cores() // config.engine.replicas)
         environment["OMP_NUM_THREADS"] = str(threads)
         environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if gang is None:  # or vLLM starts a worker process beside the engine core

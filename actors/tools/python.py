@@ -154,7 +154,8 @@ class Python(Tool):
         worker = Path(os.path.realpath(find_monty_binary()))
         words = bubblewrap.namespaces(bwrap, user=True)
         words += [*bubblewrap.showing([worker], (), Path("/")), *bubblewrap.READ_ONLY, "--", str(worker)]
-        self._wrapper = os.memfd_create("worker")  # a file that nothing leaves behind
+        # a file that nothing leaves behind
+        self._wrapper = os.memfd_create("worker")  # type: ignore[attr-defined, unused-ignore]  # Linux, as bubblewrap
         os.write(self._wrapper, f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'.encode())
         return f"/proc/{os.getpid()}/fd/{self._wrapper}"
 

@@ -7,7 +7,7 @@ process wrote only in part is dropped; damage anywhere else is an error. A paylo
 the last four bytes of each of its units, so that a unit that is read alone is checked too.
 
 :class:`BackgroundWriter` *consumes* records and *produces* handles that are done once a record is durable, with one
-``fdatasync`` for everything that came meanwhile (group commit). *waits for*: the disk. *unblocked by*:
+``fsync`` for everything that came meanwhile (group commit). *waits for*: the disk. *unblocked by*:
 :meth:`BackgroundWriter.put`. Back-pressure: ``put`` waits while more than ``pending_bytes_max`` are not written.
 """
 
@@ -136,7 +136,7 @@ class SegmentWriter:
         return placed
 
     def sync(self) -> None:
-        os.fdatasync(self._fd)
+        os.fsync(self._fd)
 
     def close(self) -> None:
         os.close(self._fd)

@@ -385,12 +385,18 @@ def _explain_usage(error: Any) -> int:
     return int(error.exit_code)
 
 
+OPEN_MAX = 10_240
+"""Open files that macOS allows a process, whose hard limit says more (setrlimit(2) there)."""
+
+
 def allow_descriptors() -> None:
     """Raise the soft limit of open files, often 1024, to the hard one: whoever reaches a port can hold as many
     connections, and a process without a free descriptor can open no file either. Processes that we start inherit it."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # macOS has a smaller limit than it states
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for limit in (hard, max(soft, OPEN_MAX)):
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            return
 
 
 def flow(text: str) -> str:

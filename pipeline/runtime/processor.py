@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform
 from pathlib import Path
 from typing import Literal
@@ -21,6 +22,11 @@ def processor_flags() -> frozenset[str]:
         return frozenset()
     found = (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features")))
     return frozenset(next(found, ()))
+
+
+def cores() -> int:
+    """Cores that this process may use; all of the machine where the system cannot be asked (macOS)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_x86() -> bool:

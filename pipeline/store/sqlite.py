@@ -236,7 +236,7 @@ class HighWaterFile:
         before = self.mark
         try:
             self._write(mark)
-            os.fdatasync(self._fd)
+            os.fsync(self._fd)
         except OSError:  # it may not be on disk: nothing is reserved
             self.mark = before
             raise

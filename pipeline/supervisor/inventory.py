@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.processor import cores
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LIST_SECONDS_MAX = 5.0
@@ -80,8 +81,7 @@ def local_inventory(environment: Mapping[str, str] | None = None, torch_has_cuda
     """This machine. Imports no torch: GPUs are those of ``nvidia-smi -L`` that ``CUDA_VISIBLE_DEVICES`` leaves, and
     none where PyTorch is a build for CPUs."""
     environment = os.environ if environment is None else environment
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    node = Node("this machine", cpus=cores, memory_bytes=_memory())
+    node = Node("this machine", cpus=cores(), memory_bytes=_memory())
     if not (_builds_for_cuda() if torch_has_cuda is None else torch_has_cuda):
         return Inventory((node,), "PyTorch in this environment is a build for CPUs")
     listed, lack = list_gpus(environment.get("PATH"))

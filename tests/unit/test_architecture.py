@@ -232,6 +232,19 @@ def test_nothing_pickles() -> None:
     assert importers("pickle") | importers("dill") | importers("cloudpickle") == set()
 
 
+LINUX_ONLY = re.compile(
+    r"\b(?:os|select)\.(?:fdatasync|memfd_create|pidfd_open|eventfd|setres[ug]id|sched_[gs]etaffinity|posix_f\w+|"
+    r"copy_file_range|splice|pipe2|[gs]etxattr|unshare|setns|epoll|O_TMPFILE|O_DIRECT|O_PATH)\b"
+)
+"""What Python has on Linux and lacks on macOS."""
+
+
+def test_macos_lacks_nothing_that_the_product_calls_but_in_sandboxes() -> None:
+    asked = "pipeline/runtime/processor.py"  # calls it only where it is
+    sandboxed = ("actors/sandboxes/first_process.py", "actors/tools/python.py")
+    assert {file for file in FILES if LINUX_ONLY.search((ROOT / file).read_text())} == {asked, *sandboxed}
+
+
 def test_imports_are_absolute() -> None:
     assert importers("relative import") == set()
 

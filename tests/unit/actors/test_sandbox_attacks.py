@@ -139,10 +139,10 @@ async def test_sockets_that_know_no_network_namespace_are_refused(kind: str) -> 
 
 
 async def test_unix_sockets_of_the_machine_are_not_reached(kind: str) -> None:
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(f"\0afterplay-{os.getpid()}")
-        server.listen(1)
-        async with made(kind) as sandbox:
+    async with made(kind) as sandbox:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(f"\0afterplay-{os.getpid()}")
+            server.listen(1)
             await refused(sandbox, f"socket.socket(1).connect('\\0afterplay-{os.getpid()}')")
 
 

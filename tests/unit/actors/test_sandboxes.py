@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,12 @@ async def test_an_end_that_fails_is_logged_and_changes_no_result(kind: str, capl
 
         sandbox.end = broken  # type: ignore[method-assign]
     assert sandboxes.live == 0 and "a sandbox may be left" in caplog.text and "gone" in caplog.text
+
+
+def test_a_container_engine_elsewhere_than_on_linux_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ConfigurationError, match=r"^x: sandboxes of docker need Linux, .* set x to none"):
+        find_kind(SandboxOptions(kind="docker", image="any"), "x")
 
 
 @alone

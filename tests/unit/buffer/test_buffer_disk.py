@@ -82,7 +82,7 @@ def test_kill_at_any_moment_of_a_save_leaves_a_readable_state(tmp_path, monkeypa
             return call
 
         with monkeypatch.context() as patch:
-            for name in ("fsync", "fdatasync", "writev", "open"):
+            for name in ("fsync", "writev", "open"):
                 patch.setattr(os, name, dying(name, getattr(os, name)))
             for name in ("replace", "unlink", "open"):
                 patch.setattr(f"pathlib.Path.{name}", dying(name, getattr(__import__("pathlib").Path, name)))

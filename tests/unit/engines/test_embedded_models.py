@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from transformers.generation.continuous_batching import input_outputs
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 from actors.embedded.batching import Batching
@@ -77,6 +78,28 @@ async def sampled(folder):
         return answers
     finally:
         await generator.stop()
+
+
+def test_a_gpu_that_is_not_used_does_not_get_what_the_cpu_reads(tmp_path, monkeypatch):
+    """PyTorch makes the pinned tensors of a Mac on its GPU. Here it refuses to pin."""
+    monkeypatch.setattr(transformers.utils, "is_torch_mps_available", lambda: True)
+    transformers.utils.get_available_devices.cache_clear()
+    monkeypatch.setattr(input_outputs, "get_available_devices", transformers.utils.get_available_devices)
+
+    async def first() -> None:
+        generator = Generator(options(write_family("SmolLM2", tmp_path)), failures.append)
+        generator.start()
+        try:
+            await generator.try_out()
+        finally:
+            await generator.stop()
+
+    failures = []
+    try:
+        asyncio.run(first())
+    finally:
+        transformers.utils.get_available_devices.cache_clear()
+    assert failures == []
 
 
 @pytest.mark.parametrize("name", slow_but(("Gemma 4", "DeepSeek V3 (experts)", "LFM2"), ADDED))

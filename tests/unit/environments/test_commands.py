@@ -57,6 +57,14 @@ def test_missing_package_says_what_to_install(monkeypatch):
     assert "not ready: pip install it" in output and "level: str" in output
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_java_of_macos_that_only_asks_for_java_is_missing(monkeypatch, code):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(shutil, "which", lambda program: "/usr/bin/java")
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, code))
+    assert (Adapter("json", "pip", program="java").missing is None) == (code == 0)
+
+
 def test_missing_program_says_so_too():
     assert "install no_such_program" in Adapter("json", "pip", program="no_such_program").missing
     assert Adapter(None, "pip").missing is None

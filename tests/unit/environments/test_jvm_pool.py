@@ -1,7 +1,6 @@
 """A Java process that hangs takes nobody with it: neither the threads that wait for it, nor the games after it."""
 
 import gc
-import shutil
 import signal
 import threading
 import time
@@ -14,8 +13,6 @@ from actors.environments import Reply
 
 @pytest.mark.slow
 def test_a_java_process_that_hangs_is_ended_and_replaced(kit, monkeypatch):
-    if shutil.which("java") is None:
-        pytest.skip("textworld_express: install java and put it on the PATH")
     environment = kit.build("textworld_express", game="coin")
     try:
         episode = environment.start(kit.task(1))
@@ -51,8 +48,6 @@ def test_a_java_process_that_hangs_is_ended_and_replaced(kit, monkeypatch):
 @pytest.mark.slow
 def test_a_closed_game_leaves_nothing_in_java_for_the_garbage_collector(kit):
     """py4j tells Java what Python's collector found, and waits for the answer on whatever thread the collector ran."""
-    if shutil.which("java") is None:
-        pytest.skip("textworld_express: install java and put it on the PATH")
     environment = kit.build("textworld_express", game="coin")
     from py4j.finalizer import ThreadSafeFinalizer
 

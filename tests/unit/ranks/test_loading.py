@@ -1,5 +1,6 @@
 """Models that are loaded by shards, in a group of one rank, against the ordinary load."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,7 +151,8 @@ def test_a_checkpoint_of_one_process_is_resumed_into_shards(kit, tmp_path, group
     resumed = make_trainer(config, folder, path, group)
     restore_training(path, resumed)
     mapped = (path / "training.pt").stat()
-    assert f"{mapped.st_ino} " not in Path("/proc/self/maps").read_text(), "the file is let go"
+    if sys.platform == "linux":
+        assert f"{mapped.st_ino} " not in Path("/proc/self/maps").read_text(), "the file is let go"
     expected, report = update(whole), update(resumed)
     assert (report.loss, report.critic.loss) == pytest.approx((expected.loss, expected.critic.loss), rel=1e-6)
     served = resumed.policy.snapshot("float32")

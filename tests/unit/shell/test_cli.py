@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from learner.process.preflight import with_options
-from pipeline.cli.app import app
+from pipeline.cli.app import allow_descriptors, app
 from pipeline.cli.status import is_alive
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError
@@ -471,9 +472,25 @@ def test_processes_of_a_run_may_open_as_many_files_as_the_system_allows():
         "import resource, subprocess, sys; limit = resource.RLIMIT_NOFILE; "
         "resource.setrlimit(limit, (256, resource.getrlimit(limit)[1])); "
         "from pipeline.cli.app import allow_descriptors; allow_descriptors(); "
-        "soft, hard = resource.getrlimit(limit); sys.exit(soft != hard)"
+        "soft, hard = resource.getrlimit(limit); sys.exit(soft != (10_240 if sys.platform == 'darwin' else hard))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("soft, allowed", [(256, 10_240), (20_000, 20_000)])
+def test_a_hard_limit_that_may_not_be_reached_still_raises_that_of_open_files(monkeypatch, soft, allowed):
+    """As on macOS, where shells begin with 256 and no hard limit."""
+    limits = [soft]
+
+    def set_limit(kind, wanted):
+        if wanted[0] == resource.RLIM_INFINITY:
+            raise ValueError("current limit exceeds maximum limit")
+        limits.append(wanted[0])
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", set_limit)
+    allow_descriptors()
+    assert limits[-1] == allowed
 
 
 def test_replicas_of_an_actor_take_a_free_index_each_if_asked_and_one_that_is_taken_is_refused(tmp_path, monkeypatch):

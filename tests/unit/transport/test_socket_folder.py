@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import stat
+import tempfile
+from pathlib import Path
 
 import anyio
 import pytest
@@ -53,14 +55,21 @@ async def test_what_is_removed_of_the_way_to_the_socket_is_made_again(tmp_path, 
     assert not folder.exists() and list(tmp_path.iterdir()) == []
 
 
-async def test_a_socket_in_a_folder_that_others_may_enter_is_neither_bound_nor_connected_to(tmp_path):
-    open_folder = tmp_path / "open"
+@pytest.fixture
+def short_path():
+    """A folder whose path leaves room for a socket's name, as macOS's temporary folder does and pytest's in it not."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+async def test_a_socket_in_a_folder_that_others_may_enter_is_neither_bound_nor_connected_to(short_path):
+    open_folder = short_path / "open"
     open_folder.mkdir(mode=0o755)
     with pytest.raises(ConfigurationError, match="only this user"):
         async with zmq_hub(f"ipc://{open_folder}/s"):
             pass
-    async with zmq_hub(f"ipc://{tmp_path}/closed/s") as hub:
-        (tmp_path / "closed").chmod(0o711)
+    async with zmq_hub(f"ipc://{short_path}/closed/s") as hub:
+        (short_path / "closed").chmod(0o711)
         async with zmq_link(hub.address, "a") as link:
             link.describe({})
             with pytest.raises(TransportClosed, match="only this user"):
@@ -74,8 +83,8 @@ def left_by_a_killed_hub(address, run) -> None:
 
 
 @pytest.mark.parametrize("kind", ["of the run", "of a run with a long path", "by path"])
-async def test_a_hub_takes_the_place_of_a_killed_one_and_not_that_of_a_live_one(tmp_path, kind):
-    address = f"ipc://{tmp_path}/s/hub" if kind == "by path" else "ipc://"
+async def test_a_hub_takes_the_place_of_a_killed_one_and_not_that_of_a_live_one(tmp_path, short_path, kind):
+    address = f"ipc://{short_path}/s/hub" if kind == "by path" else "ipc://"
     if kind == "of a run with a long path":
         tmp_path = tmp_path / ("d" * 120)
     left_by_a_killed_hub(address, tmp_path)
