@@ -46,8 +46,8 @@ def train(
     ``learner__learning_rate=1e-5``. A run directory that exists is resumed; ``fresh`` empties it first. The run ends
     when this Python process does; train it again to resume.
 
-    Raises :class:`ConfigurationError`, and :class:`pipeline.supervisor.run.RunIsAlive`. What only the run finds out,
-    such as an environment that raises, is :class:`RunFailed` of the handle.
+    Raises :class:`ConfigurationError`, and :class:`pipeline.supervisor.run.RunIsAlive`. A fault that
+    shows only in the run, such as an environment that raises, is :class:`RunFailed` of the handle.
     """
     run_file = read_run_file(config, environment, reward, overrides)
     directory, run = run_file.directory, run_file.config.run

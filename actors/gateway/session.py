@@ -128,7 +128,7 @@ class Session:
         self.output = ""
         """The end of what the program wrote to stderr, and then to stdout."""
         self.last_line: str | None = None
-        """Of its stdout; None: it is no command, or has not ended."""
+        """The last line of its stdout; None: it is no command, or has not ended."""
         self.files: Mapping[str, str] | None = None
         """The episode's files as the program left them; None: it has none."""
         self.heard_at = anyio.current_time()
