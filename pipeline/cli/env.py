@@ -133,9 +133,6 @@ def eval_(
     temperature: Annotated[
         float | None, typer.Option(min=0.0, help="Sampling temperature. Default: the run file's, else 1.")
     ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling. Default: the run file's, else 1.")
-    ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of one reply. Default: the run file's, else 2048.")
     ] = None,
@@ -189,7 +186,7 @@ def eval_(
     if wrong := [k for k in pass_at or () if k > samples]:
         raise ConfigurationError(f"--pass-at: expected at most --samples ({samples}), got {', '.join(map(str, wrong))}")
     request = load_main(f"{_COMMANDS}.evaluate:EvalRequest")(
-        name, url, model, _options(sets), config, key, out, tasks, samples, first, split, temperature, top_p,
+        name, url, model, _options(sets), config, key, out, tasks, samples, first, split, temperature,
         max_tokens, turns, concurrency, success, tuple(pass_at or ()), _options(body, "--body"),
         tools is ToolStyle.text, retries, request_seconds,
     )  # fmt: skip
