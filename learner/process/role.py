@@ -95,7 +95,7 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> int:
     writer = CheckpointWriter(
         directory.checkpoints, directory.model, config.checkpoint.keep, session.checkpointed, metrics
     )
-    best = BestKeeper(config.evaluation, writer, metrics, lambda: session.evaluation, session.changed)
+    best = BestKeeper(config.evaluation, writer, lambda: session.evaluation, session.changed)
     loop: LearnerLoop | None = None
     try:
         async with (
