@@ -160,7 +160,7 @@ def train(config: RunConfig, folder: Path, goal: float) -> Iterator[tuple[Point,
 def config_of(arm: str, rate: float, seed: int, teacher: Path | None) -> RunConfig:
     own = [*TASK, f"advantage.estimator={arm}", f"run.seed={seed}", f"model.tiny.seed={seed}"]
     if arm != "grpo":
-        own += ["learner.reference.source=folder", f"learner.reference.folder={teacher}"]
+        own.append(f"learner.reference.folder={teacher}")
     own.append(f"learner.learning_rate={load(FILE).learner.learning_rate * rate:g}")
     return with_options(load(FILE, own))
 

@@ -54,10 +54,7 @@ NOT_SHOWN = {
     "afterplay_actor_leaked_tasks_total": "0 unless an environment is broken, and the actor's log then says so",
     "afterplay_build_info": "identifies a build: to be joined in ad-hoc queries",
     "afterplay_run_info": "identifies a run: to be joined in ad-hoc queries",
-    "afterplay_learner_evaluation_score": "what the learner was told of the replay stage's score, which is shown",
     "afterplay_learner_weight_load_duration_seconds": "one engine's part of a publication, which is shown",
-    "afterplay_learner_weight_pass_bytes": "at most three weights: to look at where a GPU's memory is short",
-    "afterplay_learner_weight_passes_total": "one for each version, and one more for each group that failed",
     "afterplay_replay_score_retries_total": "to look at when a judge or reward model is slow; what fails in spite of "
     "retries is in the panel of score failures",
     "afterplay_replay_score_value": "one part of a reward: to be drawn by hand for the parts that a run has",

@@ -148,7 +148,6 @@ class LearnerMetrics(MetricSet):
     grad_norm = latest("Global gradient norm before clipping.")
     learning_rate = latest("Learning rate of the last step.")
     reward_mean = latest("Mean reward of the last batch's fresh trajectories.", env="environments")
-    evaluation_score = latest("Mean score of the last evaluation.", env="environments")
     nonfinite_steps_total = counter(
         "Steps skipped for a non-finite value; where = loss, gradient, ratio or value (the critic's step).",
         where=NONFINITE,
@@ -167,9 +166,7 @@ class LearnerMetrics(MetricSet):
 
     weight_publish_duration_seconds = histogram("Time to publish one policy version.", LONG)
     weight_publish_bytes_total = counter("Bytes of published weights.")
-    weight_passes_total = counter("Passes over the weights for transfers by NCCL; one feeds all engines.")
     weight_sent_bytes_total = counter("Bytes sent by NCCL: those of a version, once for each group of engines.")
-    weight_pass_bytes = latest("Most bytes of whole weights beside the trained ones in the last pass.")
     weight_load_duration_seconds = histogram("Time in which one engine got one version, over all engines.", LONG)
     weight_publish_failures_total = counter("Engines that did not load a published version.")
     weight_probe_diff_nats = latest("Mean |learner - engine log-probability| of the last weight probe.")

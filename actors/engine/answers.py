@@ -99,17 +99,6 @@ class AnswerStream:
         return {"choices": [{**self._choice, "token_ids": self._ids, "logprobs": {"content": self._content}}]}
 
 
-def read_completion(
-    engine: str, answer: Any, tokens_max: int, vocabulary: int | None, version: int, n_before: int | None = None
-) -> Generation:
-    """An answer of ``/v1/completions``, whose tokens are all labelled with ``version``."""
-    choice = _choice(engine, answer)
-    ids = _token_ids(engine, choice, tokens_max, vocabulary)
-    logprobs = _logprobs(engine, (choice.get("logprobs") or {}).get("token_logprobs"), len(ids))
-    spans = (VersionSpan(0, len(ids), version),) if len(ids) else ()
-    return Generation(ids, logprobs, spans, _finish(engine, choice), _experts(engine, choice, n_before, len(ids)))
-
-
 def read_version(engine: str, label: Any, run: str | None = None) -> int | None:
     """A version label; None for weights that are not of ``run``."""
     try:

@@ -1,12 +1,7 @@
 """The client of one engine: vLLM's routes, token ids in and out.
 
-``POST /inference/v1/generate`` gives the policy version of each token. Where that route does not exist (404), the
-client goes over to ``POST /v1/completions`` with token ids for the life of this object; versions then come from ``GET
-/weight_info``, read before and after each request. If the version changed under the request, the boundary is unknown
-and all its tokens get the older version, so that staleness is never underestimated.
-
-With ``heard`` the tokens come as the engine samples them (``"stream": true`` of the first route; the second one answers
-whole). The answer is put together again from the pieces and read as one that came whole.
+``POST /inference/v1/generate`` gives the policy version of each token. With ``heard`` the tokens come as the engine
+samples them (``"stream": true``). The answer is put together again from the pieces and read as one that came whole.
 """
 
 from __future__ import annotations
@@ -17,13 +12,13 @@ from typing import Any
 
 import orjson
 
-from actors.engine.answers import AnswerStream, read_completion, read_generate, read_report, read_served, read_version
+from actors.engine.answers import AnswerStream, read_generate, read_report, read_served, read_version
 from actors.engine.base import EngineReport, Generation, Heard, PausableTimeout, Sampling, ServedModel
-from pipeline.errors import EngineGone, EngineProtocolError, EngineUnavailable
+from pipeline.errors import EngineProtocolError, EngineUnavailable
 from pipeline.runtime.engine_keys import authorization
 from pipeline.runtime.http import CONNECT_SECONDS_MAX, Answer, AnswerMemory, HttpClient
 
-GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+GENERATE = "/inference/v1/generate"
 
 ANSWER_BYTES_MAX = 4 * 1024 * 1024
 """Bytes of an answer without tokens. vLLM's metrics are the longest, 0.2 MB."""
@@ -69,7 +64,6 @@ class EngineClient(HttpClient):
         self._run = run
         self._request_seconds_max = request_seconds_max
         super().__init__(authorization(key), memory=memory)
-        self._has_generate = True
 
     @property
     def name(self) -> str:
@@ -86,35 +80,22 @@ class EngineClient(HttpClient):
     ) -> Generation:
         """Continue ``token_ids``. ``session_id`` goes to the engine as a hint; ``cache_salt`` separates prefix
         caches."""
-        parameters, tokens_max = _sampling_parameters(sampling), sampling.max_tokens
-        named = self._named | ({"cache_salt": cache_salt} if cache_salt else {})
+        body = {"token_ids": token_ids, "sampling_params": _sampling_parameters(sampling), **self._named}
+        if cache_salt:
+            body["cache_salt"] = cache_salt
         # tokens of the prompt whose experts are asked for; None: none are
         n_before = None if sampling.experts_from is None else len(token_ids) - sampling.experts_from
-        if self._has_generate:
-            body = {"token_ids": token_ids, "sampling_params": parameters, **named}
-            stream = None
-            if heard is not None:
-                body["stream"] = True
-                stream = AnswerStream(self._url, self._vocabulary, heard)
-            answer = await self._post(GENERATE, body, session_id, tokens_max, n_before, stream)
-            if answer.status != 404 or answer.error is not None:
-                accepted = stream.whole() if stream is not None and stream.begun else self._accepted(answer)
-                return read_generate(self._url, accepted, tokens_max, self._vocabulary, self._run, n_before)
-            self._has_generate = False
-        body = {"prompt": token_ids, "return_token_ids": True, "add_special_tokens": False, **parameters, **named}
-        return await self._complete(body, session_id, tokens_max, n_before)
-
-    async def _complete(
-        self, body: dict[str, Any], session_id: str, tokens_max: int, n_before: int | None
-    ) -> Generation:
-        before = await self.weight_version()
-        if before is None:
-            raise EngineGone(f"engine {self._url} has weights without a version stamp")
-        accepted = self._accepted(await self._post(COMPLETIONS, body, session_id, tokens_max, n_before))
-        after = await self.weight_version()
-        if after is None or after < before:
-            raise EngineGone(f"engine {self._url} was restarted during a request")
-        return read_completion(self._url, accepted, tokens_max, self._vocabulary, before, n_before)
+        stream = None
+        if heard is not None:
+            body["stream"] = True
+            stream = AnswerStream(self._url, self._vocabulary, heard)
+        answer = await self._generate(body, session_id, sampling.max_tokens, n_before, stream)
+        if answer.status == 404 and answer.error is None:
+            raise EngineProtocolError(
+                f"engine {self._url}: expected a route {GENERATE}, got 404; start vLLM with --enable-scale-out"
+            )
+        accepted = stream.whole() if stream is not None and stream.begun else self._accepted(answer)
+        return read_generate(self._url, accepted, sampling.max_tokens, self._vocabulary, self._run, n_before)
 
     async def weight_version(self) -> int | None:
         answer = await self._get("/weight_info")
@@ -150,18 +131,17 @@ class EngineClient(HttpClient):
         answer = await self._get("/metrics")
         return read_report(answer.body.decode("utf-8", "replace")) if answer.status == 200 else None
 
-    async def _post(
+    async def _generate(
         self,
-        path: str,
         body: dict[str, Any],
         session_id: str,
         tokens_max: int,
         n_before: int | None,
-        stream: AnswerStream | None = None,
+        stream: AnswerStream | None,
     ) -> Answer:
         experts_bytes_max = 0 if n_before is None else (n_before + tokens_max) * EXPERTS_BYTES_MAX
         post = partial(
-            self.request, "POST", self._url, path, connect_seconds=CONNECT_SECONDS_MAX, data=orjson.dumps(body),
+            self.request, "POST", self._url, GENERATE, connect_seconds=CONNECT_SECONDS_MAX, data=orjson.dumps(body),
             headers={"X-Session-ID": session_id} if session_id else None,
             bytes_max=HEAD_BYTES_MAX + tokens_max * TOKEN_BYTES_MAX + experts_bytes_max, server=self._server,
             heard=None if stream is None else stream.feed,
@@ -170,7 +150,9 @@ class EngineClient(HttpClient):
             return await post(seconds=self._request_seconds_max)
         with self._patience.limit(self._request_seconds_max):
             return await post(seconds=None)
-        raise EngineUnavailable(f"{self._server} did not answer {path} within {self._request_seconds_max:g} s awake")
+        raise EngineUnavailable(
+            f"{self._server} did not answer {GENERATE} within {self._request_seconds_max:g} s awake"
+        )
 
     async def _get(self, path: str) -> Answer:
         return await self.request(

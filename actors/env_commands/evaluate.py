@@ -77,7 +77,6 @@ class EvalRequest:
     """Place of the first task in the split."""
     split: str = TRAIN
     temperature: float | None = None
-    top_p: float | None = None
     turn_tokens: int | None = None
     turns: int | None = None
     concurrency: int = 16
@@ -162,7 +161,6 @@ class _Evaluation:
         self._sampling = Sampling(
             max_tokens=request.turn_tokens or (run.sampling.max_tokens if run else TURN_TOKENS),
             temperature=_first_of(request.temperature, run.sampling.temperature if run else 1.0),
-            top_p=_first_of(request.top_p, 1.0),
             stop=run.sampling.stop if run else (),
         )
         self._threshold = _first_of(request.threshold, run.replay.success_threshold if run else 1.0)
@@ -175,8 +173,6 @@ class _Evaluation:
         )
         self._replies = ChatRenderer()
         self._more: dict[str, Any] = {"temperature": self._sampling.temperature}
-        if self._sampling.top_p != 1.0:
-            self._more["top_p"] = self._sampling.top_p  # only where it is asked for: some endpoints refuse it
         self._more |= request.more
         self._scorer = Scorer(run.scorer if run else ScorerConfig())
         self._rows: dict[str, Row] = {}

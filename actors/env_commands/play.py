@@ -1,6 +1,6 @@
 """``afterplay env play``: plays one episode of an environment, or of a section of a run file with its loop and data.
 
-The replies come from the user at the terminal, an engine, or the environment's expert. The episode runs as in an actor:
+The replies come from the user at the terminal, or from the environment's expert. The episode runs as in an actor:
 in the agent loop that the environment or the run file selects, with its tools.
 """
 
@@ -16,15 +16,12 @@ from typing import Any, cast
 
 import anyio
 
-from actors.engine.base import Sampling
-from actors.engine.client import EngineClient
 from actors.env_commands.chat_dialogue import ChatRenderer
 from actors.env_commands.describe import end_environment, shown
 from actors.environments.base import Reply
 from actors.environments.host import EnvironmentHost
 from actors.metrics import ActorMetrics
 from actors.rendering.renderer import Renderer
-from actors.rendering.tokenizer import load_tokenizer
 from actors.rollout.agent_loop import (
     AGENT_LOOP,
     AgentEpisode,
@@ -40,10 +37,8 @@ from pipeline.config.load import load
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.config.tasks import TRAIN
 from pipeline.errors import ConfigurationError, boundary, leaves
-from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.runtime.plugin_limits import TaskOwner
-from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema import Message, Task
 from pipeline.tasks.open import open_source
 from pipeline.tasks.source import TaskSource
@@ -58,8 +53,6 @@ class NewMessages:
     messages: tuple[Message, ...]
     opening: Opening
     """Start of the conversation."""
-    reply: Message | None = None
-    """The last reply with parsed tool calls, if it had any."""
 
 
 Speak = Callable[[NewMessages], Awaitable[Reply | None]]
@@ -117,26 +110,6 @@ def replaying(replies: Sequence[str]) -> Speak:
     async def speak(_: NewMessages) -> Reply | None:
         text = next(left, None)
         return None if text is None else Reply(text)
-
-    return speak
-
-
-def sampling(client: EngineClient, renderer: Renderer, how: Sampling) -> Speak:
-    """Replies sampled as in training: token ids in and out, the conversation continued and the tools rendered by the
-    template."""
-    held: dict[str, Any] = {}
-
-    async def speak(new: NewMessages) -> Reply | None:
-        if not held:
-            held["conversation"] = renderer.start(new.messages, new.opening.tools)
-        else:
-            held["conversation"] = renderer.extend(
-                held["conversation"], held["ids"], held["completed"], new.messages, parsed_reply=new.reply
-            )
-        generation = await client.generate(held["conversation"].prompt_ids, how)
-        held["ids"] = generation.token_ids.tolist()
-        held["completed"] = renderer.completed(held["ids"])
-        return Reply(held["completed"].text, generation.finish_reason)
 
     return speak
 
@@ -200,10 +173,6 @@ def play(
     turns_max: int,
     show: Show,
     *,
-    engine: str | None = None,
-    model: Path | None = None,
-    temperature: float = 1.0,
-    tokens_max: int = 256,
     expert: bool = False,
     run_file: Path | None = None,
 ) -> float | None:
@@ -212,29 +181,15 @@ def play(
     ``run_file``: ``name`` is a section of its environments, with that section's options, agent loop and data.
     Raises :class:`ConfigurationError` for wrong options and :class:`PlugInError` if the environment fails.
     """
-    if engine is not None and model is None:
-        raise ConfigurationError("--engine needs --model, the folder with the tokenizer of the served model")
-    if expert and engine is not None:
-        raise ConfigurationError("expected either --expert or --engine, got both")
-    if model is not None and not model.is_dir():  # anything else would be looked up on the hub
-        raise ConfigurationError(f"--model: expected the folder of a model (runs/NAME/model), got {model}")
     subject = Subject.of(name, options, run_file, step_seconds_max=STEP_SECONDS_MAX)
-    renderer = ChatRenderer() if model is None else Renderer(*load_tokenizer(model))
     host = EnvironmentHost(subject.section, subject.config)
 
     async def run() -> float | None:
         async with AsyncExitStack() as stack:
             task = subject.task(seed)
-            loop = build_loop(host, cast(Renderer, renderer), ActorMetrics(CollectorRegistry()))
+            loop = build_loop(host, cast(Renderer, ChatRenderer()), ActorMetrics(CollectorRegistry()))
             stack.push_async_callback(loop.close)
-            if expert:
-                speak = replaying(await anyio.to_thread.run_sync(expert_of(host.environment), task))
-            elif engine is not None:
-                assert model is not None and isinstance(renderer, Renderer)
-                how = Sampling(tokens_max, temperature=temperature, stop_token_ids=renderer.end_ids)
-                speak = sampling(await stack.enter_async_context(_client(engine, model)), renderer, how)
-            else:
-                speak = typing()
+            speak = replaying(await anyio.to_thread.run_sync(expert_of(host.environment), task)) if expert else typing()
             score = await episode(host, task, turns_max, speak, show, loop)
             for line in subject.notes:
                 show("note", line)
@@ -297,8 +252,8 @@ async def _turns(agent: AgentEpisode, turns_max: int, speak: Speak, show: Show) 
             show("left", f"score so far {score:g}")
             return None
         show("assistant", str(reply))
-        answer = checked_answer(await agent.answer(Reply(str(reply), reply.finish_reason)))
-        score, new = score + answer.reward, NewMessages(tuple(answer.messages), opening, answer.parsed_reply)
+        answer = checked_answer(await agent.answer(reply))
+        score, new = score + answer.reward, NewMessages(tuple(answer.messages), opening)
         signals = "".join(f", {key} {value:g}" for key, value in answer.signals.items())
         show("step", f"reward {answer.reward:g}{signals}")
         if answer.done or answer.limit is not None:
@@ -335,13 +290,3 @@ def expert_of(environment: Any) -> Callable[[Task], list[str]]:
             return [str(reply) for reply in expert(task)]
 
     return replies
-
-
-def _client(engine: str, model: Path) -> EngineClient:
-    """The client of ``engine``, with the key of the run that ``model`` belongs to if it is one of its engines."""
-    file = RunDirectory(model.absolute().parent).config_file
-    if file.exists():
-        config = load(file, environment={})
-        if engine.rstrip("/") in config.engine.addresses():
-            return EngineClient(engine, key=find_key(config.engine, "actor_key"), run=config.run.id)
-    return EngineClient(engine)

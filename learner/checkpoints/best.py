@@ -26,7 +26,6 @@ import orjson
 
 from learner.checkpoints.checkpoint import checkpoint_path, find_checkpoints, is_complete, read_state
 from learner.checkpoints.writer import CheckpointWriter
-from learner.metrics import LearnerMetrics
 from pipeline.config.evaluation import EvaluationConfig
 from pipeline.runtime.disk import when_room
 from pipeline.runtime.folders import atomic_folder, find_damage, remove_folder
@@ -43,7 +42,6 @@ class BestKeeper:
 
     section: EvaluationConfig
     writer: CheckpointWriter
-    metrics: LearnerMetrics
     evaluation: Callable[[], Mapping[str, Any]]
     """Gives the newest EVALUATION header."""
     changed: Callable[[], Awaitable[None]]
@@ -67,14 +65,10 @@ class BestKeeper:
 
     async def apply(self, header: Mapping[str, Any]) -> None:
         """Act on an EVALUATION header, again whenever a checkpoint became durable."""
-        last, best = header.get("last"), header.get("best")
-        for name, score in (last or {}).get("environments", {}).items():
-            if score is not None:
-                self.metrics.evaluation_score.labels(env=name).set(score)
         if self.section.keep_best is None:
             return
         async with self._lock:
-            await self._keep(header.get("evaluating"), best)
+            await self._keep(header.get("evaluating"), header.get("best"))
 
     async def _keep(self, evaluating: int | None, best: Mapping[str, Any] | None) -> None:
         protected = {evaluating, None if best is None or best == self._kept else best["updates"]}

@@ -142,7 +142,7 @@ class ServerReference:
                 raise TrainingError(
                     f"expected {row.trajectory_id} to be sampled with temperature 1, got "
                     f"{row.temperatures[row.loss_mask][0]:g}: a reference server scores with 1; set "
-                    "sampling.temperature: 1, or learner.reference.source: initial"
+                    "sampling.temperature: 1, or omit learner.reference.url"
                 )
         out = np.zeros(sum(row.n_sampled for row in rows), dtype=np.float32)
         with watch.phase("forward"):

@@ -102,19 +102,16 @@ def _loaded(
 def make_reference(config: RunConfig, policy: Policy, initial_model: Path, group: RankGroup | None = None) -> Reference:
     """The reference policy of ``learner.reference``. Raises :class:`ConfigurationError`."""
     learner = config.learner
-    options, source = learner.reference, learner.reference.source
-    if source == "auto":
-        source = "lora_off" if learner.lora.rank else "initial"
-    log.info("reference policy: %s", source)
-    if source == "lora_off":
-        return AdaptersOff(policy)
-    if source == "server":
+    options = learner.reference
+    if options.url is not None:
         if policy.ranks.rank:
             return AskedElsewhere()
-        ours = (options.url or "").rstrip("/") in config.engine.addresses()
+        ours = options.url.rstrip("/") in config.engine.addresses()
         key = find_key(config.engine, "learner_key") if ours else None
         check_ids = encoded_check_text(config, initial_model)
         return ServerReference(options, policy.interrupt, key, check_ids, config.context_max)
+    if options.folder is None and learner.lora.rank:
+        return AdaptersOff(policy)
     folder = initial_model
     if options.folder is not None:
         folder = options.folder

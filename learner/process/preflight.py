@@ -73,11 +73,11 @@ def _check_estimator(config: RunConfig) -> list[str]:
             "rollouts are drawn from a group"
         )
     if isinstance(advantage.estimator, Distill) and not advantage.estimator.reward_weight:
-        source = config.learner.reference.source
-        if name == "distill" and source not in ("folder", "server"):
+        reference = config.learner.reference
+        if name == "distill" and reference.folder is None and reference.url is None:
             problems.append(
-                f"advantage.estimator distill needs a teacher, but learner.reference.source is {source}, which is the "
-                "policy's own model: set it to folder or server, or set reward_weight above 0 to also train on rewards"
+                "advantage.estimator distill needs a teacher, but learner.reference has neither folder nor url, so it "
+                "is the policy's own initial model: set one, or reward_weight above 0 to also train on rewards"
             )
         if config.loss.kl == "reward":
             problems.append(

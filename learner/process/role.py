@@ -95,7 +95,7 @@ async def _serve(ctx: RoleContext, start: Start, link: Link) -> int:
     writer = CheckpointWriter(
         directory.checkpoints, directory.model, config.checkpoint.keep, session.checkpointed, metrics
     )
-    best = BestKeeper(config.evaluation, writer, metrics, lambda: session.evaluation, session.changed)
+    best = BestKeeper(config.evaluation, writer, lambda: session.evaluation, session.changed)
     loop: LearnerLoop | None = None
     try:
         async with (
@@ -164,7 +164,7 @@ def allow_time_limits(ctx: RoleContext, *, several_ranks: bool) -> None:
     if several_ranks:
         for state in (RoleState.TRAINING, RoleState.SAVING, RoleState.PUBLISHING):
             progress.allow(state, config.learner.ranks_timeout_seconds)
-    if config.learner.reference.source == "server":
+    if config.learner.reference.url is not None:
         progress.allow(RoleState.TRAINING, 2 * TIMEOUT_SECONDS * ATTEMPTS_MAX)
 
 

@@ -137,7 +137,7 @@ class OptimizerSteps:
         totals.last_step = sums = StepSums()
         weights = token_weights(rows, self.config.loss.aggregation, self.config.loss.aggregation_length)
         supervised, frozen = self.config.loss.supervised, totals.critic_only
-        replayed_weight = supervised.weight if supervised.source == "replayed" and not frozen else 0.0
+        replayed_weight = supervised.weight if supervised.demonstrations is None and not frozen else 0.0
         if replayed_weight:
             sums.supervised_tokens = sum(row.n_sampled for row in rows if is_imported(row))
         share = imported_share(rows, replayed_weight)

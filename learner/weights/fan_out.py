@@ -248,10 +248,7 @@ class FanOut:
         weights.run(self._device)
         self._pass = None
         if self._metrics is not None:
-            n_bytes = sum(send.n_bytes for send in weights.sends)
-            self._metrics.weight_passes_total.inc()
-            self._metrics.weight_sent_bytes_total.inc(n_bytes)
-            self._metrics.weight_pass_bytes.set(weights.n_bytes_max)
+            self._metrics.weight_sent_bytes_total.inc(sum(send.n_bytes for send in weights.sends))
 
     def _send(self, group: NcclGroup, arrivals: list[_Arrival], send: Send) -> None:
         try:

@@ -127,8 +127,6 @@ class WeightPass:
 
     def __init__(self, description: Description, read: Read, n_sends: int, hold_seconds: float) -> None:
         """``hold_seconds``: see :func:`patience`."""
-        self.n_bytes_max = 0
-        """Most bytes of whole weights that it held at a time."""
         self._changed = threading.Condition()
         self._read = read
         self._hold_seconds = hold_seconds
@@ -146,14 +144,11 @@ class WeightPass:
         """Give all weights to all sends, until they are sent. Returns early where no send is left; an error of the
         weights ends all sends."""
         self._began = time.monotonic()
-        recent: deque[int] = deque(maxlen=AHEAD + 1)
         try:
             with contextlib.closing(self._read()) as weights:  # type: ignore[type-var]
                 while self._until_fewer(AHEAD) and (found := next(weights, None)) is not None:
                     name, tensor = found[0], found[1].to(device, non_blocking=True)
                     del found
-                    recent.append(tensor.nbytes)
-                    self.n_bytes_max = max(self.n_bytes_max, sum(recent))
                     ready = work_of(device)
                     for send in self.sends:
                         send.give(name, tensor, ready)

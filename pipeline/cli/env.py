@@ -86,18 +86,10 @@ def play(
     sets: Sets = None,
     seed: Seed = 0,
     turns: Annotated[int, typer.Option(min=1, help="Stop after this number of turns.")] = 1000,
-    engine: Annotated[
-        str | None, typer.Option(metavar="URL", help="Let this engine play, for example http://127.0.0.1:8100.")
-    ] = None,
-    model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="With --engine: folder of the model's tokenizer.")
-    ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="With --engine: sampling temperature.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="With --engine: most tokens of one reply.")] = 256,
     expert: Annotated[bool, typer.Option("--expert", help="Let the environment's expert play, if it has one.")] = False,
     config: RunFile = None,
 ) -> None:
-    """Play one episode. The replies come from you (typed, or piped in with one per line), an engine or an expert.
+    """Play one episode. The replies come from you (typed, or piped in with one per line), or from an expert.
 
     A line that ends with a backslash continues on the next line. End of input leaves the game. Tools are called as
     <tool_call>{"name": "...", "arguments": {...}}</tool_call>. With --config and tasks from a data set, the seed is the
@@ -107,11 +99,9 @@ def play(
       printf '8\\n12\\n' | afterplay env play number_guess
       afterplay env play questions --config @questions --seed 5
       afterplay env play babyai --expert
-      afterplay env play arithmetic --engine http://127.0.0.1:8100 --model runs/quickstart/model
     """
-    sampling = {"engine": engine, "model": model, "temperature": temperature, "tokens_max": max_tokens}
     main = load_main(f"{_COMMANDS}.play:play")
-    main(name, _options(sets), seed, turns, _talk, **sampling, expert=expert, run_file=config)
+    main(name, _options(sets), seed, turns, _talk, expert=expert, run_file=config)
 
 
 ToolStyle = StrEnum("ToolStyle", "native text")
@@ -142,9 +132,6 @@ def eval_(
     split: Annotated[str, typer.Option(help="Split that the tasks are taken from.")] = "train",
     temperature: Annotated[
         float | None, typer.Option(min=0.0, help="Sampling temperature. Default: the run file's, else 1.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling. Default: the run file's, else 1.")
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of one reply. Default: the run file's, else 2048.")
@@ -199,7 +186,7 @@ def eval_(
     if wrong := [k for k in pass_at or () if k > samples]:
         raise ConfigurationError(f"--pass-at: expected at most --samples ({samples}), got {', '.join(map(str, wrong))}")
     request = load_main(f"{_COMMANDS}.evaluate:EvalRequest")(
-        name, url, model, _options(sets), config, key, out, tasks, samples, first, split, temperature, top_p,
+        name, url, model, _options(sets), config, key, out, tasks, samples, first, split, temperature,
         max_tokens, turns, concurrency, success, tuple(pass_at or ()), _options(body, "--body"),
         tools is ToolStyle.text, retries, request_seconds,
     )  # fmt: skip

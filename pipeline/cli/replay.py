@@ -167,18 +167,17 @@ def export_command(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", dir_okay=False, help="The file to write, for example pool.afterplay.")
     ],
-    compress: Annotated[bool, typer.Option("--compress/--plain", help="Compress every trajectory with zlib.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
 ) -> None:
     """Write the pool of a run with replay.mode: mix to one portable, checksummed file. Works while the run is alive.
 
     afterplay replay export runs/tiny pool.afterplay
-    afterplay replay export runs/tiny pool.afterplay --plain --force
+    afterplay replay export runs/tiny pool.afterplay --force
     """
     from pipeline.replay.transfer import export_run
 
     config, directory = open_run(run)
-    count = export_run(config, directory, file, compress=compress, replace=force)
+    count = export_run(config, directory, file, replace=force)
     typer.echo(f"{count} trajectories in {file}")
 
 

@@ -33,27 +33,23 @@ class LoraConfig(Section):
 
 class ReferenceConfig(Section):
     """Reference policy of the KL term, or teacher of ``advantage.estimator: distill``. It is loaded only if the
-    estimator or the loss needs it."""
+    estimator or the loss needs it. Without ``folder`` and ``url`` it is the initial model: a frozen copy, or with
+    ``learner.lora`` the model in training with its adapters disabled, without a copy."""
 
-    source: Literal["auto", "initial", "folder", "lora_off", "server"] = "auto"
-    """``initial``: a frozen copy of the initial model. ``folder``: another Hugging Face model with the same tokenizer.
-    ``lora_off``: the model in training with its adapters disabled, without a copy. ``server``: an OpenAI-compatible
-    server that scores prompts (vLLM). ``auto``: ``lora_off`` if there are adapters, else ``initial``."""
     folder: Path | None = None
-    """With ``source: folder``: the model folder."""
+    """Folder of another Hugging Face model with the same tokenizer, in place of the initial model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the copy's weights."""
     url: str | None = None
-    """With ``source: server``: its base URL. The server scores at temperature 1, so ``sampling.temperature`` must be
-    1. Rollouts have at most ``model.max_length`` - 1 tokens, because vLLM samples one more for each."""
+    """Base URL of an OpenAI-compatible server that scores prompts (vLLM), in place of the initial model. It scores at
+    temperature 1, so ``sampling.temperature`` must be 1. Rollouts have at most ``model.max_length`` - 1 tokens, because
+    vLLM samples one more for each."""
     model: str | None = None
     """Name of the model at the server. None: the only one that it serves."""
 
     def check(self) -> None:
-        if (self.source == "folder") != (self.folder is not None):
-            raise ValueError("learner.reference.folder belongs to source: folder, which requires it")
-        if (self.source == "server") != (self.url is not None):
-            raise ValueError("learner.reference.url belongs to source: server, which requires it")
+        if self.folder is not None and self.url is not None:
+            raise ValueError("learner.reference has a folder and a url: omit one")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(
                 f"learner.reference.url: expected an address such as http://127.0.0.1:8000, got {self.url!r}"
@@ -154,8 +150,6 @@ class LearnerConfig(Section):
             raise ValueError(
                 f"learner.lora.frozen_dtype {frozen} needs learner.compute_dtype {frozen}, got {self.compute_dtype}"
             )
-        if self.reference.source == "lora_off" and not self.lora.rank:
-            raise ValueError("learner.reference.source is lora_off, but learner.lora.rank is 0: set source: initial")
 
 
 class PublishConfig(Section):

@@ -71,21 +71,13 @@ class SupervisedConfig(Section):
     weight: float = Field(0.0, ge=0)
     """Factor on the mean cross-entropy over supervised tokens. That mean has its own denominator: the policy loss is
     not rescaled. 0: off."""
-    source: Literal["replayed", "file"] = "replayed"
-    """Origin of the demonstrations. ``replayed``: imported demonstrations without recorded log-probabilities that the
-    update replays; they keep their off-policy loss and the temperature they came with. ``file``: trajectories drawn
-    from ``demonstrations``, at temperature 1."""
     demonstrations: Path | None = None
-    """With ``source: file``: a file from ``afterplay replay export``, or JSONL in the form that ``afterplay replay
-    import`` reads. Only trajectories with a reward of at least ``replay.success_threshold`` are used."""
+    """A file from ``afterplay replay export``, or JSONL in the form that ``afterplay replay import`` reads. Its
+    trajectories with a reward of at least ``replay.success_threshold`` are drawn, at temperature 1. None: imported
+    demonstrations without recorded log-probabilities that the update replays; they keep their off-policy loss and the
+    temperature they came with."""
     batch: int = Field(8, ge=1)
-    """With ``source: file``: trajectories in each optimizer step."""
-
-    def check(self) -> None:
-        if self.weight and (self.source == "file") != (self.demonstrations is not None):
-            raise ValueError(
-                "loss.supervised.demonstrations belongs to source: file, which requires it: set both or neither"
-            )
+    """Trajectories of ``demonstrations`` in each optimizer step."""
 
 
 class LossConfig(Section):

@@ -137,7 +137,7 @@ class RunConfig(Section):
     @property
     def context_max(self) -> int:
         """Tokens of a rollout at most. A reference server samples one more for each rollout that it scores."""
-        return self.model.max_length - (self.learner.reference.source == "server")
+        return self.model.max_length - (self.learner.reference.url is not None)
 
     @property
     def trained_environments(self) -> dict[str, EnvironmentConfig]:
@@ -261,10 +261,10 @@ class RunConfig(Section):
 
     def _check_replay(self) -> None:
         replay, n, supervised = self.replay, self.groups.n_rollout, self.loss.supervised
-        if not replay.enabled and supervised.weight and supervised.source == "replayed":
+        if not replay.enabled and supervised.weight and supervised.demonstrations is None:
             raise ValueError(
-                "loss.supervised.source is replayed, but replay.enabled is false: set replay.enabled: true, or "
-                "source: file"
+                "loss.supervised without demonstrations trains those that are replayed, but replay.enabled is false: "
+                "set replay.enabled: true, or loss.supervised.demonstrations"
             )
         if not replay.enabled:
             return

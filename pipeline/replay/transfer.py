@@ -228,9 +228,7 @@ def _at_version(span: TokenSpan, version: int) -> TokenSpan:
     return replace(span, version_spans=spans)
 
 
-def export_run(
-    config: RunConfig, directory: RunDirectory, file: Path, *, compress: bool = True, replace: bool = False
-) -> int:
+def export_run(config: RunConfig, directory: RunDirectory, file: Path, *, replace: bool = False) -> int:
     """Write every trajectory of the pool as of one moment; returns how many. The run may be active.
 
     Raises :class:`ConfigurationError` for a run that keeps groups, and if ``file`` already exists (unless ``replace``),
@@ -242,10 +240,5 @@ def export_run(
             "not exported"
         )
     with reading(store_path(config, directory)) as store:
-        header = Header(
-            run=config.run.name,
-            model=config.model.source,
-            compression="zlib" if compress else None,
-            origins=tuple(filter(None, [origin(store)])),
-        )
+        header = Header(config.run.name, config.model.source, tuple(filter(None, [origin(store)])))
         return write_archive(file, header, pooled(store), replace=replace)

@@ -91,7 +91,6 @@ class ReplayMetrics(LessonMetrics):
     item_age_seconds = histogram("Time from arrival to being sent to the learner.", AGE)
     item_samples = histogram("Times one trajectory was sent to the learner.", SAMPLES)
     sample_wait_seconds = histogram("Time the learner waited for a group.", LAT)
-    share_ratio = gauge("Replayed tokens among trained response tokens of the last update; 0 to 1.")
 
     progress_age_seconds = gauge(
         "Seconds since a rollout last succeeded, an update was trained or a version was published."
@@ -241,7 +240,6 @@ _GAUGES: Final[tuple[tuple[Any, ...], ...]] = (
     (M.retired_tasks, lambda core: len(core.replay.difficulty.retired)),
     (M.planned_share_ratio, lambda core: core.replay.share),
     (M.guard_factor_ratio, lambda core: core.replay.factor),
-    (M.share_ratio, lambda core: core.replays.last_share),
 )
 """A gauge, how the core is asked for it, the value of the gauge's label."""
 

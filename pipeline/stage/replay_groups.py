@@ -65,7 +65,6 @@ class ReplayGroups(StagePart):
         super().__init__(shared)
         self._sampler = sampler
         self.replay = replay
-        self.last_share = 0.0
         """Replayed tokens among the sampled tokens that the last update trained."""
         self._dropped_counts = [0, 0]
         """Successes and fresh rollouts of groups that were dropped since the last update; a restart forgets them."""
@@ -121,7 +120,6 @@ class ReplayGroups(StagePart):
         )
         if self.replay.factor != factor:
             self._journal.count(Count.GUARD_SHRINK if self.replay.factor < factor else Count.GUARD_RECOVER)
-        self.last_share = _share(groups)
         for group in groups:
             self._store(group)
 
@@ -250,12 +248,6 @@ class ReplayGroups(StagePart):
     def _audit(self, population: str, entry: PoolEntry, age: int) -> None:
         self._journal.audit(population, reward=entry.reward, tokens=entry.n_sampled,
                             duration_seconds=entry.duration_seconds, age_versions=age)  # fmt: skip
-
-
-def _share(groups: Sequence[GroupRecord]) -> float:
-    fresh = sum(slot.trajectory.facts.n_sampled for g in groups for slot in g.slots if slot.trajectory is not None)
-    replayed = sum(replay.entry.n_sampled for g in groups for replay in g.replays if replay.chosen)
-    return replayed / (fresh + replayed) if replayed else 0.0
 
 
 def _finite(value: Any) -> float | None:

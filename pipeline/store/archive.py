@@ -45,8 +45,6 @@ class Header:
     run: str = ""
     model: str = ""
     """``model.source`` of the run: token ids mean nothing to another tokenizer."""
-    compression: str | None = None
-    """``zlib`` or None."""
     origins: tuple[str, ...] = ()
     """Stores that the trajectories come from."""
     schema_version: int = SCHEMA_VERSION
@@ -61,7 +59,6 @@ def write_archive(path: Path, header: Header, records: Iterable[ArchivedTrajecto
     if path.exists() and not replace:
         raise ConfigurationError(f"expected no file at {path}, got one: give another name, or --force to replace it")
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    level = _LEVEL if header.compression else None
     try:
         with part.open("xb") as file:
             file.write(KIND.magic)
@@ -69,7 +66,7 @@ def write_archive(path: Path, header: Header, records: Iterable[ArchivedTrajecto
             file.writelines(buffers)
             total, count = zlib.crc32(buffers[0][:4]), 0
             for record in records:
-                buffers = frames.pack({"marks": dict(record.marks)}, record.frames, level=level)
+                buffers = frames.pack({"marks": dict(record.marks)}, record.frames, level=_LEVEL)
                 file.writelines(buffers)
                 total, count = zlib.crc32(buffers[0][:4], total), count + 1
             file.writelines(frames.pack({"count": count, "checksum": total}))

@@ -55,18 +55,6 @@ async def test_client_reads_what_a_real_engine_answers(engine: RunningEngine) ->
             await client.generate([1] * 9000, Sampling(max_tokens=8))
 
 
-@pytest.mark.vllm
-@pytest.mark.smoke
-async def test_completions_route_gives_the_same_kind_of_answer(vllm_engine: RunningEngine) -> None:
-    url, body = f"{vllm_engine.url}/update_weight_version", {"new_version": str(VERSION)}
-    async with aiohttp.ClientSession() as session, session.post(url, json=body, headers=vllm_engine.control) as answer:
-        assert answer.status == 200
-    async with EngineClient(vllm_engine.url, key=vllm_engine.key("actor")) as client:
-        client._has_generate = False
-        generation = await client.generate([1, 2, 3, 4], Sampling(max_tokens=8), cache_salt="v1")
-        assert generation.version_spans[0].policy_version == VERSION and len(generation.logprobs) >= 1
-
-
 async def test_multi_turn_rollouts_are_complete_and_stay_in_one_branch(engine: RunningEngine) -> None:
     settings = engine.config.model_dump()
     game = {"name": "number_guess", "options": {"compact": True}, "max_turns": 4}

@@ -193,7 +193,7 @@ def scored_by(policy: Policy) -> Callable[[Row], np.ndarray]:
 
 async def test_the_server_scores_prompts_like_the_frozen_weights(engine: RunningEngine, policy: Policy) -> None:
     """So does the longest row that a run with this reference has."""
-    rng, server = np.random.default_rng(0), ReferenceConfig(source="server", url=engine.url, model="policy")
+    rng, server = np.random.default_rng(0), ReferenceConfig(url=engine.url, model="policy")
     lengths = (25, 26, 27, engine.config.updated(learner={"reference": server}).context_max)
     rows = [row_of(rng.integers(8, 60, 20).tolist(), rng.integers(8, 60, n - 20).tolist()) for n in lengths]
     reference = ServerReference(server, policy.interrupt)

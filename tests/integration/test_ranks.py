@@ -34,7 +34,7 @@ CASES = {
     "rows_without_signal": {"without_signal": [0, 2, 3, 4, 5, 6], "learner": {"gradient_checkpointing": True}},
     "critic": {"sections": GAE},
     "critic_on_the_policy": {"sections": GAE, "learner": {"critic": {"backbone": "none"}}},
-    "reference": {"sections": {"loss": {"kl": "loss"}}, "learner": {"reference": {"source": "initial"}}},
+    "reference": {"sections": {"loss": {"kl": "loss"}}},
     "sequence_ratios": {"sections": {"loss": {"policy": "gspo"}}},
     "masks": {"sections": {"loss": {"off_policy": "second_moment"}, "replay": {"ess_guard": {"enabled": True}}}},
     "adapters": {"sections": {"loss": {"kl": "loss"}}, "learner": {"lora": LORA}},

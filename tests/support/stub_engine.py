@@ -192,11 +192,9 @@ class StubServer:
         *,
         version: str = "0",
         has_generate: bool = True,
-        completion: Answer | None = None,
         keep_bodies: bool = True,
     ) -> None:
         self.answer = answer
-        self.completion = completion
         self.version = version
         self.healthy = True
         self.sleeping = False
@@ -215,7 +213,6 @@ class StubServer:
         app = web.Application()
         if self.has_generate:
             app.router.add_post("/inference/v1/generate", self._generate)
-        app.router.add_post("/v1/completions", self._completions)
         app.router.add_get("/weight_info", self._weight_info)
         app.router.add_get("/health", self._health)
         app.router.add_post("/sleep", self._sleep)
@@ -235,20 +232,12 @@ class StubServer:
         await self._stack.aclose()
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        return await self._reply(request, self.answer)
-
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        if self.completion is None:
-            return web.json_response({"detail": "Not Found"}, status=404)
-        return await self._reply(request, self.completion)
-
-    async def _reply(self, request: web.Request, answer: Answer) -> web.StreamResponse:
         body = orjson.loads(await request.read())
         if self.keep_bodies:
             self.bodies.append(body)
         while self.sleeping:
             await self.awake.wait()
-        value = answer(body)
+        value = self.answer(body)
         if hasattr(value, "__await__"):
             value = await value
         if isinstance(value, web.StreamResponse):

@@ -293,34 +293,10 @@ async def test_answers_that_are_read_at_once_share_one_memory() -> None:
     assert most == 1000, "one that is larger than the memory is read alone"
 
 
-def completion(body: dict[str, Any]) -> dict[str, Any]:
-    n = body["max_tokens"]
-    choice = {"token_ids": [5] * n, "logprobs": {"token_logprobs": [-1.0] * n}, "finish_reason": "length"}
-    return {"choices": [choice]}
-
-
-async def test_engine_without_the_generate_route_is_asked_for_completions() -> None:
-    stub = StubServer(has_generate=False, completion=completion, version="6")
-    async with stub as server, EngineClient(server.url) as client:
-        for _ in range(2):
-            generation = await client.generate([1, 2], SAMPLING)
-            assert generation.version_spans == (VersionSpan(0, 4, 6),)
-    assert [body["prompt"] for body in server.bodies] == [[1, 2], [1, 2]]
-    assert server.bodies[0]["return_token_ids"] is True and "seed" not in server.bodies[0]
-
-
-async def test_version_that_changed_under_a_completion_is_counted_as_the_older() -> None:
-    async with StubServer(has_generate=False, version="6") as server, EngineClient(server.url) as client:
-
-        def publish(body: dict[str, Any]) -> Any:
-            server.version = "7"
-            return completion(body)
-
-        server.completion = publish
-        assert (await client.generate([1], SAMPLING)).version_spans == (VersionSpan(0, 4, 6),)
-        server.completion = lambda body: setattr(server, "version", "default") or completion(body)
-        with pytest.raises(EngineUnavailable, match="restarted"):
-            await client.generate([1], SAMPLING)
+async def test_an_engine_without_the_generate_route_says_how_to_start_it() -> None:
+    async with StubServer(has_generate=False) as server, EngineClient(server.url) as client:
+        with pytest.raises(EngineProtocolError, match="start vLLM with --enable-scale-out"):
+            await client.generate([1, 2], SAMPLING)
 
 
 async def test_what_an_engine_reports_is_summed_over_its_cores_and_nothing_is_none() -> None:
@@ -406,10 +382,6 @@ async def test_only_who_hears_asks_for_a_stream_and_an_engine_without_one_answer
         assert ["stream" in body for body in server.bodies] == [False, True]
         server.answer = good_answer
         assert len((await client.generate([1], SAMPLING, heard=hear)).token_ids) == len(heard) == 4
-    stub = StubServer(has_generate=False, completion=completion, version="6")
-    async with stub as server, EngineClient(server.url) as client:
-        assert len((await client.generate([1], SAMPLING, heard=hear)).token_ids) == 4
-    assert len(heard) == 4
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,7 @@ def test_the_policy_with_a_hint_teaches_the_policy_without():
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({}, "distill needs a teacher, but learner.reference.source is auto"),
-        ({"learner": {"reference": {"source": "initial"}}}, "needs a teacher"),
+        ({}, "distill needs a teacher, but learner.reference has neither folder nor url"),
         ({"advantage": {"estimator": "self_distill"}, "loss": {"kl": "reward"}}, "reads no rewards"),
         ({"groups": {"zero_variance": "drop"}}, "also learns from groups with equal rewards"),
     ],
@@ -144,7 +143,7 @@ def test_run_files_in_which_nothing_would_be_distilled_are_refused(sections, wor
 
 
 def test_a_teacher_of_its_own_or_a_weight_on_rewards_makes_a_run_file_valid():
-    server = {"reference": {"source": "server", "url": "http://teacher:8000"}}
+    server = {"reference": {"url": "http://teacher:8000"}}
     rewarded = {"name": "distill", "reward_weight": 1.0}
     for sections in ({"learner": server, "groups": {"n_rollout": 1}}, {"advantage": {"estimator": rewarded}}):
         with_options(RunConfig.model_validate({"advantage": {"estimator": "distill"}, **sections}))

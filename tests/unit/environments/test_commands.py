@@ -1,8 +1,7 @@
-"""``afterplay env``: what is listed can be named, pipes can play, an engine can play, a new package works as it is."""
+"""``afterplay env``: what is listed can be named, pipes can play, a new package works as it is."""
 
 import importlib.metadata
 import io
-import itertools
 import json
 import os
 import shutil
@@ -14,24 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from actors.adapters.catalogue import ADAPTERS, Adapter, package
-from actors.engine.base import Sampling
-from actors.engine.client import EngineClient
 from actors.env_commands.describe import details, entries, seeds_in_words
-from actors.env_commands.play import episode, play, sampling
-from actors.environments.host import EnvironmentHost
+from actors.env_commands.play import play
 from actors.environments.plugins import BUILT_IN, GROUP, find, names_of
-from actors.rendering.renderer import Renderer
-from actors.rendering.tokenizer import load_tokenizer
-from actors.rollout.agent_loop import MultiTurn
-from learner.models.tiny import TinyOptions, write_tiny_model
 from pipeline.cli.app import app
 from pipeline.cli.env import _options
 from pipeline.config.load import load
-from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.errors import ConfigurationError
 from pipeline.replay.demonstrations import read_demonstrations
-from pipeline.schema import Task
-from tests.support.stub_engine import StubServer
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -122,29 +111,6 @@ def test_the_end_of_the_pipe_leaves(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("77\n"))
     assert play("number_guess", {}, 7, 100, lambda who, text: lines.append(who)) is None
     assert lines[-1] == "left"
-
-
-async def test_an_engine_plays_token_by_token(tmp_path):
-    write_tiny_model(TinyOptions(hidden_size=16, layers=1), tmp_path)
-    renderer = Renderer(*load_tokenizer(tmp_path))
-    guesses, prompts, lines = iter(range(16)), [], []
-
-    def answer(body):
-        prompts.append(body["token_ids"])
-        ids = list(renderer.completion_ids(str(next(guesses))))
-        content = [{"token_id": i, "logprob": -0.5, "rank": 1, "top_logprobs": []} for i in ids]
-        versions = [{"version": "0", "start": 0, "end": len(ids)}]
-        choice = {"index": 0, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": "stop"}
-        return {"choices": [{**choice, "weight_versions": versions}]}
-
-    async with StubServer(answer) as server, EngineClient(server.url) as client:
-        host = EnvironmentHost("guess", EnvironmentConfig(name="number_guess", options={"compact": True, "turns": 16}))
-        speak = sampling(client, renderer, Sampling(4, stop_token_ids=renderer.end_ids))
-        show = lambda *line: lines.append(line)  # noqa: E731
-        score = await episode(host, Task("guess/3", "guess", 3), 20, speak, show, MultiTurn())
-    assert score == 1.0 and lines[:2] == [("user", "guess"), ("assistant", "0")]
-    for before, after in itertools.pairwise(prompts):
-        assert after[: len(before)] == before and len(after) > len(before) + 2
 
 
 def test_demonstrations_can_be_imported(kit, tmp_path):

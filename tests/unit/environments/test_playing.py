@@ -8,24 +8,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from actors.adapters.games import NumberGuess
-from actors.engine.base import Sampling
-from actors.env_commands.chat_dialogue import ChatRenderer
 from actors.env_commands.demonstrate import demonstrate
 from actors.env_commands.describe import shown
-from actors.env_commands.play import episode, play, sampling
-from actors.environments.host import EnvironmentHost
-from actors.metrics import ActorMetrics
-from actors.rollout.services import build_loop
-from pipeline.config.rollouts import EnvironmentConfig
+from actors.env_commands.play import play
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.metrics import CollectorRegistry
-from pipeline.schema import Message, Task
+from pipeline.schema import Message
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -59,44 +50,6 @@ def test_calls_that_stand_in_the_prompt_are_shown():
     assert shown(Message("user", "Hello")) == "Hello"
 
 
-class Characters(ChatRenderer):
-    """A renderer whose tokens are characters; ``rendered`` is what it rendered."""
-
-    def __init__(self):
-        self.rendered = []
-
-    def start(self, messages, tools=()):
-        self.rendered.append(([m.role for m in messages], [tool["function"]["name"] for tool in tools]))
-        return SimpleNamespace(prompt_ids=(1, 2))
-
-    def extend(self, before, ids, completed, new, *, parsed_reply=None):
-        self.rendered.append(([m.content for m in new], parsed_reply.extra["tool_calls"][0]["function"]["arguments"]))
-        return SimpleNamespace(prompt_ids=(*before.prompt_ids, *ids))
-
-    def completed(self, ids):
-        return SimpleNamespace(text="".join(map(chr, ids)))
-
-
-class Engine:
-    def __init__(self, *replies):
-        self.replies, self.prompts = iter(replies), []
-
-    async def generate(self, prompt_ids, how):
-        self.prompts.append(prompt_ids)
-        return SimpleNamespace(token_ids=np.array([ord(c) for c in next(self.replies)]), finish_reason=None)
-
-
-async def test_an_engine_is_told_the_tools_and_its_calls_are_run():
-    renderer, engine, lines = Characters(), Engine(call("60494 + 65125"), "125619"), []
-    host = EnvironmentHost("sums", EnvironmentConfig(name="big_sums", options={"examples": 0}))
-    loop = build_loop(host, renderer, ActorMetrics(CollectorRegistry()))
-    speak = sampling(engine, renderer, Sampling(400))
-    score = await episode(host, Task("sums/0", "sums", 0), 9, speak, lambda *line: lines.append(line), loop)
-    assert score == 1.0 and ("tool", "125619") in lines
-    assert renderer.rendered == [(["user"], ["calculator"]), (["125619"], {"expression": "60494 + 65125"})]
-    assert engine.prompts[1][: len(engine.prompts[0])] == engine.prompts[0]
-
-
 def run_file(tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"q": f"What is {i}?", "a": i}) + "\n" for i in range(20)))
@@ -117,15 +70,6 @@ def test_a_section_of_a_run_file_is_played_with_its_data(monkeypatch, tmp_path):
         assert lines[-1] == ("note", "the score does not include number: the scorer runs only in a run")
     with pytest.raises(ConfigurationError, match=r"environments of .* \(asked\), got 'other'"):
         typed(monkeypatch, "42", name="other", run_file=path)
-
-
-def test_what_cannot_be_played_says_why(monkeypatch, tmp_path):
-    with pytest.raises(ConfigurationError, match="--engine needs --model"):
-        typed(monkeypatch, engine="http://127.0.0.1:9")
-    with pytest.raises(ConfigurationError, match="expected the folder of a model"):
-        typed(monkeypatch, engine="http://127.0.0.1:9", model=tmp_path / "none")
-    with pytest.raises(ConfigurationError, match="either --expert or --engine"):
-        typed(monkeypatch, engine="http://127.0.0.1:9", model=tmp_path, expert=True)
 
 
 def test_a_demonstration_that_fails_leaves_the_file_that_was_there(monkeypatch, tmp_path):

@@ -71,17 +71,16 @@ def test_other_weights_under_the_same_number_are_not_taken(tmp_path: Path) -> No
     assert keep_best(tmp_path, best_of(30)) is None
 
 
-def keeper_of(root: Path, keep: str | None = "score") -> tuple[BestKeeper, CheckpointWriter, LearnerMetrics]:
+def keeper_of(root: Path, keep: str | None = "score") -> tuple[BestKeeper, CheckpointWriter]:
     async def durable(updates: int) -> None: ...
 
-    metrics = LearnerMetrics(CollectorRegistry(), environments=("a",))
-    writer = CheckpointWriter(root, root, 1, durable, metrics)
+    writer = CheckpointWriter(root, root, 1, durable, LearnerMetrics(CollectorRegistry(), environments=()))
     section = EvaluationConfig(every=5, keep_best=keep)
-    return BestKeeper(section, writer, metrics, dict, anyio.sleep_forever), writer, metrics
+    return BestKeeper(section, writer, dict, anyio.sleep_forever), writer
 
 
 async def test_what_is_evaluated_is_spared_until_it_is_decided(tmp_path: Path) -> None:
-    keeper, writer, metrics = keeper_of(tmp_path)
+    keeper, writer = keeper_of(tmp_path)
     await keeper.apply({"evaluating": 10, "last": None, "best": None})
     assert writer.protected == {10}
     told = {"evaluating": None, "last": {"environments": {"a": 0.25}}, "best": best_of(10)}
@@ -90,13 +89,12 @@ async def test_what_is_evaluated_is_spared_until_it_is_decided(tmp_path: Path) -
     write(tmp_path, 10)
     await keeper.apply(told)
     assert is_complete(tmp_path / "best")
-    assert metrics.evaluation_score.labels(env="a")._value.get() == 0.25
     await keeper.apply({**told, "evaluating": 15})
     assert writer.protected == {15}
 
 
 async def test_what_is_evaluated_since_a_write_began_is_spared_when_it_ends(tmp_path: Path) -> None:
-    keeper, writer, _ = keeper_of(tmp_path)
+    keeper, writer = keeper_of(tmp_path)
     writer.initial_model = tmp_path / "model"
     write(tmp_path, 10)
 
@@ -119,7 +117,7 @@ async def test_what_is_evaluated_since_a_write_began_is_spared_when_it_ends(tmp_
 async def test_the_best_is_in_place_when_the_last_result_comes_as_the_run_ends(tmp_path: Path) -> None:
     write(tmp_path, 10)
     write(tmp_path, 15)
-    keeper, _, _ = keeper_of(tmp_path)
+    keeper, _ = keeper_of(tmp_path)
     await keeper.apply({"best": best_of(10)})
     header = {"best": best_of(15, 0.9)}
     keeper.evaluation = lambda: header
@@ -133,7 +131,7 @@ async def test_the_best_is_in_place_when_the_last_result_comes_as_the_run_ends(t
 async def test_the_best_takes_its_place_as_soon_as_its_checkpoint_is_reported_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keeper, writer, _ = keeper_of(tmp_path)
+    keeper, writer = keeper_of(tmp_path)
     monkeypatch.setattr("learner.checkpoints.writer.write_image", lambda root, image, *_: write(root, image.updates))
     kept_at_report = []
 
@@ -153,7 +151,7 @@ async def test_the_best_takes_its_place_as_soon_as_its_checkpoint_is_reported_du
 
 
 async def test_a_checkpoint_that_is_gone_leaves_the_best_as_it_was(tmp_path: Path) -> None:
-    keeper, _, _ = keeper_of(tmp_path)
+    keeper, _ = keeper_of(tmp_path)
     write(tmp_path, 10)
     await keeper.apply({"best": best_of(10)})
     write(tmp_path, 25)
@@ -162,7 +160,7 @@ async def test_a_checkpoint_that_is_gone_leaves_the_best_as_it_was(tmp_path: Pat
 
 
 async def test_without_keep_best_only_the_score_is_told(tmp_path: Path) -> None:
-    keeper, writer, _ = keeper_of(tmp_path, None)
+    keeper, writer = keeper_of(tmp_path, None)
     write(tmp_path, 10)
     await keeper.apply({"evaluating": 10, "best": best_of(10)})
     assert writer.protected == frozenset() and not (tmp_path / "best").exists()

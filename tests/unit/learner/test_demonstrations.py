@@ -153,7 +153,7 @@ def test_every_pass_takes_every_trajectory_once_and_a_step_depends_on_its_number
 
 def test_a_resolved_run_file_finds_its_demonstrations_from_any_folder(game, monkeypatch) -> None:
     monkeypatch.chdir(game.file.parent)
-    supervised = {"weight": 0.1, "source": "file", "demonstrations": game.file.name}
+    supervised = {"weight": 0.1, "demonstrations": game.file.name}
     config, _ = game.run(loss={"supervised": supervised})
     found = resolve(config)
     assert found.loss.supervised.demonstrations == game.file

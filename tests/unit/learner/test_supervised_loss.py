@@ -119,7 +119,7 @@ def test_imported_demonstrations_without_advantage_are_learned_all_the_same(kit)
 def test_each_optimizer_step_draws_and_counts_its_own_demonstrations_and_adds_their_gradient(kit) -> None:
     demonstrations = Demonstrations(tuple((row,) for row in ones(kit.make_rows(5, seed=3))))
     rows = kit.make_rows(4)
-    loss = {"supervised": {"weight": 0.25, "source": "file", "demonstrations": "x", "batch": 2}}
+    loss = {"supervised": {"weight": 0.25, "demonstrations": "x", "batch": 2}}
     trainer = trainer_of(kit, demonstrations=demonstrations, loss=loss)
     report, found = gradients(trainer, lambda: trainer.step(Batch(0, (), rows), 0))
     plain = trainer_of(kit)
@@ -144,7 +144,7 @@ def test_each_optimizer_step_draws_and_counts_its_own_demonstrations_and_adds_th
 
 def test_a_step_whose_cross_entropy_is_not_finite_is_skipped_and_counted(kit, monkeypatch) -> None:
     demonstrations = Demonstrations(tuple((row,) for row in ones(kit.make_rows(2))))
-    loss = {"supervised": {"weight": 1.0, "source": "file", "demonstrations": "x", "batch": 2}}
+    loss = {"supervised": {"weight": 1.0, "demonstrations": "x", "batch": 2}}
     trainer = trainer_of(kit, demonstrations=demonstrations, loss=loss)
     kept = trainer.policy.snapshot("float32")
     monkeypatch.setattr(
@@ -161,7 +161,7 @@ async def test_demonstrations_beside_rl_are_in_every_step_of_a_learner(world, tm
     turns = [[{"context_ids": [1, 2], "completion_ids": [3 + i, 4]}] for i in range(4)]
     lines = [{"environment": "toy", "seed": i, "reward": 1, "turns": turn} for i, turn in enumerate(turns)]
     file.write_bytes(b"\n".join(map(orjson.dumps, lines)) + b"\n")
-    supervised = {"weight": 0.5, "source": "file", "batch": 2, "demonstrations": str(file)}
+    supervised = {"weight": 0.5, "batch": 2, "demonstrations": str(file)}
     async with world(loss={"supervised": supervised}) as w:
         ctx = await w.learn()
     lines = w.lines()
@@ -170,17 +170,10 @@ async def test_demonstrations_beside_rl_are_in_every_step_of_a_learner(world, tm
     assert ctx.registry.get_sample_value("afterplay_learner_loss", {"term": "supervised"}) > 0
 
 
-@pytest.mark.parametrize(
-    "sections, words",
-    [
-        ({"loss": {"supervised": {"weight": 1, "source": "file"}}}, "belongs to source: file"),
-        ({"loss": {"supervised": {"weight": 1, "demonstrations": "x"}}}, "belongs to source: file"),
-        ({"loss": {"supervised": {"weight": 1}}}, "replay.enabled is false"),
-    ],
-)
-def test_run_files_that_contradict_themselves_are_refused(sections, words) -> None:
-    with pytest.raises(ValueError, match=words):
-        RunConfig.model_validate(sections)
+def test_demonstrations_that_are_replayed_need_replay() -> None:
+    with pytest.raises(ValueError, match=r"replay\.enabled is false"):
+        RunConfig.model_validate({"loss": {"supervised": {"weight": 1}}})
+    RunConfig.model_validate({"loss": {"supervised": {"weight": 1, "demonstrations": "x"}}})
 
 
 class _OneOf(Ranks):

@@ -15,7 +15,7 @@ from learner.distributed.ranks import Interrupt
 from learner.observability.timing import Stopwatch
 from learner.policy.reference import ServerReference
 from learner.training.trainer import Trainer
-from pipeline.config.learner import LearnerConfig, LoraConfig, ReferenceConfig
+from pipeline.config.learner import ReferenceConfig
 from pipeline.errors import (
     ConfigurationError,
     EngineProtocolError,
@@ -90,7 +90,7 @@ def _impatient(monkeypatch):
 
 
 def reference_of(server, interrupt=None, **options):
-    config = ReferenceConfig(source="server", url=server.url + "/", **options)
+    config = ReferenceConfig(url=server.url + "/", **options)
     return ServerReference(config, interrupt or Interrupt())
 
 
@@ -142,7 +142,7 @@ def test_other_ranks_wait_outside_of_a_command_while_rank_0_asks(server, monkeyp
 
 def test_a_server_with_another_tokenizer_is_refused_before_it_scores_a_token(server):
     server.tokens = [1, 2, 4]
-    reference = ServerReference(ReferenceConfig(source="server", url=server.url), Interrupt(), check_ids=[1, 2, 3])
+    reference = ServerReference(ReferenceConfig(url=server.url), Interrupt(), check_ids=[1, 2, 3])
     with pytest.raises(ConfigurationError, match=r"policy's tokenizer at .*\[1, 2, 4\] and the policy's \[1, 2, 3\]"):
         reference.logprobs(rows_at_one(1), WATCH)
     assert server.bodies == []
@@ -150,7 +150,7 @@ def test_a_server_with_another_tokenizer_is_refused_before_it_scores_a_token(ser
 
 def test_a_server_without_room_for_the_longest_row_and_a_token_is_refused_before_it_scores_one(server):
     server.tokens = [1, 2, 3]
-    config = ReferenceConfig(source="server", url=server.url)
+    config = ReferenceConfig(url=server.url)
     with pytest.raises(ConfigurationError, match=r"room for 65 tokens at .*, got 64.*set model.max_length: 64"):
         ServerReference(config, Interrupt(), check_ids=[1, 2, 3], row_max=64).logprobs(rows_at_one(1), WATCH)
     assert server.bodies == []
@@ -162,7 +162,7 @@ def test_a_server_without_room_for_the_longest_row_and_a_token_is_refused_before
 @pytest.mark.parametrize("tokens", [[1, 2, 3], None])
 def test_a_server_with_the_same_tokenizer_or_without_the_route_is_asked_once_for_it(server, tokens):
     server.tokens = tokens
-    config = ReferenceConfig(source="server", url=server.url, model="ref")
+    config = ReferenceConfig(url=server.url, model="ref")
     reference, rows = ServerReference(config, Interrupt(), check_ids=[1, 2, 3]), rows_at_one(1)
     for _ in range(2):
         np.testing.assert_allclose(reference.logprobs(rows, WATCH), expected(rows), rtol=1e-6)
@@ -200,7 +200,7 @@ def test_a_server_that_hangs_or_is_gone_is_given_up_in_bounded_time(server, monk
     with pytest.raises(EngineUnavailable, match=r"within 0\.1 s"):
         reference_of(server).logprobs(rows_at_one(2), WATCH)
     assert time.monotonic() - start < 5
-    gone = ReferenceConfig(source="server", url="http://127.0.0.1:9")
+    gone = ReferenceConfig(url="http://127.0.0.1:9")
     with pytest.raises(EngineUnavailable, match="failed"):
         ServerReference(gone, Interrupt()).logprobs(rows_at_one(1), WATCH)
 
@@ -226,20 +226,6 @@ def test_another_temperature_is_refused_because_the_server_cannot_score_it(serve
     assert server.bodies == []
 
 
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"source": "server"}, "url"),
-        ({"source": "folder"}, "folder"),
-        ({"url": "http://x"}, "url"),
-    ],
-)
-def test_a_source_has_exactly_what_it_needs(options, word):
-    with pytest.raises(ValueError, match=word):
-        ReferenceConfig(**options)
-
-
-def test_adapters_off_needs_adapters():
-    with pytest.raises(ValueError, match="rank is 0"):
-        LearnerConfig(reference=ReferenceConfig(source="lora_off"))
-    LearnerConfig(reference=ReferenceConfig(source="lora_off"), lora=LoraConfig(rank=1))
+def test_a_reference_is_at_one_place():
+    with pytest.raises(ValueError, match="omit one"):
+        ReferenceConfig(folder="teacher", url="http://x")

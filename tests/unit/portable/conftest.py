@@ -103,7 +103,7 @@ def pooled(run: Run) -> dict[str, Any]:
 def exported(make_run, tmp_path, n=5):
     one = make_run("one")
     one.import_(write_lines(tmp_path / "d.jsonl", *(demonstration(s, s) for s in range(n))))
-    export_run(one.config, one.directory, tmp_path / "pool", compress=False)
+    export_run(one.config, one.directory, tmp_path / "pool")
     return one, tmp_path / "pool"
 
 

@@ -19,6 +19,7 @@ from learner.models.model_folder import ModelFolder
 from learner.policy.fsdp import float32_modules
 from learner.policy.policy import Policy
 from learner.process.build import make_critic, make_policy, make_reference, make_trainer
+from pipeline.config.learner import LoraConfig
 from pipeline.errors import ConfigurationError
 from tests.unit.models.test_memory import allocated
 
@@ -118,20 +119,16 @@ def test_one_rank_holds_weights_in_no_other_type_than_their_own(kit, tmp_path):
     folder = written(tmp_path, wide)
     narrow = {"lora": {"rank": 2, "frozen_dtype": "bfloat16"}, "reference": {"dtype": "bfloat16"}}
     config = kit.run_config(narrow | {"compute_dtype": "bfloat16"})
+    copied = config.updated(learner={"lora": LoraConfig()})
     found = []
     peaks = [
         allocated(lambda: found.append(make_policy(config, folder, None)), tmp_path / "policy.json"),
-        allocated(lambda: found.append(reference_of(config, found[0], folder)), tmp_path / "reference.json"),
+        allocated(lambda: found.append(make_reference(copied, found[0], folder)), tmp_path / "reference.json"),
     ]
     sizes = [sum(p.nbytes for p in model.parameters()) for model in (found[0].model, found[1].model)]
     assert peaks[0] < 1.25 * sizes[0] and peaks[1] < sizes[0] + 1.25 * sizes[1]
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(torch.bfloat16)
     assert_same(found[1].model, expected)
-
-
-def reference_of(config, policy, folder):
-    copied = config.updated(learner={"reference": config.learner.reference.model_copy(update={"source": "initial"})})
-    return make_reference(copied, policy, folder)
 
 
 def test_a_checkpoint_of_one_process_is_resumed_into_shards(kit, tmp_path, group):

@@ -226,9 +226,7 @@ def test_resolving_fixes_what_several_processes_must_know(tmp_path, monkeypatch)
     assert config.run.path == tmp_path / "runs" / "run"
     assert config.metrics.port == 0
     assert resolve(config) == config
-    config = resolve(
-        loads("learner: {reference: {source: folder, folder: teacher}}\nstage: {store: s/rollouts.sqlite}")
-    )
+    config = resolve(loads("learner: {reference: {folder: teacher}}\nstage: {store: s/rollouts.sqlite}"))
     assert config.stage.store == tmp_path / "s" / "rollouts.sqlite"
     assert config.learner.reference.folder == tmp_path / "teacher"
 
@@ -238,8 +236,8 @@ def test_a_path_may_begin_at_the_home_folder(monkeypatch):
     config = loads(
         "environments: {q: {name: question, tasks_from: {kind: huggingface, path: ~/data}}}\n"
         "scorer: {functions: [{path: exact}]}\n"
-        "loss: {supervised: {weight: 1, source: file, demonstrations: ~/shown.jsonl}}\n"
-        "learner: {reference: {source: folder, folder: ~/model}}\n"
+        "loss: {supervised: {weight: 1, demonstrations: ~/shown.jsonl}}\n"
+        "learner: {reference: {folder: ~/model}}\n"
         "stage: {curve: ~/keys, store: ~/s.sqlite}\nrun: {directory: ~/runs}"
     )
     paths = (config.environments["q"].tasks_from.path, config.loss.supervised.demonstrations, config.stage.curve)

@@ -149,11 +149,10 @@ def test_a_prompt_is_measured_as_soon_as_the_model_is_there(game: Path) -> None:
         preflight.check_beside_run(config)
 
 
-@pytest.mark.parametrize("source", ["initial", "server"])
-def test_the_proposed_length_is_the_least_with_room_for_the_first_reply(source: str, game: Path) -> None:
+@pytest.mark.parametrize("url", [None, "http://127.0.0.1:1"])
+def test_the_proposed_length_is_the_least_with_room_for_the_first_reply(url: str | None, game: Path) -> None:
     game.write_text(GAME.replace('"guess"', '"guess " * 90'))
-    reference = {"source": source, "url": "http://127.0.0.1:1"} if source == "server" else {"source": source}
-    config = configured(game).model_copy(update={"learner": LearnerConfig(reference=reference)})
+    config = configured(game).model_copy(update={"learner": LearnerConfig(reference={"url": url})})
     folder = prepared(config).model
     openings = check_environments(config, {}, Findings())
 
@@ -601,7 +600,7 @@ def test_a_reference_model_with_another_tokenizer_is_found(game: Path) -> None:
     folder = game.parent / "teacher"
     build_tokenizer(9).save_pretrained(folder)
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    reference = {"source": "folder", "folder": folder}
+    reference = {"folder": folder}
     config = RunConfig.model_validate({**configured(game).model_dump(), "learner": {"reference": reference}})
     (problem,) = preflight.check_all(config).problems
     assert "expected a model with the policy's tokenizer" in problem
