@@ -90,10 +90,7 @@ class EngineClient(HttpClient):
             body["stream"] = True
             stream = AnswerStream(self._url, self._vocabulary, heard)
         answer = await self._generate(body, session_id, sampling.max_tokens, n_before, stream)
-        if answer.status == 404 and answer.error is None:
-            raise EngineProtocolError(
-                f"engine {self._url}: expected a route {GENERATE}, got 404; start vLLM with --enable-scale-out"
-            )
+        self._require_route(answer)
         accepted = stream.whole() if stream is not None and stream.begun else self._accepted(answer)
         return read_generate(self._url, accepted, sampling.max_tokens, self._vocabulary, self._run, n_before)
 
@@ -110,6 +107,17 @@ class EngineClient(HttpClient):
                 f"engine {self._url}: expected weight_info to hold weight_version, got {str(info)[:160]}"
             )
         return read_version(self._url, info["weight_version"], self._run)
+
+    async def require_routes(self) -> None:
+        """Raise :class:`EngineProtocolError` where a route is missing that vLLM has only with an option."""
+        await self.weight_version()
+        self._require_route(await self._get(GENERATE))  # where it is, it takes no GET: 405
+
+    def _require_route(self, answer: Answer) -> None:
+        if answer.status == 404 and answer.error is None:
+            raise EngineProtocolError(
+                f"engine {self._url}: expected a route {GENERATE}, got 404; start vLLM with --enable-scale-out"
+            )
 
     async def health(self) -> None:
         answer = await self._get("/health")

@@ -507,6 +507,7 @@ async def _ask_engine(url: str, config: RunConfig, key: str | None, found: Findi
                     await client.health()
                     remedy = ""
                     served = await client.served()
+                    await client.require_routes()
             except TimeoutError:
                 raise ConfigurationError(
                     f"engine.urls: expected an answer from the engine {shown} within {SECONDS_MAX:g} s, got none: it "

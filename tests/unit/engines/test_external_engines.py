@@ -79,6 +79,19 @@ async def test_an_engine_that_lists_no_model_may_be_used() -> None:
     assert found == Findings(notes=[f"engine.urls: {server.url} does not say which model it serves"])
 
 
+async def test_a_route_that_an_option_of_vllm_brings_is_missed_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def missing(request: web.Request) -> web.Response:
+        return web.json_response({"detail": "Not Found"}, status=404)
+
+    async with StubServer(has_generate=False) as server:
+        (problem,) = (await found_of(configured(server.url))).problems
+    assert "expected a route /inference/v1/generate, got 404; start vLLM with --enable-scale-out" in problem
+    monkeypatch.setattr(StubServer, "_weight_info", staticmethod(missing))
+    async with StubServer() as server:
+        (problem,) = (await found_of(configured(server.url))).problems
+    assert "start vLLM with VLLM_SERVER_DEV_MODE=1" in problem
+
+
 async def test_each_engine_that_does_not_answer_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actors.process.preflight, "SECONDS_MAX", 0.3)
     async with StubServer() as unhealthy, await anyio.create_tcp_listener(local_host="127.0.0.1") as silent:
