@@ -117,7 +117,7 @@ EOF
 FROM standin/monitoring
 ENTRYPOINT ["/usr/bin/prometheus-alertmanager"]
 EOF
-  build "$GRAFANA_IMAGE" "$ROOT/tests/integration/compose" <<'EOF'
+  build "$GRAFANA_IMAGE" "$ROOT/tests/end_to_end/compose" <<'EOF'
 FROM standin/monitoring
 COPY grafana_standin.py /grafana_standin.py
 ENTRYPOINT ["/usr/bin/python3", "/grafana_standin.py"]

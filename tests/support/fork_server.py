@@ -59,7 +59,8 @@ REQUEST_BYTES_MAX = 1 << 16
 NUMBER_BYTES = 16
 """In a status pipe: the process number, later the wait status."""
 DESCRIPTORS_MAX = 1 << 16
-END_SECONDS_MAX = 5.0
+END_SECONDS_MAX = 60.0
+"""It sees that it is over when it has imported everything."""
 
 
 class Forked:
