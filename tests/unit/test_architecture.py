@@ -236,7 +236,7 @@ LINUX_ONLY = re.compile(
     r"\b(?:os|select)\.(?:fdatasync|memfd_create|pidfd_open|eventfd|setres[ug]id|sched_[gs]etaffinity|posix_f\w+|"
     r"copy_file_range|splice|pipe2|[gs]etxattr|unshare|setns|epoll|O_TMPFILE|O_DIRECT|O_PATH)\b"
 )
-"""What Python has on Linux and lacks on macOS."""
+"""Names that Python has on Linux and lacks on macOS."""
 
 
 def test_macos_lacks_nothing_that_the_product_calls_but_in_sandboxes() -> None:

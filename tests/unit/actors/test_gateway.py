@@ -714,7 +714,7 @@ async def test_a_port_that_is_taken_is_told_with_what_to_do(serve: Serve, words:
 
 
 def ended(pid: int, seconds: float = 10.0) -> bool:
-    """Whether it ends in time, waited for without asking again and again."""
+    """True if it ends in time. The wait does not poll."""
     try:
         if not hasattr(os, "pidfd_open"):  # macOS; on Linux psutil would wait until somebody asks for the exit code too
             psutil.Process(pid).wait(seconds)
