@@ -208,8 +208,8 @@ class Runs:
 
     def _open(self, found: Mapping[float, Sequence[Result]]) -> list[float]:
         """Rates whose unfinished runs can still change which one is :func:`best`. With fewer hits than another rate has
-        already, even if all their other runs hit, they cannot. Those that have missed come last: a run that misses takes
-        longest, and hits of the others may spare it."""
+        already, even if all their other runs hit, they cannot. Those that have missed come last: a run that misses
+        takes longest, and hits of the others may spare it."""
         hits = {rate: sum(r.hit for r in runs) for rate, runs in found.items()}
         missing = {rate: len(self.family.tuning_seeds) - len(runs) for rate, runs in found.items()}
         needed = [rate for rate in found if missing[rate] and hits[rate] + missing[rate] >= max(hits.values())]
