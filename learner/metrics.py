@@ -154,7 +154,6 @@ class LearnerMetrics(MetricSet):
     )
 
     reference_kl_nats = latest("KL(pi||reference) of the last batch, per token; 0 without a reference.")
-    kl_coefficient = latest("Coefficient of the KL to the reference; an adaptive controller changes it.")
     value_explained_variance = gauge(
         "1 - Var(R - V) / Var(R) of the last batch, V before the update; 1 is perfect, 0 equals a constant.",
     )

@@ -252,8 +252,6 @@ def _parts(trainer: Trainer) -> dict[str, tuple[Any, Callable[[Any], None]]]:
     found: dict[str, tuple[Any, Callable[[Any], None]]] = {}
     if trainer.critic is not None:
         found["critic"] = trainer.critic.state(), trainer.critic.load
-    if trainer.kl.target is not None:
-        found["kl"] = trainer.kl.as_json(), trainer.kl.restore
     return found
 
 

@@ -1,5 +1,4 @@
-"""Options of the policy losses, of the losses of off-policy tokens, of the corrections of replayed tokens, and of the
-controllers of the KL coefficient.
+"""Options of the policy losses, of the losses of off-policy tokens, and of the corrections of replayed tokens.
 
 The functions are in ``learner.losses``; these classes stand apart from them because ``afterplay config check`` reads
 them without PyTorch. Default clips are those of the cited publication.
@@ -168,28 +167,9 @@ class SoftCorrection(Options):
     """lambda for tokens with negative advantage."""
 
 
-class Fixed(Options):
-    """The coefficient is constant."""
-
-    name: Literal["fixed"] = "fixed"
-
-
-class Adaptive(Options):
-    """After each update the coefficient changes by at most 20 % of trajectories / ``horizon``, towards a mean KL of
-    ``target`` (arXiv:1909.08593, section 2.2)."""
-
-    name: Literal["adaptive"] = "adaptive"
-    target: float = Field(0.01, gt=0)
-    """Target of the estimator's mean, in nats per token."""
-    horizon: float = Field(10_000.0, gt=0)
-    """Horizon of the controller, in trajectories. Larger reacts more slowly."""
-
-
 POLICIES = by_name(Ppo, Gspo, Gmpo, Cispo, Sapo, DppoTv, DppoKl, OwnLoss)
 """``loss.policy``."""
 OFF_POLICIES = by_name(Clip, Shaped, SecondMoment)
 """``loss.off_policy``."""
 CORRECTIONS = by_name(TokenCorrection, TruncatedCorrection, SoftCorrection)
 """``replay.correction``."""
-KL_CONTROLLERS = by_name(Fixed, Adaptive)
-"""``loss.kl_controller``."""

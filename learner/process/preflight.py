@@ -18,7 +18,7 @@ from learner.advantages.base import ScoredTrajectory, shaped
 from learner.advantages.distill import Distill
 from learner.advantages.estimate import COMPARING, OPTIONS, estimate, needed_scores
 from learner.advantages.estimators import PassAtK
-from learner.losses.options import CORRECTIONS, KL_CONTROLLERS, OFF_POLICIES, POLICIES
+from learner.losses.options import CORRECTIONS, OFF_POLICIES, POLICIES
 from learner.models.prepare import model_folder
 from pipeline.config import RunConfig
 from pipeline.config.base import Options
@@ -30,7 +30,6 @@ FUNCTIONS: dict[str, Mapping[str, type[Options]]] = {
     "advantage.estimator": OPTIONS,
     "loss.policy": POLICIES,
     "loss.off_policy": OFF_POLICIES,
-    "loss.kl_controller": KL_CONTROLLERS,
     "replay.correction": CORRECTIONS,
 }
 """Keys of the run file that name a function of the learner, and the classes of its options by name."""

@@ -205,7 +205,6 @@ def execute_commands(trainer: Trainer, group: RankGroup, image: Callable[[int], 
                 case "heartbeat":
                     pass
                 case "step":
-                    trainer.kl.coefficient = facts["kl"]
                     trainer.step(Batch(facts["update"], (), rows), facts["policy_version"], scores)
                 case "forget":
                     trainer.forget_moments()

@@ -233,7 +233,6 @@ NUMBERS: Final = (
         doc="Share of trained tokens whose correction weight was truncated.",
     ),
     Number("kl_reference", lambda u: u.all.reference_kl.value, M.reference_kl_nats),
-    Number("kl_coefficient", lambda u: u.report.kl_coefficient, M.kl_coefficient),
     Number("supervised_tokens", lambda u: u.report.supervised_tokens, M.supervised_tokens_total),
     Number("tokens_trained", lambda u: u.report.tokens_trained, M.tokens_total, ("trained",)),
     Number("tokens_masked", lambda u: u.report.tokens_masked, M.tokens_total, ("masked",)),

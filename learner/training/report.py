@@ -105,8 +105,6 @@ class StepReport:
     trajectory that has some."""
     overlong: int = 0
     """Trajectories whose reward lost the overlong penalty."""
-    kl_coefficient: float = 0.0
-    """Coefficient that the update was made with; an adaptive controller may have changed it since."""
     guard_lr_factor: float = 1.0
     """Factor of the ESS guard on the learning rate: mean over optimizer steps; 1 where it is off."""
     critic: CriticReport | None = None
@@ -277,7 +275,6 @@ class StepTotals:
             policy_loss=last.policy_loss,
             entropy_loss=-rules.entropy_bonus * last.entropy,
             kl_loss=rules.kl_coef * last.kl if rules.kl_in_loss else 0.0,
-            kl_coefficient=rules.kl_coef,
             supervised_loss=last.supervised,
             supervised_tokens=self.supervised_tokens,
             tokens_by_trajectory=np.bincount(values.trajectory_indices).tolist(),

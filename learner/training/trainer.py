@@ -23,7 +23,7 @@ from learner.advantages.estimate import with_advantages
 from learner.data.demonstrations import Demonstrations
 from learner.data.microbatch import MicroBatch, token_offsets
 from learner.data.rows import Batch, Row, TokenArray, TokenScores
-from learner.losses.kl import KLController, kl_penalty
+from learner.losses.kl import kl_penalty
 from learner.losses.policy_losses import loss_rules
 from learner.losses.policy_losses import needed_scores as needed_by_loss
 from learner.observability.timing import Stopwatch, peak_memory_bytes, utilisation
@@ -65,7 +65,6 @@ class Trainer:
         self.updates = 0
         self.seed = config.run.seed
         self.saves_optimizer = config.checkpoint.optimizer
-        self.kl = KLController.of(config.loss)
         learner = config.learner
         self.optimizer = make_optimizer(policy.parameters, learner, learner.learning_rate)
         require_routers(policy.routers, config)
@@ -156,14 +155,14 @@ class Trainer:
             update=self.updates,
             policy_version=policy_version,
             learning_rate=learning_rate(self.updates, config.learner, config.run.total_steps),
-            rules=replace(self._rules, kl_coef=self.kl.coefficient),
+            rules=self._rules,
             scores=scores or TokenScores(),
             critic_only=self.critic is not None and self.updates < config.learner.critic.warmup_updates,
             n_sampled=batch.n_sampled,
             recorded=config.replay.keep_trained > 0,
             routing=np.zeros(0 if policy.routers is None else policy.routers.n_sums),
         )
-        facts = {"update": batch.update, "policy_version": policy_version, "kl": self.kl.coefficient}
+        facts = {"update": batch.update, "policy_version": policy_version}
         with policy.ranks.together("step", batch.rows, facts, totals.scores):
             try:
                 if batch.rows:
@@ -179,7 +178,6 @@ class Trainer:
         if policy.routers is not None:
             entropy, imbalance = policy.routers.measured(totals.routing)
             report = replace(report, router_entropy=entropy, expert_imbalance=imbalance)
-        self.kl.update(report.statistics.all.reference_kl.value, len({row.trajectory_index for row in batch.rows}))
         return report
 
     def _train(self, rows: Sequence[Row], totals: StepTotals) -> None:
@@ -239,7 +237,7 @@ class Trainer:
         loss = self._config.loss
         if loss.kl != "reward" or scores.logprobs is None or scores.reference is None:
             return None
-        penalties = kl_penalty(scores.logprobs, scores.reference, self.kl.coefficient, loss.kl_estimator or "k1")
+        penalties = kl_penalty(scores.logprobs, scores.reference, loss.kl_coef, loss.kl_estimator or "k1")
         return penalties.astype(np.float32)
 
     def score(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> TokenArray:

@@ -116,14 +116,11 @@ class LossConfig(Section):
     added to the loss of each token. ``reward``: it is subtracted from the reward of each token before advantages are
     estimated (arXiv:1909.08593). ``none``: no reference policy is loaded."""
     kl_coef: float = Field(0.001, ge=0)
-    """Coefficient of the KL term; the initial one if ``kl_controller`` is ``adaptive``."""
-    kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] | None = None
-    """KL estimator (Schulman 2020), with d = log π - log π_ref: k1 = d, k2 = d²/2, k3 = exp(-d) - 1 + d, abs = |d|. A
-    plus keeps the value and uses the gradient of k2, whose expectation under the policy is the gradient of the KL
+    """Coefficient of the KL term."""
+    kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] | None = None
+    """KL estimator (Schulman 2020), with d = log π - log π_ref: k1 = d, k2 = d²/2, k3 = exp(-d) - 1 + d. A plus keeps
+    the value and uses the gradient of k2, whose expectation under the policy is the gradient of the KL
     (arXiv:2510.01555); the expected gradient of k1 is zero. None: k3 in the loss, k1 in the reward."""
-    kl_controller: Annotated[Function, Choice("fixed")] = Given(name="fixed")
-    """Controller of the coefficient, by name or with its options. ``fixed``: it is constant. ``adaptive``, or
-    ``{name: adaptive, target: 0.01, horizon: 10000}``: it moves after each update, towards a mean KL of ``target``."""
     load_balancing: float = Field(0.0, ge=0, allow_inf_nan=False)
     """For a mixture of experts: weight of the load-balancing loss (Switch Transformers, arXiv:2101.03961), the mean
     over layers of ``experts · Σ f · P``, which is 1 when the load is even. f is an expert's share of the choices, P its
@@ -136,15 +133,10 @@ class LossConfig(Section):
                 "loss.aggregation_length belongs to loss.aggregation: sequence_sum_norm, got "
                 f"{self.aggregation_length} with {self.aggregation}: set both or neither"
             )
-        if self.kl == "none" and (self.kl_controller.name == "adaptive" or self.kl_estimator is not None):
-            raise ValueError(
-                "loss.kl is none, so loss.kl_estimator and loss.kl_controller would do nothing: set loss.kl to loss or "
-                "reward"
-            )
+        if self.kl == "none" and self.kl_estimator is not None:
+            raise ValueError("loss.kl is none, so loss.kl_estimator would do nothing: set loss.kl to loss or reward")
         if self.kl == "reward" and self.kl_estimator is not None and self.kl_estimator.endswith("+"):
             raise ValueError(
                 f"loss.kl_estimator {self.kl_estimator} differs from {self.kl_estimator[:-1]} only in its gradient, "
                 f"but a reward has no gradient: set {self.kl_estimator[:-1]}"
             )
-        if self.kl_controller.name == "adaptive" and self.kl_coef == 0:
-            raise ValueError("loss.kl_coef is 0, and an adaptive controller only multiplies it: set it above 0")

@@ -87,10 +87,8 @@ def test_a_loss_that_asks_for_what_nobody_gathers_is_refused():
     [
         (LossConfig, {"aggregation": "sequence_sum_norm"}, "aggregation_length"),
         (LossConfig, {"aggregation_length": 5}, "set both or neither"),
-        (LossConfig, {"kl_controller": "adaptive"}, "would do nothing"),
         (LossConfig, {"kl_estimator": "k3"}, "would do nothing"),
         (LossConfig, {"kl": "reward", "kl_estimator": "k3+"}, "but a reward has no gradient"),
-        (LossConfig, {"kl": "loss", "kl_coef": 0, "kl_controller": "adaptive"}, "set it above 0"),
         (ImportanceConfig, {"weight": "sequence"}, "correct twice"),
         (ImportanceConfig, {"masks": [{"level": "token"}]}, "rejects nothing"),
         (ImportanceConfig, {"masks": [{"level": "token", "low": 2, "high": 1}]}, "must be above"),
@@ -107,7 +105,7 @@ def test_the_kl_is_estimated_by_k3_in_the_loss_and_k1_in_the_reward_unless_said(
 
     assert estimator(kl="loss") == "k3"
     assert estimator(kl="reward") == "k1"
-    assert estimator(kl="loss", kl_estimator="abs") == "abs"
+    assert estimator(kl="loss", kl_estimator="k2") == "k2"
 
 
 def test_log_probs_before_the_step_are_read_where_a_mask_needs_them():

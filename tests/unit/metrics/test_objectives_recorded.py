@@ -37,12 +37,11 @@ def record(registry):
 
 
 def test_kl_critic_demonstrations_shared_tokens_and_overlong_trajectories_are_recorded(registry, record):
-    facts = {"kl_coefficient": 0.2, "supervised_tokens": 7, "tokens_shared": 11, "overlong": 2, "critic": CRITIC}
+    facts = {"supervised_tokens": 7, "tokens_shared": 11, "overlong": 2, "critic": CRITIC}
     record(report_of(**facts))
     record(report_of(**{**facts, "critic": None}))
     told = {
         "reference_kl_nats": 1.5,
-        "kl_coefficient": 0.2,
         "value_explained_variance": 0.75,
         "value_clip_ratio": 0.1,
         "value_grad_norm": 3.0,

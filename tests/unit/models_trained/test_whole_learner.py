@@ -18,7 +18,7 @@ __all__ = ["world"]
 EVERYTHING = {
     "learner": {"lora": {"rank": 2}, "optimizer_dtype": "bfloat16", "critic": {"warmup_updates": 1}},
     "advantage": {"estimator": "gae"},
-    "loss": {"kl": "loss", "kl_controller": {"name": "adaptive", "horizon": 100}},
+    "loss": {"kl": "loss"},
 }
 
 

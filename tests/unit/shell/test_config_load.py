@@ -345,7 +345,6 @@ def test_a_name_alone_is_a_choice_whose_options_can_be_set():
         ("loss: {policy: pppo}", "loss.policy: expected one of ppo, gspo, gspo_token, gmpo, cispo, sapo, dppo_tv,"),
         ("loss: {policy: pppo}", "or your own as module:function or file.py:function, got 'pppo'"),
         ("loss: {off_policy: 'a:b'}", "loss.off_policy: expected one of clip, shaped, second_moment, got 'a:b'"),
-        ("loss: {kl: loss, kl_controller: fix}", "loss.kl_controller: expected one of fixed, adaptive, got 'fix'"),
         ("replay: {correction: tokens}", "expected one of token, sequence, geometric, soft, got 'tokens'"),
         (
             "loss: {policy: {name: sapo, positiv: 2}}",
