@@ -36,6 +36,7 @@ from learner.training.optimizer_step import NonFiniteStep, OptimizerSteps, old_l
 from learner.training.report import StepReport, StepTotals
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, Interrupted, TrainingError
+from pipeline.runtime.garbage_collection import trim_heaps
 
 
 def needed_scores(config: RunConfig) -> frozenset[str]:
@@ -72,6 +73,8 @@ class Trainer:
             policy.routers.balances = config.loss.load_balancing > 0
         self._config = config
         self._needed = needed_scores(config)
+        self._resident = 0
+        """Bytes of resident memory after heaps were trimmed; on a CPU."""
         self._rules = loss_rules(config.loss, config.importance, config.replay)
         self._steps = OptimizerSteps(policy, config, self.optimizer, demonstrations)
 
@@ -173,6 +176,8 @@ class Trainer:
             self.updates += 1
             policy.interrupt.mid_update = False
             totals.peak_memory_bytes = peak_memory_bytes(policy.device)
+            if policy.device.type == "cpu":
+                self._resident = trim_heaps(self._resident)
             totals.add_ranks(policy.ranks)
         report = totals.report(batch.rows, policy.form, utilisation(totals.watch, policy.ranks.size, policy.peak_flops))
         if policy.routers is not None:
