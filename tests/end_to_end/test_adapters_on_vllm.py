@@ -162,7 +162,7 @@ async def test_a_request_in_flight_goes_on_with_the_new_adapters(engine: Running
 async def sampling(engine: RunningEngine) -> None:
     """Wait until the engine decodes something."""
     async with aiohttp.ClientSession() as session:
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             while True:
                 async with session.get(engine.url + "/metrics") as answer:
                     if "vllm:num_requests_running{" in (text := await answer.text()) and not all(

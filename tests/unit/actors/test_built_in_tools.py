@@ -171,7 +171,7 @@ async def test_python_cancelled_in_the_middle_leaves_the_tool_usable() -> None:
         with anyio.move_on_after(0.3) as scope:
             await run(tool, code="while True: pass")
         assert scope.cancelled_caught
-        with anyio.fail_after(15):
+        with anyio.fail_after(60):
             assert await run(tool, code="2 + 2") == "4\n"
 
 

@@ -70,7 +70,7 @@ async def test_every_token_that_an_engine_read_has_its_choice(
 
             async def turn(ids: tuple[int, ...], tip: BranchTip | None = None) -> BranchTip:
                 call = recorder.begin_tokens(ids, tip)
-                with anyio.fail_after(20):
+                with anyio.fail_after(60):
                     done = await policy.complete(ids, 7, (), None, len(call.added_ids))
                 completed = renderer.completed(done.generation.token_ids.tolist())
                 return recorder.finish(call, done.generation, completed, 1.0)

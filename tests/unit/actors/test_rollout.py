@@ -57,7 +57,7 @@ class ChatEpisode(Episode):
 async def run_order(services: Services, order: Order) -> Trajectory:
     async with anyio.create_task_group() as group:
         group.start_soon(services.pool.watch)
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             trajectory = await Rollout(order, services).run()
         group.cancel_scope.cancel()
     assert in_flight(services.pool.router) == 0 == len(services.pool.router.sessions)

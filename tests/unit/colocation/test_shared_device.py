@@ -135,11 +135,11 @@ class Learner:
         await self.publisher.__aexit__(*args)
 
     async def take(self):
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             await self.device.acquire(look_seconds=0.05)
 
     async def publish(self, version):
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             await self.publisher.publish(version, self.weights if version else None)
             await self.publisher.until_live(version)
 
@@ -148,7 +148,7 @@ class Learner:
 
 
 async def settled(look):
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         while not look():
             await anyio.sleep(0.01)
 
@@ -175,7 +175,7 @@ async def test_an_engine_that_does_not_fall_asleep_is_waited_for_and_named(engin
     engine.faults["/sleep"] = 3
     said = []
     async with Learner(engine, kit, tmp_path) as learner:
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             await learner.device.acquire(said.append, look_seconds=0.02)
         assert engine.asleep
         assert learner.count("device_handover_failures_total", operation="sleep") == 3
@@ -264,7 +264,7 @@ async def test_engines_are_quiet_before_the_models_are_loaded(engine, tmp_path):
             "engine": {"kind": "external", "urls": [engine.url], "colocate": "sleep", "sleep_external": True},
         }
     )
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         await await_engines(RoleContext("learner", 0, config))
     assert engine.asleep == {"weights", "kv_cache"}
 
@@ -277,7 +277,7 @@ async def test_a_learner_that_shares_the_device_loads_nothing_before_the_engine_
             "engine": {"kind": "external", "urls": [engine.url], "colocate": "split"},
         }
     )
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         await await_engines(RoleContext("learner", 0, config))
     assert engine.faults["/weight_info"] == 0
     assert engine.asleep == set()

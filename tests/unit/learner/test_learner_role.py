@@ -416,7 +416,7 @@ async def test_a_learner_without_engines_says_what_it_waits_for(world, monkeypat
         monkeypatch.setattr(ctx, "report", listening)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run)
-            with anyio.fail_after(20):
+            with anyio.fail_after(60):
                 while "version 0" not in ctx.status.reason or not ctx.status.details["engines"]:
                     await reported.wait()
             ctx.stopping.set()
@@ -485,7 +485,7 @@ async def test_a_learner_without_an_intact_checkpoint_ends_with_one_sentence(wor
 
 async def until_unwell(ctx, state):
     """Wait until the role counts as stuck in ``state``; there is no event for what does not happen."""
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         while ctx.health()[1]["state"] != f"stuck while {state}":
             await anyio.sleep(0.01)
 

@@ -91,7 +91,7 @@ class Stage:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Looks after every message and every count."""
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             while not condition():
                 self._changed = anyio.Event()
                 await self._changed.wait()

@@ -78,7 +78,7 @@ async def test_an_adapter_is_loaded_once_and_then_replaced_in_place(server, adap
     policy = adapted()
     sizes = []
     async with make_publisher(config, directory, policy, LearnerMetrics(registry)) as publisher:
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(publisher.run)
                 for version in range(3):

@@ -59,7 +59,7 @@ async def playing(network: MemoryNetwork, trainer: InstantLearner, player: Insta
 async def test_a_run_is_served_to_its_end(tmp_path: Path, functions: list[Any]) -> None:
     config = configuration(tmp_path, scorer={"functions": functions})
     network, trainer, player = MemoryNetwork(), InstantLearner(4, 3, 2), InstantActor()
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         async with stage(config, network) as ctx, playing(network, trainer, player):
             await trainer.done.wait()
         assert ctx.status.state == "stopping"
@@ -87,7 +87,7 @@ async def test_a_run_is_served_to_its_end(tmp_path: Path, functions: list[Any]) 
 async def test_an_invalid_message_is_counted_by_its_fault(tmp_path: Path) -> None:
     network = MemoryNetwork()
     wire = MemoryLinkWire(network, "raw")
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         async with stage(configuration(tmp_path), network) as ctx:
 
             def counted(fault: MessageFault) -> float | None:
@@ -131,7 +131,7 @@ async def test_each_evaluation_has_its_line_where_an_empty_store_takes_the_place
     config = configuration(tmp_path, total_steps=2, evaluation=section, environments={"a": {"held_out": {"eval": 2}}})
     for _ in range(2):
         network, trainer = MemoryNetwork(), InstantLearner(2, 3, 2)
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             async with stage(config, network) as ctx, playing(network, trainer, InstantActor()):
                 await trainer.done.wait()
         for file in ctx.directory.path.glob("replay.sqlite*"):

@@ -97,7 +97,7 @@ async def test_the_stage_ends_with_the_reason_and_what_failed_is_durable_and_no_
     network, trainer = MemoryNetwork(), InstantLearner(4, 3, 2)
     player = InstantActor(status=TrajectoryStatus.ERROR)
     why = pytest.RaisesExc(EnvironmentFailing, match="environment a: all .* most often with simulation: injected")
-    with anyio.fail_after(20), pytest.RaisesGroup(why, flatten_subgroups=True):
+    with anyio.fail_after(60), pytest.RaisesGroup(why, flatten_subgroups=True):
         async with stage(config, network), playing(network, trainer, player):
             await anyio.sleep_forever()
     ledger = read_ledger(tmp_path / "r" / "replay.sqlite", rows=True)

@@ -102,7 +102,7 @@ class TcpFace(Face):
         socket.connect(hub.address)
 
         async def receive():
-            with anyio.fail_after(3):
+            with anyio.fail_after(60):
                 while not socket.poll(0):
                     await anyio.sleep(0.005)
             frames = socket.recv_multipart()
