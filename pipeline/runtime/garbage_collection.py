@@ -7,7 +7,7 @@ of the CPU of an actor's turn, and the collector runs seven times more rarely. I
 own parts leaves no cycles, which a test holds, but a plug-in may.
 
 glibc keeps what is freed in the middle of a heap. A learner on a CPU frees tensors of other sizes in each update, in
-several threads, so its heaps would grow with the updates: SmolLM2-135M's to 11 GB in 180.
+several threads, so its heaps would grow with the updates.
 """
 
 from __future__ import annotations
