@@ -46,8 +46,9 @@ class TaskSampler:
     """Draws tasks from weighted environments.
 
     The environment of a draw is the one furthest behind its share (so every batch is mixed as the weights say, without
-    noise). Task ``i`` of environment ``E`` is ``Task("E/<seed+i>", "E", seed+i)``. An environment with ``tasks: N``
-    visits its N tasks once per epoch, in an order that depends only on ``run.seed``, the name and the epoch.
+    noise); where the run file changed the weights, shares count from there on. Task ``i`` of environment ``E`` is
+    ``Task("E/<seed+i>", "E", seed+i)``. An environment with ``tasks: N`` visits its N tasks once per epoch, in an order
+    that depends only on ``run.seed``, the name and the epoch.
 
     ``sources`` are the train splits of the environments with ``tasks_from``: their tasks are rows. One that had all
     its ``epochs`` gives its turns to the others; when all had, a further pass begins, because cancelled groups used up
@@ -76,8 +77,9 @@ class TaskSampler:
         self._drawn: dict[str, int] = dict.fromkeys(self._environments, 0) | drawn
         """Environments that the run file had before are in it too, so that one that is put back continues."""
         self._epochs: dict[str, tuple[int, list[int]]] = {}
+        self._weights = {name: section.weight for name, section in self._environments.items()}
         base = dict((state or {}).get("base", {}))
-        if set(base) != set(self._environments):
+        if set(base) != set(self._environments) or (state or {}).get("weights", self._weights) != self._weights:
             base = self._drawn
         self._base: dict[str, int] = {name: int(base[name]) for name in self._environments}
         self._fingerprints = dict((state or {}).get("sources", {}))
@@ -183,7 +185,7 @@ class TaskSampler:
 
     def state(self) -> dict[str, Any]:
         """JSON that :meth:`__init__` takes back."""
-        state: dict[str, Any] = {"drawn": dict(self._drawn), "base": dict(self._base)}
+        state: dict[str, Any] = {"drawn": dict(self._drawn), "base": dict(self._base), "weights": self._weights}
         own = {name: source.fingerprint for name, source in self._sources.items()}
         if sources := self._fingerprints | own:
             state["sources"] = sources

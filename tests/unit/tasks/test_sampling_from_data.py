@@ -84,6 +84,18 @@ def test_an_environment_that_is_taken_out_and_put_back_continues(data: Path, kep
     assert [name for name in found if name.startswith(f"{taken}/")] == order
 
 
+def test_weights_that_the_run_file_changed_hold_from_there_on() -> None:
+    def environments(weight: float) -> dict[str, EnvironmentConfig]:
+        return {"a": EnvironmentConfig(), "b": EnvironmentConfig(weight=weight)}
+
+    with sampler_of(environments(1)) as before:
+        for _ in range(100):
+            before.draw()
+    with sampler_of(environments(3), state=json.loads(json.dumps(before.state()))) as sampler:
+        drawn = [sampler.draw().environment for _ in range(12)]
+    assert [drawn[i : i + 4].count("b") for i in (0, 4, 8)] == [3, 3, 3]
+
+
 def test_rows_that_are_passed_over_are_not_read(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with sampler_of({"q": environment(kind="jsonl", path=data)}) as sampler:
         reads: list[int] = []
