@@ -129,7 +129,7 @@ class LessonService:
             return
         try:
             self._groups_send.send_nowait(group)
-        except anyio.WouldBlock:
+        except (anyio.WouldBlock, anyio.ClosedResourceError):  # closed: the stage writes its last rounds
             self._metrics.lesson_groups_total.labels(outcome="dropped").inc()
 
     async def run(self) -> None:

@@ -146,6 +146,16 @@ async def test_groups_without_both_kinds_cost_nothing_and_forgotten_payloads_are
     assert sum(stage.value("lesson_groups_total", outcome=o) for o in ("written", "nothing", "error")) == 0
 
 
+async def test_a_group_of_the_last_rounds_of_a_stage_that_stops_is_dropped(
+    tmp_path: Path, make_played: MakePlayed
+) -> None:
+    async with serving(tmp_path) as stage:
+        stage.lessons.query("actor-0", question(0))
+        await stage.until(lambda: len(stage.sent) == 1)
+    stage.lessons.finished(stage.group(make_played(["3"], [], 1.0), make_played(["7"], [], 0.0, slot=1)))
+    assert stage.value("lesson_groups_total", outcome="dropped") == 1
+
+
 @pytest.mark.parametrize(("name", "outcome"), [("fails", "error"), ("wrong", "error"), ("nothing", "nothing")])
 async def test_a_bad_writer_is_counted_and_the_next_group_is_served(
     tmp_path: Path, make_played: MakePlayed, name: str, outcome: str
