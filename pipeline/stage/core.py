@@ -117,8 +117,9 @@ class StageCore:
             self.groups.cancel_unplaced()
             journal.meta("transactions_lost", 0)
         self._rolled_below = snapshot.rolled_below
-        self._first_needed = -1, 0
-        """Durable updates, and the first group whose rows a learner may need that goes back from there."""
+        self._first_needed = (-1, -1), 0
+        """Durable updates and number of covered groups, and the first group whose rows a learner may need that goes
+        back from there."""
 
     @property
     def policy_version(self) -> int:
@@ -233,10 +234,11 @@ class StageCore:
         due = self.records.next_group - RETAIN_GROUPS
         if due - self._rolled_below < ROLL_UP_GROUPS:
             return
-        if self._first_needed[0] != (durable := self.dispatch.durable_updates):
-            oldest = durable - self.config.checkpoint.keep * self.config.checkpoint.every
+        known = self.dispatch.durable_updates, len(self.records.covered)
+        if self._first_needed[0] != known:
+            oldest = known[0] - self.config.checkpoint.keep * self.config.checkpoint.every
             needed = (number for number, group in self.records.covered.items() if group.update >= oldest)
-            self._first_needed = durable, min(needed, default=due)
+            self._first_needed = known, min(needed, default=due)
         below = min(due, min(self.records, default=due), self._first_needed[1])
         if below > self._rolled_below:
             self._rolled_below = min(below, self._rolled_below + ROLL_UP_GROUPS)

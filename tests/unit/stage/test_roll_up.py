@@ -150,6 +150,24 @@ def test_imports_that_left_the_pool_are_rolled_up_as_what_they_were_counted(
     assert ledger.audit() == []
 
 
+def test_groups_that_were_freed_for_room_are_not_rolled_up_while_a_learner_may_go_back_behind_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "ROLL_UP_GROUPS", 1)
+    monkeypatch.setattr(core, "RETAIN_GROUPS", 1)
+    stage = StoredStage(tmp_path / "replay.sqlite", replay={"keep_trained": 3}, run={"total_steps": 1000})
+    stage.train(2, durable=True)
+    stage.core.groups.paused = "the disk is full"
+    stage.round()
+    stage.core.groups.paused = ""
+    stage.rollback(0)
+    stage.train(1)
+    stage.store.close()
+    ledger = read_ledger(tmp_path / "replay.sqlite", rows=True)
+    assert ledger.groups["trained"] == 2
+    assert ledger.audit() == []
+
+
 def test_rows_stop_growing_and_pages_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "ROLL_UP_GROUPS", 4)
     monkeypatch.setattr(core, "RETAIN_GROUPS", 8)
