@@ -85,8 +85,8 @@ class Evaluations(StagePart):
         self._next: int = kept.get("next", 0)
         self._begun: int = kept.get("begun", -1)
         self.active: Active | None = kept.get("active")
-        self._resumed_at = 0.0
-        """Unix seconds at which this process continued the active one. Before it there may have been no stage."""
+        self._ends_at = 0.0
+        """Clock of this process by which the active one, which it began or continued, must be complete."""
         self.last: dict[str, Any] | None = kept.get("last")
         """The newest result."""
         self._bests = BestResults(self._section.metric, kept.get("bests", []))
@@ -110,7 +110,7 @@ class Evaluations(StagePart):
             log.warning("the section evaluation has changed: the unfinished evaluation is cancelled")
             self._end("abandoned")
         elif self.active is not None:
-            self._resumed_at = self._clock.wall
+            self._ends_at = self._clock.now + self._section.seconds_max
             self.rollouts.resume(self.tasks, self.active["updates"])
 
     def number_after(self, results: Sequence[Mapping[str, Any]]) -> None:
@@ -164,7 +164,7 @@ class Evaluations(StagePart):
         if self.active is not None and self.tasks is not None:
             if self.rollouts.done:
                 self._end("complete")
-            elif self._clock.wall >= self._ends_at:
+            elif self._clock.now >= self._ends_at:
                 self._end("timed_out")
         free = self.active is None and self.tasks is not None
         if free and live is not None and live > self._begun and section.is_due(live, self._config.run.total_steps):
@@ -179,13 +179,7 @@ class Evaluations(StagePart):
         """On the clock of ``now``."""
         if self.active is None or self.tasks is None:
             return None
-        return self._clock.now + max(0.0, self._ends_at - self._clock.wall)
-
-    @property
-    def _ends_at(self) -> float:
-        """Unix seconds by which the active one must be complete."""
-        assert self.active is not None
-        return max(float(self.active["started_at"]), self._resumed_at) + self._section.seconds_max
+        return self._ends_at
 
     def header(self) -> dict[str, Any]:
         """Header of an EVALUATION message to the learner."""
@@ -228,6 +222,7 @@ class Evaluations(StagePart):
             "started_at": self._clock.wall, "total": len(tasks), "skipped": len(passed) if self._begun >= 0 else 0,
             "shape": self._shape(tasks),
         }  # fmt: skip
+        self._ends_at = self._clock.now + section.seconds_max
         self._next += 1
         self._begun = live
         self.rollouts.begin(tasks, live)

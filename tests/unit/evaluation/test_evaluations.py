@@ -167,6 +167,15 @@ def test_time_in_which_no_stage_ran_does_not_end_an_evaluation(tmp_path: Any) ->
     assert [result["status"] for result in stage.results] == ["timed_out"]
 
 
+def test_a_wall_clock_that_is_set_does_not_end_an_evaluation(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "r.sqlite", seconds_max=5.0)
+    stage.version(0, 0)
+    for wall in (1e9, 0.0):
+        stage.core.set_time(1.0, wall)
+        stage.core.plan()
+        assert stage.core.evaluations.active is not None and stage.core.evaluations.next_deadline() == 5.0
+
+
 def test_what_was_missed_while_one_played_falls_out_and_is_counted(tmp_path: Any) -> None:
     stage = Stage(tmp_path / "r.sqlite", slots=200)
     stage.sections["run"] = {"total_steps": 100}
