@@ -27,7 +27,7 @@ from pipeline.runtime.progress import RoleState
 from pipeline.schema.record_file import Frames
 from pipeline.stage.core import StageCore
 from pipeline.stage.ingest import Scoring, Verdicts
-from pipeline.stage.metrics import Observer, ReplayMetrics
+from pipeline.stage.metrics import Observer
 from pipeline.store.effects import Effect, Evaluated, Finished, GivenUp, Score, Send, UntrainedRollout
 from pipeline.store.evaluation_results import write_results
 from pipeline.store.journal import Changes
@@ -155,7 +155,7 @@ class StageLoop:
         outgoing: PeerSender,
         cache: PayloadCache,
         scoring: Scoring,
-        metrics: ReplayMetrics,
+        observer: Observer,
         lessons: LessonService | None,
         keep_untrained: Callable[[list[UntrainedRollout]], None],
     ) -> None:
@@ -166,8 +166,8 @@ class StageLoop:
         self._outgoing = outgoing
         self._cache = cache
         self._scoring = scoring
-        self._observer = Observer(metrics)
-        self._committed = metrics.rpc_duration_seconds.labels(op="insert", result="ok")
+        self._observer = observer
+        self._committed = observer.metrics.rpc_duration_seconds.labels(op="insert", result="ok")
         self._lessons = lessons
         self._keep_untrained = keep_untrained
         self._written_send: MemoryObjectSendStream[Written]

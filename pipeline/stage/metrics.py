@@ -252,10 +252,11 @@ START_PATIENCE = 30.0
 
 
 class Observer:
-    """Publishes changes of the core as metrics; call :meth:`update` after every round."""
+    """Publishes changes of the core as metrics; call :meth:`update` when these are built, and after every round: a
+    counter that a scrape finds at 0 after a restart would seem to grow by all that it counts."""
 
     def __init__(self, metrics: ReplayMetrics) -> None:
-        self._m = metrics
+        self.metrics = metrics
         self._seen: dict[str, int] = {}
         self._oldest_at = 0.0
         self._evaluation = -1
@@ -273,16 +274,16 @@ class Observer:
                 # a rollback lowers "trained": what is trained again is counted again, as rolled_back says
                 self._seen[name] = value
                 for metric, *labels in _metrics(name) if change > 0 else ():
-                    getattr(M, metric).record(self._m, labels, change)
+                    getattr(M, metric).record(self.metrics, labels, change)
         for (metric, *labels), values in core.journal.take_observations().items():
-            getattr(M, metric).record(self._m, labels, values)
+            getattr(M, metric).record(self.metrics, labels, values)
         self._progress(core, time.monotonic())
         for declared, read, *values in _GAUGES:
-            declared.record(self._m, values, read(core))
+            declared.record(self.metrics, values, read(core))
         if time.monotonic() - self._oldest_at >= 1.0:
             self._oldest_at = time.monotonic()
             oldest = core.records.oldest_version
-            self._m.oldest_policy_version.set(oldest if oldest is not None else max(0, core.policy_version))
+            self.metrics.oldest_policy_version.set(oldest if oldest is not None else max(0, core.policy_version))
             self._difficulty(core)
         last = core.evaluations.last
         if last is not None and last["evaluation"] != self._evaluation:
@@ -295,17 +296,17 @@ class Observer:
             longest = max(section.max_seconds for section in core.config.environments.values())
             least = core.config.supervisor.progress_seconds_max
             self._limit = AdaptiveLimit(max(RUN_PATIENCE * least, 2 * longest), START_PATIENCE * least)
-            self._m.progress_limit_seconds.set(self._limit.seconds)
+            self.metrics.progress_limit_seconds.set(self._limit.seconds)
         moved = (core.groups.outcomes.successes, core.staleness.consumed, core.policy_version)
         if moved == self._moved:
             return
         if self._moved:
             self._limit.record(now - self._moved_at)
         self._moved, self._moved_at = moved, now
-        self._m.progress_limit_seconds.set(math.inf if core.finished else self._limit.seconds)
+        self.metrics.progress_limit_seconds.set(math.inf if core.finished else self._limit.seconds)
 
     def _evaluated(self, result: Mapping[str, Any]) -> None:
-        m, split = self._m, result["split"]
+        m, split = self.metrics, result["split"]
         m.evaluation_updates.set(result["updates"])
         m.evaluation_policy_version.set(result["policy_version"])
         for env, scores in result["environments"].items():
@@ -329,6 +330,6 @@ class Observer:
         counts["solved"] = difficulty.solved
         counts["unseen"] = max(0, len(difficulty.records) - sum(counts.values()))
         for bucket, tasks in counts.items():
-            self._m.difficulty_tasks.labels(bucket=bucket).set(tasks)
+            self.metrics.difficulty_tasks.labels(bucket=bucket).set(tasks)
         oldest = core.replay.oldest_version
-        self._m.pool_oldest_version.set(oldest if oldest is not None else max(0, core.policy_version))
+        self.metrics.pool_oldest_version.set(oldest if oldest is not None else max(0, core.policy_version))

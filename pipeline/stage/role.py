@@ -28,7 +28,7 @@ from pipeline.scorer.scorer import Scorer
 from pipeline.stage.core import StageCore
 from pipeline.stage.ingest import Scoring, Verdicts
 from pipeline.stage.loop import COMMIT_BATCH_MAX, Item, PeerSender, StageLoop
-from pipeline.stage.metrics import ReplayMetrics
+from pipeline.stage.metrics import Observer, ReplayMetrics
 from pipeline.store.effects import UntrainedRollout
 from pipeline.store.evaluation_results import read_results, write_results
 from pipeline.store.store import PayloadCache, ReplayStore, store_path
@@ -107,15 +107,13 @@ async def main(ctx: RoleContext) -> None:
 async def serve(ctx: RoleContext, hub: Hub) -> None:
     """The stage on a given hub (tests use one in memory)."""
     config = ctx.config
-    metrics = ReplayMetrics(
-        ctx.registry,
-        environments=tuple(config.environments),
-        score_functions=config.scorer.names,
-        pass_at=config.evaluation.pass_at,
-        split=config.evaluation.split,
+    metrics: ReplayMetrics
+    scorer = Scorer(
+        config.scorer,
+        lambda name, seconds, failure: _observe_score(metrics, name, seconds, failure),
+        lambda name: _observe_retry(metrics, name),
     )
-    scorer = Scorer(config.scorer, partial(_observe_score, metrics), partial(_observe_retry, metrics))
-    sources = await _open_sources(ctx, metrics)
+    sources = await _open_sources(ctx)
     path = store_path(config, ctx.directory)
     ctx.report(RoleState.STARTING, f"the store {path}")
     store = await when_room(partial(ReplayStore, path, config.stage.synchronous), path, "the replay store")
@@ -137,6 +135,16 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
                     if config.evaluation.split in source.splits
                 },
             )
+        metrics = ReplayMetrics(
+            ctx.registry,
+            environments=tuple(config.environments),
+            score_functions=config.scorer.names,
+            pass_at=config.evaluation.pass_at,
+            split=config.evaluation.split,
+        )
+        observer = Observer(metrics)
+        observer.update(core)
+        _count_rows(sources, metrics)
         if core.evaluations.last is not None:
             # a kill may have come between the transaction and the line
             write = partial(write_results, evaluations, [core.evaluations.last])
@@ -145,7 +153,7 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
         log.info("%s: %d updates, %d groups open", path, core.staleness.consumed, core.staleness.open)
         traces = untrained_traces(config.traces, ctx.directory.traces, evaluates=config.evaluation.on)
         with traces as untrained, interrupting_blocks():
-            await _serve(ctx, hub, store, core, scorer, metrics, untrained)
+            await _serve(ctx, hub, store, core, scorer, observer, untrained)
     finally:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(store.close)
@@ -154,17 +162,19 @@ async def serve(ctx: RoleContext, hub: Hub) -> None:
             source.close()
 
 
-async def _open_sources(ctx: RoleContext, metrics: ReplayMetrics) -> dict[str, TaskSource]:
+async def _open_sources(ctx: RoleContext) -> dict[str, TaskSource]:
     """The data of the environments, read once in a thread: minutes where it is large."""
     config = ctx.config
     if all(section.tasks_from is None for section in config.environments.values()):
         return {}
     ctx.report(RoleState.LOADING, "the tasks (reading tasks_from)")
-    sources = await anyio.to_thread.run_sync(open_sources, config)
+    return await anyio.to_thread.run_sync(open_sources, config)
+
+
+def _count_rows(sources: Mapping[str, TaskSource], metrics: ReplayMetrics) -> None:
     for name, source in sources.items():
         for kind, n in source.counts.items():
             metrics.task_rows.labels(env=name, kind=kind).set(n)
-    return sources
 
 
 async def _serve(
@@ -173,10 +183,10 @@ async def _serve(
     store: ReplayStore,
     core: StageCore,
     scorer: Scorer,
-    metrics: ReplayMetrics,
+    observer: Observer,
     untrained: UntrainedTraces,
 ) -> None:
-    config, cache = ctx.config, PayloadCache(CACHE_BYTES)
+    config, cache, metrics = ctx.config, PayloadCache(CACHE_BYTES), observer.metrics
     inbox_send, inbox_receive = anyio.create_memory_object_stream[Item](COMMIT_BATCH_MAX)
 
     async def deliver(verdicts: Verdicts) -> None:
@@ -192,7 +202,7 @@ async def _serve(
         scoring = Scoring(scorer, store, Limits.of(config), config.scorer.concurrency, deliver)
         hub.refuse(core.control.refuses)
         lessons = await open_lesson_service(config, ctx.directory, store, cache, outgoing.post, metrics)
-        loop = StageLoop(ctx, core, store, outgoing, cache, scoring, metrics, lessons, untrained.keep)
+        loop = StageLoop(ctx, core, store, outgoing, cache, scoring, observer, lessons, untrained.keep)
         async with inbox_receive, anyio.create_task_group() as working:
             working.start_soon(loop.run, inbox_receive, name="loop")
             async with inbox_send, anyio.create_task_group() as feeding:

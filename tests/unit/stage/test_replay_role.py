@@ -17,6 +17,9 @@ from pipeline.runtime.run_directory import RunDirectory
 from pipeline.stage.role import serve
 from pipeline.store.evaluation_results import read_results
 from pipeline.store.ledger import read_ledger
+from pipeline.store.snapshot import Snapshot
+from pipeline.store.store import ReplayStore
+from pipeline.transport.hub import Hub
 from pipeline.transport.messages import MessageFault
 from tests.support.instant_peers import InstantActor, InstantLearner
 from tests.support.memory_transport import MemoryHub, MemoryLink, MemoryLinkWire, MemoryNetwork
@@ -117,6 +120,36 @@ async def test_the_stage_restarts_and_peers_go_on(tmp_path: Path) -> None:
                 await trainer.done.wait()
     assert len(set(trainer.trained)) == len(trainer.trained) == 30 * 2 * 3
     assert read_ledger(tmp_path / "r" / "replay.sqlite", rows=True).audit() == []
+
+
+async def test_counters_of_a_stage_that_starts_again_begin_with_what_they_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that a scrape finds at 0 in between would seem to grow by all of it."""
+    config, network, seen = configuration(tmp_path), MemoryNetwork(), list[float | None]()
+    with anyio.fail_after(60):
+        trainer, player = InstantLearner(4, 3, 2), InstantActor()
+        async with playing(network, trainer, player), stage(config, network):
+            await trainer.done.wait()
+        ctx = RoleContext("replay", 0, config, RunDirectory(config.run.path))
+
+        def look() -> None:
+            seen.append(ctx.registry.get_sample_value("afterplay_replay_orders_issued_total"))
+
+        def loaded(store: ReplayStore) -> Snapshot:
+            look()
+            return load(store)
+
+        def bound(hub: MemoryHub) -> Any:
+            look()
+            ctx.stopping.set()
+            return Hub.__aenter__(hub)
+
+        load = ReplayStore.load
+        monkeypatch.setattr(ReplayStore, "load", loaded)
+        monkeypatch.setattr(MemoryHub, "__aenter__", bound)
+        await serve(ctx, MemoryHub(MemoryNetwork()))
+    assert seen == [None, read_ledger(tmp_path / "r" / "replay.sqlite").orders["issued"]]
 
 
 async def test_a_bad_score_function_ends_the_stage_before_it_binds(tmp_path: Path) -> None:
