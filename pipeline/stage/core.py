@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.config import RunConfig
-from pipeline.errors import ImpossibleClaim, WireError
+from pipeline.config.stage import StageConfig
+from pipeline.errors import ConfigurationError, ImpossibleClaim, WireError
 from pipeline.replay.replay import Replay
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.schema.counters import Count
@@ -57,7 +58,7 @@ class StageCore:
     ``score_now`` scores without waiting (no user functions); None sends :class:`Score` effects instead.
     ``sources``: the train splits of environments with ``tasks_from``, ``held_out`` those that are evaluated; the core
     reads a row when its task is ordered.
-    Raises :class:`ConfigurationError` when the snapshot is that of other data.
+    Raises :class:`ConfigurationError` when the snapshot is that of other data, or has what cannot be delivered.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class StageCore:
         held_out: Mapping[str, TaskSplit] | None = None,
     ) -> None:
         snapshot = snapshot or Snapshot()
+        _check_limits(config.stage, snapshot)
         meta = snapshot.meta
         rule = StalenessRule(config.staleness.max, config.groups.groups_per_step, config.run.total_steps)
         clock, journal = Clock(now, wall), Journal(snapshot.counters, meta.get(FAILURES))
@@ -266,10 +268,8 @@ class StageCore:
         if meta.get("shape") != shape:
             self.journal.meta("shape", shape)
         for group in [g for g in self.records.values() if g.open]:
-            stored = [slot.trajectory for slot in group.all_slots if slot.trajectory is not None]
-            too_large = any(record.facts.n_bytes > config.stage.message_bytes_max for record in stored)
             lacks_greedy = config.advantage.orders_greedy and group.greedy is None
-            if group.task.environment not in config.environments or too_large:
+            if group.task.environment not in config.environments:
                 self._cancel(group, CancelReason.RECONFIGURED)
             elif lacks_greedy and group.state is GroupState.COLLECTING:
                 group.greedy = Slot()
@@ -342,3 +342,21 @@ class StageCore:
     def _cancel(self, group: GroupRecord, reason: CancelReason) -> None:
         self.leases.ended(self.groups.cancel(group, reason), cancel=f"its group was cancelled: {reason.value}")
         self.dispatch.cancelled(group)
+
+
+def _check_limits(limits: StageConfig, snapshot: Snapshot) -> None:
+    """Raises :class:`ConfigurationError` where the run file lowered a limit below what the store has: the learner would
+    wait for a group of which one trajectory is never delivered."""
+    groups = snapshot.groups.values()
+    facts = [slot.trajectory.facts for group in groups for slot in group.all_slots if slot.trajectory is not None]
+    entries = [replay.entry for group in groups for replay in group.replays] + snapshot.entries
+    entries += [member for stored in snapshot.stored_groups for member in stored.members]
+    for key, limit, sizes in (
+        ("message_bytes_max", limits.message_bytes_max, [held.n_bytes for held in [*facts, *entries]]),
+        ("tokens_max", limits.tokens_max, [held.n_tokens for held in [*facts, *entries]]),
+    ):
+        if sizes and max(sizes) > limit:
+            raise ConfigurationError(
+                f"stage.{key}: expected at least {max(sizes)}, which a stored trajectory has, got {limit}: it could not "
+                "be delivered to the learner. Raise it"
+            )

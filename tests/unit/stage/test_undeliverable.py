@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pipeline.errors import ConfigurationError
 from pipeline.schema.codec import Limits, encode_trajectory
-from pipeline.store.records import GroupState
+from pipeline.stage.core import StageCore
+from pipeline.store.store import ReplayStore
 from pipeline.transport.messages import Kind, WireMessage, encode_message
 from tests.support.simulated_roles import rollout
 from tests.unit.stage.test_replay_core import started
-from tests.unit.zero_variance.conftest import Stage
+from tests.unit.stage.test_store_that_went_back import StoredStage
 
 
 def test_a_payload_of_the_largest_size_fits_a_delivery() -> None:
@@ -36,15 +39,24 @@ def test_rewards_that_fit_no_header_are_refused_when_they_arrive(monkeypatch: py
     assert stage.core.records[0].slots[order.slot].leased, "the slot is ordered again"
 
 
-def test_groups_that_a_lowered_limit_keeps_from_delivery_are_made_again(tmp_path: Path) -> None:
-    stage = Stage(tmp_path / "r.sqlite", credit=1)
-    order = next(iter(stage.holding.values()))
-    header = {"trajectory_id": order.order_id}
-    frames = encode_trajectory(rollout(order, 0, turns=40))
-    stage.core.message("actor-0", WireMessage(Kind.TRAJECTORY, header, frames))
-    stage.round()
-    del stage.holding[order.order_id]
-    stage.restart(stage={"message_bytes_max": 1024})
-    assert stage.core.records[int(order.group_id[1:])].state is GroupState.CANCELLED
-    assert stage.core.staleness.open > 0, "another group takes its place"
+@pytest.mark.parametrize("where", ["open", "trained", "pool"])
+@pytest.mark.parametrize("key", ["message_bytes_max", "tokens_max"])
+def test_a_limit_below_what_is_stored_is_refused_at_the_start(tmp_path: Path, where: str, key: str) -> None:
+    replay = {"enabled": where == "pool", "mode": "mix", "start_ratio": 0.0}
+    stage = StoredStage(tmp_path / "r.sqlite", replay=replay, run={"total_steps": 100})
+    if where == "open":
+        stage.answer_all()
+        stage.round()
+    else:
+        stage.train(2, durable=where == "pool")
     stage.store.close()
+    with ReplayStore(stage.store.path) as store:
+        snapshot = store.load()
+    assert bool(snapshot.entries) == (where == "pool")
+    fields = {"message_bytes_max": "n_bytes", "tokens_max": "n_tokens"}
+    held = [slot.trajectory.facts for g in snapshot.groups.values() for slot in g.slots if slot.trajectory is not None]
+    largest = max(getattr(one, fields[key]) for one in [*held, *snapshot.entries])
+    for limit in (largest - 1, largest):
+        config = stage.core.config.updated(stage={key: limit})
+        with nullcontext() if limit == largest else pytest.raises(ConfigurationError, match=f"stage.{key}.*{largest}"):
+            StageCore(config, snapshot)
