@@ -433,7 +433,7 @@ def test_a_path_that_leads_to_no_function_is_found_before_a_run(
     game: Path, section: str, key: str, name: str, problem: str
 ) -> None:
     (file := game.parent / "mine.py").write_text("def write(task, trajectories):\n    return []\n")
-    enabled = {"enabled": True} if section == "lessons" else {}
+    enabled: dict[str, Any] = {"enabled": True} if section == "lessons" else {}
     sections = {section: {**enabled, key: name.replace("PATH", str(file))}}
     config = RunConfig.model_validate({**configured(game).model_dump(exclude_unset=True), **sections})
     found = Findings()
