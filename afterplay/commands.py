@@ -4,6 +4,7 @@ its own; an update is made again in this one."""
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,8 +110,10 @@ def evaluate(
     """
     if isinstance(target, Run):
         target = target.directory
+    elif isinstance(target, str | os.PathLike):
+        target = Path(target).expanduser()
     command, variables = module_command("pipeline.cli.app", "eval"), None
-    if isinstance(target, str | Path) and Path(target).is_dir():
+    if isinstance(target, Path) and target.is_dir():
         if environment is not None or reward is not None:
             raise ConfigurationError(f"{target} is a run, which has its own environments and rewards: omit them")
         command += [str(target), *(f"--set={assignment}" for assignment in assignments(overrides))]
@@ -152,7 +155,7 @@ def retrain(
     """
     resolve.cache_clear()  # a notebook may have defined a function again
     wait_passively()
-    target = run.directory if isinstance(run, Run) else Path(run)
+    target = run.directory if isinstance(run, Run) else Path(run).expanduser()
     with load_main("learner.process.bundle:open_source")(target) as source:
         return list(load_main("learner.process.retrain:retrain")(source, step, updates, assignments(_named(overrides))))
 

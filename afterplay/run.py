@@ -28,6 +28,7 @@ from pipeline.config import RunConfig
 from pipeline.config.load import load
 from pipeline.errors import AfterplayError, ConfigurationError, RunFailed
 from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit, module_command
+from pipeline.runtime.engine_addresses import engine_addresses
 from pipeline.runtime.engine_keys import find_key
 from pipeline.runtime.run_directory import RunDirectory, read_json
 from pipeline.scorer.conversation import conversation, reply
@@ -227,16 +228,22 @@ class Run:
         :class:`AfterplayError` when the run has ended."""
         while self.alive:
             if (config := self.config) is not None:
-                url = config.engine.addresses()[0]
-                if check_health(f"{url}/health").healthy:
-                    key, model = find_key(config.engine, "actor_key"), config.publish.served_name or MODEL
-                    return {"base_url": f"{url}/v1", "api_key": key or "none", "model": model}
+                key, model = find_key(config.engine, "actor_key"), config.publish.served_name or MODEL
+                for url in self._engines(config, key):
+                    if check_health(f"{url}/health").healthy:
+                        return {"base_url": f"{url}/v1", "api_key": key or "none", "model": model}
             self._pause()
         self._raise_failure()
         raise AfterplayError(
             f"{self.directory} has ended, and its engines with it: its model folders are in "
             f"{self._directory.checkpoints}"
         )
+
+    def _engines(self, config: RunConfig, key: str | None) -> tuple[str, ...]:
+        """Base URLs of the engines now, as actors find them; none where they cannot be looked up yet."""
+        with suppress(OSError, ConfigurationError):
+            return engine_addresses(config.engine, self._directory, key).now()
+        return ()
 
     def __repr__(self) -> str:
         outcome = read_json(self._directory.outcome_file) or {"exit_code": 0}

@@ -93,6 +93,7 @@ def write_bundle(source: Source, step: int | None, file: Path, *, texts: bool = 
             for path in target.rglob("*"):
                 if path.suffix in _WEIGHTS:
                     path.unlink()
+        file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_name(f".{file.name}.{os.getpid()}")
         with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as packed:
             for path in sorted(p for p in root.path.rglob("*") if p.is_file()):

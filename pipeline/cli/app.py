@@ -112,10 +112,11 @@ def run(
         bool, typer.Option("--dry-run", help="Print what would be started or submitted, and do nothing else.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="With --dry-run: write it to files in DIR instead.")
+        Path | None,
+        typer.Option(metavar="DIR", help="With --dry-run on slurm or kubernetes: write files into DIR instead."),
     ] = None,
-    nodes: Annotated[str, typer.Option(metavar="N|NAME:GPUS,…", help="Machines, not with --on local.")] = "",
-    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of each machine, not with --on local.")] = None,
+    nodes: Annotated[str, typer.Option(metavar="N|NAME:GPUS,…", help="Machines, for --on slurm or kubernetes.")] = "",
+    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of each machine, for --on slurm or kubernetes.")] = None,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="[-- ARGUMENT…]", help="Arguments for sbatch, or for helm.", show_default=False),

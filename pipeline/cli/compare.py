@@ -169,7 +169,8 @@ class Job:
     @property
     def command(self) -> list[str]:
         """The command of the run. A tiny model has random weights of its own seed."""
-        sets = [f"run.name={self.directory.path.name}", f"run.seed={self.seed}"]
+        path = self.directory.path  # the folder of the study may have moved since its run files were written
+        sets = [f"run.directory={path.parent}", f"run.name={path.name}", f"run.seed={self.seed}"]
         if self.config.model.source == "tiny":
             sets.append(f"model.tiny.seed={self.seed}")
         return module_command("pipeline.cli.app", "run", str(self.file), *(f"--set={one}" for one in sets))

@@ -159,10 +159,9 @@ def evaluation_config(
     raw["lessons"]["enabled"] = False
     raw["report_to"] = ()
     raw["publish"]["lora"] = "merged"
-    if config.engine.kind != "external":
-        raw["engine"] |= {"actor_key": None, "learner_key": None}
-    if not raw["engine"]["urls"]:
-        raw["engine"]["port"] = 0
+    if config.engine.kind != "external":  # they start on this machine, wherever those of the run are
+        own = {"host": "127.0.0.1", "port": 0, "urls": (), "discovery": None, "actor_key": None, "learner_key": None}
+        raw["engine"] |= own
     for environment in raw["environments"].values():
         environment["weight"] = 0.0
     if weights.model is not None:

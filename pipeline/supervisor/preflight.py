@@ -154,7 +154,8 @@ def _check_engines(config: RunConfig, found: Findings) -> None:
 
 
 def _check_functions(config: RunConfig, found: Findings) -> None:
-    """The user's own functions of rewards, advantages and losses lead somewhere."""
+    """The user's own functions of rewards, advantages, losses and lessons lead somewhere."""
+    from pipeline.lessons.writer import LessonWriter
     from pipeline.runtime.plugins import resolve as find_function
     from pipeline.scorer.scorer import Scorer
 
@@ -163,12 +164,16 @@ def _check_functions(config: RunConfig, found: Findings) -> None:
     for key, path in _own_functions(config).items():
         with found.collecting(f"{key}: "):
             find_function(path, "function")
+    if config.lessons.enabled:
+        with found.collecting("lessons.writer: "):
+            LessonWriter(config.lessons, config.replay.success_threshold)
 
 
 def _own_functions(config: RunConfig) -> dict[str, str]:
-    advantage, policy = config.advantage, config.loss.policy.name
-    named = {"advantage.estimator": advantage.estimator.name, "advantage.shaping": advantage.shaping}
-    return {key: name for key, name in {**named, "loss.policy": policy}.items() if name is not None and ":" in name}
+    shaping = config.advantage.shaping
+    named = {"advantage.estimator": config.advantage.estimator.name, "loss.policy": config.loss.policy.name}
+    own = {key: name for key, name in named.items() if ":" in name}
+    return own if shaping is None else {**own, "advantage.shaping": shaping}
 
 
 def _call_functions(config: RunConfig, tasks: Mapping[str, Sequence[Task]], found: Findings) -> None:

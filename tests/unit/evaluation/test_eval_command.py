@@ -12,7 +12,9 @@ from rich.console import Console
 
 from learner.models.info import ModelInfo
 from pipeline.config import RunConfig
+from pipeline.config.explain import resolve
 from pipeline.config.load import dump, loads
+from pipeline.config.rollouts import EngineConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.folders import write_contents
 from pipeline.runtime.process import ExitCode
@@ -99,6 +101,28 @@ def test_its_run_file_only_evaluates_and_touches_nothing_of_the_run(run: RunDire
     assert loads(dump(made), "config.yaml", (), {}) == made, "it goes through its file"
     names = [place.name for place in plan(made, Inventory((Node("laptop"),)), center="evaluator").places]
     assert "evaluator" in names and "learner" not in names
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"urls": ["http://node-1:8100", "http://node-2:8101"], "replicas": 2, "port": 8100},  # SLURM, two machines
+        {"discovery": "file:/elsewhere/engine_urls"},  # Ray
+        {"discovery": "dns:engines:8100"},
+    ],
+)
+def test_its_engines_are_looked_up_where_it_starts_them(run: RunDirectory, engine: dict[str, Any]) -> None:
+    def made(engine: dict[str, Any]) -> EngineConfig:
+        sections = {"environments": {"a": {"held_out": {"eval": 9}}}, "engine": engine}
+        weights, folder = Weights("initial", None), RunDirectory(run.evaluations / "initial-1")
+        config = RunConfig.model_validate(sections)
+        return resolve(evaluation_config(config, weights, EvaluationRequest(), folder)).engine
+
+    own = made({"host": "0.0.0.0", **engine})
+    assert own.discovery is None and own.replicas == engine.get("replicas", 1)
+    assert own.addresses() == tuple(f"http://127.0.0.1:{own.port + i}" for i in range(own.replicas))
+    others = {"kind": "external", "urls": ["http://node-1:8100"]}
+    assert made(others).addresses() == ("http://node-1:8100",), "those of others are where they are"
 
 
 def test_options_that_do_not_fit_are_refused_and_leave_no_folder(run: RunDirectory) -> None:

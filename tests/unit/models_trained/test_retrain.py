@@ -493,7 +493,7 @@ async def test_a_bundle_is_made_again_without_its_run_and_tells_nothing_of_the_m
     shutil.rmtree(w.directory.path)
     path = await made(world, model={"source": str(own), "max_length": 64}, **KINDS[kind])
     source = RunSource.open(path)
-    file = tmp_path / "step6.afterplay"
+    file = tmp_path / "reports" / "step6.afterplay"  # the folder is made, as for pages and pictures
     assert write_bundle(source, 6, file, texts=False) == file.stat().st_size
     secrets = [str(tmp_path), "127.0.0.1", "/root", "tcp://", "ipc://", "actor-0", '"content":"u"']
     with zipfile.ZipFile(file) as packed:

@@ -52,6 +52,15 @@ def test_a_run_is_evaluated_with_the_options_of_the_command(child: type[Child], 
     ]  # fmt: skip
 
 
+def test_a_run_below_the_home_folder_is_evaluated(
+    child: type[Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    directory = make_run(tmp_path / "some", ())
+    afterplay.evaluate("~/some")
+    assert child.asked == [[str(directory)]]
+
+
 def test_the_initial_model_of_a_configuration_is_evaluated(child: type[Child], tmp_path: Path) -> None:
     afterplay.evaluate("@tiny", "babyai", run__directory=str(tmp_path))
     afterplay.evaluate("@tiny", "babyai", run__directory=str(tmp_path), pass_at=4)

@@ -178,6 +178,19 @@ def test_the_endpoint_names_the_model_with_the_newest_weights(
         assert run.endpoint()["model"] == model
 
 
+def test_the_endpoint_is_an_engine_that_actors_find_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = tmp_path / "urls"
+    run = load(make_run(tmp_path / "some", (), engine={"kind": "external", "discovery": f"file:{urls}"}))
+
+    def appear(seconds: float) -> None:
+        urls.write_text("http://gone:8000\nhttp://b:8000\n")
+
+    monkeypatch.setattr("afterplay.run.time.sleep", appear)
+    monkeypatch.setattr("afterplay.run.check_health", lambda url: SimpleNamespace(healthy="//b:" in url))
+    with run_lock(RunDirectory(run.directory)):
+        assert run.endpoint()["base_url"] == "http://b:8000/v1"
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="expected a run directory"):
         load(tmp_path)

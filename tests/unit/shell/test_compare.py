@@ -148,6 +148,10 @@ def test_settings_of_an_earlier_call_are_not_mixed_with_others(tmp_path):
     arms = read_arms([f"a={TINY}", f"b={TINY}"])
     plan_jobs(arms, [1], [], {"a": [], "b": []}, tmp_path)
     assert plan_jobs(arms, [1, 2], [], {"a": [], "b": []}, tmp_path)[-1].seed == 2
+    moved = tmp_path.rename(tmp_path.with_name("moved"))
+    continued = plan_jobs(arms, [1], [], {"a": [], "b": []}, moved)[0]
+    assert f"--set=run.directory={moved / 'a'}" in continued.command, "not in the folder where they were"
+    moved.rename(tmp_path)
     with pytest.raises(ConfigurationError, match=r"b\.yaml.*groups\.n_rollout.*another --out"):
         plan_jobs(arms, [1], [], {"a": [], "b": ["groups.n_rollout=4"]}, tmp_path)
 

@@ -419,6 +419,29 @@ OWN = {
 }
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "name", "problem"),
+    [
+        ("lessons", "writer", "contrast", ""),
+        ("lessons", "writer", "PATH:write", ""),
+        ("lessons", "writer", "PATH:wirte", r"has no 'wirte'; it has \['write'\]"),
+        ("lessons", "writer", "mine", "expected module:name or path/file.py:name, got 'mine'"),
+        ("advantage", "shaping", "mine", "expected module:name or path/file.py:name, got 'mine'"),
+    ],
+)
+def test_a_path_that_leads_to_no_function_is_found_before_a_run(
+    game: Path, section: str, key: str, name: str, problem: str
+) -> None:
+    (file := game.parent / "mine.py").write_text("def write(task, trajectories):\n    return []\n")
+    enabled: dict[str, Any] = {"enabled": True} if section == "lessons" else {}
+    sections = {section: {**enabled, key: name.replace("PATH", str(file))}}
+    config = RunConfig.model_validate({**configured(game).model_dump(exclude_unset=True), **sections})
+    found = Findings()
+    preflight._check_functions(config, found)
+    assert len(found.problems) == bool(problem)
+    assert all(re.search(f"^{section}.{key}: .*{problem}", line) for line in found.problems), found.problems
+
+
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, (_, _, names) in OWN.items() for name in names])
 def test_own_losses_estimators_and_shapings_are_called_before_a_run(
     kind: str, name: str, game: Path, monkeypatch: pytest.MonkeyPatch
