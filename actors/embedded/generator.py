@@ -159,6 +159,7 @@ class Generator:
         self._waiting[request.request_id] = future
         if heard is not None:
             self._streams[request.request_id] = heard
+        self._batching.unread.add(request.request_id)  # before its version is read: from here on a stamp counts it
         self.versions.begin(request.request_id)
         try:
             self._batching.submit(request)
@@ -283,6 +284,7 @@ class Generator:
 
         def mark() -> None:
             with self._batching.frozen():
+                self.versions.current = version  # before requests are counted: those that begin meanwhile have it
                 self.versions.stamp(version, self._batching.sampled_counts())
 
         await self._in_control(mark)

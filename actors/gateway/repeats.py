@@ -67,6 +67,10 @@ class Repeats(Generic[D]):
         self.undelivered.append(delivery)
         self._newest[sent.identity] = delivery
 
+    def refused(self, sent: Sent) -> None:
+        """A new request was not taken: where it is sent again, it is no repeat of an older one."""
+        self._newest.pop(sent.identity, None)
+
     def forget(self, delivery: D) -> None:
         """Remove a request without an answer: an equal one is new."""
         self._newest = {identity: other for identity, other in self._newest.items() if other is not delivery}

@@ -173,7 +173,11 @@ class Session:
         if exchange is None or not repeated:
             call = self._shared(read(self._answers.get))
             self._repeats.continued(call.whole)
-            self._admit(call.n)
+            try:
+                self._admit(call.n)
+            except Refusal:
+                self._repeats.refused(sent)
+                raise
             exchange = Exchange(call=call)
             self._repeats.begin(sent, exchange)
             self._running.add(exchange)

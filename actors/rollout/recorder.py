@@ -12,10 +12,13 @@ otherwise is a helper's conversation: it is trained, and never graded.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import orjson
 
 from actors.engine.base import Generation
 from actors.rendering.renderer import Completed, Conversation, Renderer
@@ -72,7 +75,7 @@ class _Sampled:
         return Turn(
             context=TokenSpan.context(self.added_ids),
             completion=self.completion,
-            context_messages=self.added,
+            context_messages=tuple(map(_storable, self.added)),
             completion_message=Message("assistant", self.text),
             finish_reason=self.finish_reason,
             temperature=self.temperature,
@@ -254,3 +257,19 @@ def _of_turn(experts: ExpertArray | None, n_tokens: int) -> ExpertArray | None:
     if experts is None or len(experts) >= n_tokens:
         return experts if experts is None else experts[len(experts) - n_tokens :]
     return np.concatenate([unknown_experts(n_tokens - len(experts), experts), experts])
+
+
+def _storable(message: Message) -> Message:
+    """The message, with JSON text as arguments of its calls where these cannot be stored as they are: a policy may
+    write whole numbers of any size, and lists in lists to any depth."""
+    calls = message.extra.get("tool_calls") if message.role == "assistant" else None
+    if not calls:
+        return message
+    try:
+        orjson.dumps(calls)
+    except orjson.JSONEncodeError:
+        with suppress(LookupError, TypeError, ValueError, RecursionError):  # calls in a form of an environment's own
+            functions = [{**call["function"], "arguments": json.dumps(call["function"]["arguments"])} for call in calls]
+            stated = [{**call, "function": function} for call, function in zip(calls, functions, strict=True)]
+            return replace(message, extra={**message.extra, "tool_calls": stated})
+    return message

@@ -122,7 +122,7 @@ class Sandbox(ABC):
     @abstractmethod
     async def take(self, paths: Sequence[str], bytes_max: int) -> dict[str, bytes]:
         """Contents of files below ``HOME`` by relative path, links not followed. Raises :class:`ValueError` for more
-        than ``bytes_max``, :class:`FileNotFoundError` for one that is not there."""
+        than ``bytes_max``, :class:`FileNotFoundError` for one that is not there, or that commands cannot read."""
 
     @abstractmethod
     async def end(self) -> None:

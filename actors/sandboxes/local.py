@@ -41,7 +41,7 @@ PACK = (
     "import sys, tarfile, os\n"
     "out = tarfile.open(fileobj=sys.stdout.buffer, mode='w|')\n"
     "for path in sys.argv[1:]:\n"
-    "    if os.path.isfile(path) and not os.path.islink(path): out.add(path)\n"
+    "    if os.path.isfile(path) and not os.path.islink(path) and os.access(path, os.R_OK): out.add(path)\n"
     "out.close()\n"
 )
 
@@ -106,8 +106,11 @@ class LocalSandbox(Sandbox):
 
     async def take(self, paths: Sequence[str], bytes_max: int) -> dict[str, bytes]:
         room = bytes_max + 2048 * (len(paths) + 10)  # headers and padding of the archive
-        done = await self._python(PACK, paths, b"", room + 1)
-        if len(done.stdout) > room:
+        try:
+            done = await self._python(PACK, paths, b"", room + 1)
+        except (PermissionError, FileExistsError) as error:  # a command has closed the folder, or put a file there
+            raise FileNotFoundError(f"{HOME} in the sandbox is no folder that can be read: {error}") from error
+        if len(done.stdout) > room or (done.code and done.limit == "disk"):
             raise ValueError(f"expected files of at most {bytes_max} bytes together, got more")
         found = {}
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:

@@ -58,7 +58,7 @@ class Unconfined(Sandbox):
         found, room = dict[str, bytes](), bytes_max
         for path in paths:
             file = self._inside(path)
-            if not file.is_file() or file.is_symlink():
+            if not os.access(file, os.R_OK) or not file.is_file() or file.is_symlink():
                 raise FileNotFoundError(f"there is no file {path}")
             if (room := room - file.stat().st_size) < 0:
                 raise ValueError(f"expected files of at most {bytes_max} bytes together, got more")

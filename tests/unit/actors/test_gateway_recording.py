@@ -26,6 +26,7 @@ from actors.rollout.summaries import is_summary
 from actors.servers.refusal import Refusal
 from actors.tools.parsing.registry import FORMATS, Parser
 from pipeline.schema import FinishReason, Message, Task, Trajectory, TrajectoryStatus, VersionSpan
+from pipeline.schema.codec import decode_trajectory, encode_trajectory
 from pipeline.scorer.conversation import conversation, reply
 from tests.support.tokens import flattened
 
@@ -315,6 +316,25 @@ def test_tool_calls_are_parsed_and_their_echo_goes_on(smollm2: Any, a: str, agai
     assert [t.branch for t in talk.recorder.turns()] == [0, 0]
     assert pending.added_ids.count(smollm2.eos_token_id) == 1
     assert "\n2<|im_end|>\n" in smollm2.decode(pending.added_ids)
+
+
+@pytest.mark.parametrize("arguments", [f'{{"a": {10**30}}}', '{"a":' * 300 + "1" + "}" * 300])
+def test_calls_that_no_json_writer_takes_are_stored_in_a_rewritten_history(smollm2: Any, arguments: str) -> None:
+    talk = Talk(smollm2)
+    text = f'I add. <tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+    ids = [*smollm2(text, add_special_tokens=False).input_ids, smollm2.eos_token_id]
+    pending = talk.begin([user("1 + 1?")], tools=[TOOL])
+    answer = talk.finish(pending, ids)
+    talk.seen.append((pending.branch, pending.prompt_ids, ids))
+    (call,) = answer.tool_calls
+    shorter = {"tool_calls": [{**call, "function": {"name": "add", "arguments": arguments}}]}
+    told = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
+    talk.end(talk.begin([user("1 + 1?"), {"role": "assistant", **shorter}, told], tools=[TOOL]), [5, 6])
+    talk.check()
+    stored = decode_trajectory(encode_trajectory(talk.trajectory()))
+    assert stored.n_sampled == len(ids) + 2
+    (message,) = [m for turn in stored.turns for m in turn.context_messages if m.role == "assistant"]
+    assert json.loads(message.extra["tool_calls"][0]["function"]["arguments"]) == json.loads(arguments)
 
 
 def test_a_reply_without_a_readable_call_is_text(smollm2: Any) -> None:

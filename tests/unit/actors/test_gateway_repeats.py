@@ -261,6 +261,39 @@ async def test_a_question_that_was_answered_is_sampled_again_unless_it_is_a_retr
     assert trajectory.status is TrajectoryStatus.COMPLETE and len(trajectory.turns) == 5, trajectory.failure
 
 
+async def test_a_retry_of_a_request_that_found_no_place_is_no_repeat_of_an_older_one(
+    serve: Serve, long_order: Order, words: Any
+) -> None:
+    asked, release = anyio.Event(), anyio.Event()
+    release.set()
+
+    def gate() -> anyio.Event:
+        asked.set()
+        return release
+
+    async def run(task: Any, client: Caller) -> float:
+        nonlocal asked, release
+
+        async def say(count: int) -> tuple[int, Any, Mapping[str, str]]:
+            headers = {"X-Stainless-Retry-Count": f"{count}"}
+            return await client.post("/chat/completions", {"messages": [user("say")]}, headers=headers)
+
+        _, first, _ = await say(0)
+        asked, release = anyio.Event(), anyio.Event()
+        async with anyio.create_task_group() as group:
+            group.start_soon(client.chat, [user("say hello")])
+            await asked.wait()
+            assert (await say(0))[0] == 429
+            release.set()
+        _, second, headers = await say(1)
+        assert second["id"] != first["id"] and "X-Afterplay-Repeated" not in headers
+        return 1.0
+
+    services = serve(gated(echoing(words), gate), run, loop_options={"max_concurrent_calls": 1})
+    trajectory = await run_order(services, long_order)
+    assert trajectory.status is TrajectoryStatus.COMPLETE and len(trajectory.turns) == 3, trajectory.failure
+
+
 @pytest.mark.parametrize("again", ["never", "another", "later"])
 async def test_a_call_whose_client_hung_up_leaves_nothing_behind_and_takes_no_place(
     serve: Serve, long_order: Order, words: Any, monkeypatch: pytest.MonkeyPatch, again: str

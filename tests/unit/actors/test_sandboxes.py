@@ -62,6 +62,26 @@ async def test_files_go_in_and_come_out_as_they_were(kind: str) -> None:
             await sandbox.take(["missing"], 100)
 
 
+@pytest.mark.parametrize("kind", WALLS)
+@pytest.mark.parametrize(
+    ("harm", "raised"),
+    [
+        ("chmod 000 x", FileNotFoundError),
+        ('chmod 000 "$HOME"', FileNotFoundError),
+        ('rm -r "$HOME"; touch "$HOME"', FileNotFoundError),
+        ("seq 5000 | xargs touch", ValueError),
+    ],
+)
+async def test_files_that_a_command_has_spoiled_are_missing_and_the_sandbox_is_not_at_fault(
+    kind: str, harm: str, raised: type[Exception]
+) -> None:
+    async with made(kind, disk_mib=16) as sandbox:
+        await sandbox.put({"x": b"1"})
+        await shell(sandbox, harm)
+        with pytest.raises(raised):
+            await sandbox.take(["x"], 10**6)
+
+
 @every
 async def test_a_link_is_not_followed_when_files_are_taken(kind: str) -> None:
     async with made(kind) as sandbox:
