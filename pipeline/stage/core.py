@@ -32,7 +32,8 @@ from pipeline.stage.staleness import StalenessLedger, StalenessRule
 from pipeline.store.effects import Effect, Score, Send
 from pipeline.store.journal import Changes, Journal, PayloadRefCounts
 from pipeline.store.ledger import FAILURES
-from pipeline.store.records import CancelReason, GroupRecord, GroupState, Slot
+from pipeline.store.records import CancelReason, Facts, GroupRecord, GroupState, Slot
+from pipeline.store.replay_records import PoolEntry
 from pipeline.store.snapshot import Snapshot
 from pipeline.tasks.sampler import TaskSampler
 from pipeline.tasks.source import TaskSplit
@@ -348,15 +349,16 @@ def _check_limits(limits: StageConfig, snapshot: Snapshot) -> None:
     """Raises :class:`ConfigurationError` where the run file lowered a limit below what the store has: the learner would
     wait for a group of which one trajectory is never delivered."""
     groups = snapshot.groups.values()
-    facts = [slot.trajectory.facts for group in groups for slot in group.all_slots if slot.trajectory is not None]
-    entries = [replay.entry for group in groups for replay in group.replays] + snapshot.entries
-    entries += [member for stored in snapshot.stored_groups for member in stored.members]
-    for key, limit, sizes in (
-        ("message_bytes_max", limits.message_bytes_max, [held.n_bytes for held in [*facts, *entries]]),
-        ("tokens_max", limits.tokens_max, [held.n_tokens for held in [*facts, *entries]]),
+    held: list[Facts | PoolEntry] = [*snapshot.entries]
+    held += [slot.trajectory.facts for group in groups for slot in group.all_slots if slot.trajectory is not None]
+    held += [replay.entry for group in groups for replay in group.replays]
+    held += [member for stored in snapshot.stored_groups for member in stored.members]
+    for key, limit, largest in (
+        ("message_bytes_max", limits.message_bytes_max, max((one.n_bytes for one in held), default=0)),
+        ("tokens_max", limits.tokens_max, max((one.n_tokens for one in held), default=0)),
     ):
-        if sizes and max(sizes) > limit:
+        if largest > limit:
             raise ConfigurationError(
-                f"stage.{key}: expected at least {max(sizes)}, which a stored trajectory has, got {limit}: it could not "
+                f"stage.{key}: expected at least {largest}, the size of a stored trajectory, got {limit}: it could not "
                 "be delivered to the learner. Raise it"
             )
