@@ -214,15 +214,24 @@ MAY_CHANGE = frozenset({"reward", "turn_rewards", "baseline"})
 def shaped(
     scored: Sequence[ScoredTrajectory], trajectories: Sequence[Trajectory], config: AdvantageConfig
 ) -> list[ScoredTrajectory]:
-    """Overlong penalty (but not on a greedy rollout's reward), then the user's shaping, then normalisation.
+    """Overlong penalty (but not on a greedy rollout's reward) by all tokens that were sampled, trained or not; then the
+    user's shaping, then normalisation.
 
     Raises :class:`TrainingError` for what the user's function gave, :class:`PlugInError` for what it raised, and
     :class:`ConfigurationError` when its path leads to none.
     """
-    out = [replace(p, reward=p.reward - overlong_loss(p.n_tokens, config)) for p in scored]
+    out = list(scored)
+    if config.overlong_tokens is not None:
+        out = [_less(p, overlong_loss(t.n_sampled, config)) for p, t in zip(scored, trajectories, strict=True)]
     if config.shaping is not None:
         out = _by_user(resolve(config.shaping, "reward shaping"), config.shaping, out, trajectories)
     return _normalised(out, config)
+
+
+def _less(p: ScoredTrajectory, penalty: float) -> ScoredTrajectory:
+    """``penalty`` off the outcome, and off the reward of the last turn, which ``rewards: turns`` reads instead."""
+    turns = p.turn_rewards and (*p.turn_rewards[:-1], p.turn_rewards[-1] - penalty)
+    return replace(p, reward=p.reward - penalty, turn_rewards=turns)
 
 
 def overlong_loss(n_tokens: int, config: AdvantageConfig) -> float:

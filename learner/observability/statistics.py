@@ -93,7 +93,7 @@ class TokenValues:
     """Values of a training pass at each sampled token, arrays ``[S]`` in one order."""
 
     logprobs: FloatArray
-    """log π before the optimizer step."""
+    """log π before the optimizer step of the token."""
     behaviour: FloatArray
     """log μ."""
     entropy: FloatArray
@@ -120,6 +120,8 @@ class TokenValues:
     """The correction's weight was cut at its maximum."""
     reference_kl: FloatArray
     """Estimate of KL(π‖π_ref) at the token; NaN where there is none."""
+    moved: BoolArray
+    """log π is of weights that an earlier optimizer step of the update had changed."""
     advantages: FloatArray
     numbers: npt.NDArray[np.int64]
     """Number of the token among all sampled tokens of the update (``MicroBatch.token_index_S``)."""
@@ -227,7 +229,8 @@ class BatchStatistics:
     replay_ages: npt.NDArray[np.int64]
     """The same, of replayed trajectories that a policy of the run sampled."""
     logprob_differences: FloatArray
-    """|log π - log μ| of the tokens that the learner's own version sampled: what engine and learner disagree on."""
+    """|log π - log μ| of the tokens that the learner's own version sampled, before any optimizer step of the update:
+    what engine and learner disagree on."""
     on_loss: float = 0.0
     off_loss: float = 0.0
     """Policy loss of tokens with the fresh, and with the off-policy loss."""
@@ -248,7 +251,7 @@ def batch_statistics(values: TokenValues, policy_version: int) -> BatchStatistic
     """``policy_version`` is the learner's, before the step."""
     fresh, replay = (source_statistics(values.where(values.replayed == r)) for r in (False, True))
     lag = policy_version - values.versions.astype(np.int64)
-    same = (lag == 0) & values.trained & values.recorded & ~values.discarded
+    same = (lag == 0) & values.trained & values.recorded & ~values.discarded & ~values.moved
     difference = np.abs(np.asarray(values.logprobs[same], np.float64) - np.asarray(values.behaviour[same], np.float64))
     losses = np.asarray(values.losses, np.float64)
     return BatchStatistics(

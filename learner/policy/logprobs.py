@@ -30,7 +30,7 @@ class Head:
     """Cohere's ``logit_scale``, Falcon-H1's ``lm_head_multiplier``, HyperCLOVA X's ``logits_scaling``, or one over
     Granite's."""
     softcap: float | None = None
-    """Gemma's ``final_logit_softcapping``, RecurrentGemma's ``logits_soft_cap``."""
+    """Gemma's ``final_logit_softcapping``, RecurrentGemma's ``logits_soft_cap``, xLSTM's ``output_logit_soft_cap``."""
 
 
 @dataclass(frozen=True, slots=True)

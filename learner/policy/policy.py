@@ -545,5 +545,6 @@ class Policy(Backbone):
         scales = [getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier")]
         scaling = getattr(config, "logits_scaling", None) or 1.0
         scale = math.prod(scales) * (scaling if config.model_type == "hyperclovax" else 1.0 / scaling)
-        caps = [getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap")]
-        return Head(layer.weight, getattr(layer, "bias", None), scale, caps[0] or caps[1])
+        names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+        cap = next(filter(None, (getattr(config, name, None) for name in names)), None)
+        return Head(layer.weight, getattr(layer, "bias", None), scale, cap)

@@ -252,7 +252,8 @@ class OptimizerSteps:
             arrays = torch.cat([each.tokens for each in kept if each.tokens is not None], dim=1).cpu().numpy()
             ends = np.cumsum([each.part.n_sampled for each in kept])[:-1]
             for each, columns in zip(kept, np.split(arrays, ends, axis=1), strict=True):
-                values = token_values(each.part, columns, inputs, self.config.loss)
+                moved = totals.optimizer_steps > 0
+                values = token_values(each.part, columns, inputs, self.config.loss, moved=moved)
                 if record:
                     totals.values.append(values)
                 if self.config.replay.ess_guard.enabled:
@@ -317,10 +318,10 @@ def off_policy(
 
 
 def token_values(
-    part: MicroBatch, columns: npt.NDArray[np.float32], inputs: LossInputs, loss: LossConfig
+    part: MicroBatch, columns: npt.NDArray[np.float32], inputs: LossInputs, loss: LossConfig, *, moved: bool
 ) -> TokenValues:
     """Inputs of the statistics from one micro-batch. ``columns``, ``[9, S]``: log π, entropy, loss, trained, clipped
-    low and high, reason, truncated, reference KL."""
+    low and high, reason, truncated, reference KL. ``moved``: see :attr:`TokenValues.moved`."""
     logprobs, entropy, losses, trained, low, high, reasons, truncated, reference_kl = columns
     return TokenValues(
         logprobs=logprobs,
@@ -342,6 +343,7 @@ def token_values(
         reasons=reasons.astype(np.int8),
         truncated=truncated.astype(np.bool_),
         reference_kl=reference_kl,
+        moved=np.full(part.n_sampled, moved),
         advantages=part.advantages_S,
         numbers=part.token_index_S,
     )

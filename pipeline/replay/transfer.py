@@ -115,6 +115,16 @@ class Importer:
                 f"{file}: expected at most stage.tokens_max={self._limits.tokens_max} tokens, got "
                 f"{trajectory.n_tokens} in one for {trajectory.task.task_id}"
             )
+        if any(len(tokens) and tokens.loss_mask[0] for tokens in trajectory.branches()):
+            raise StoreError(
+                f"{file}: expected context before the first sampled token, got none in a trajectory for "
+                f"{trajectory.task.task_id}: nothing predicts that token"
+            )
+        if any(turn.trained and len(turn.completion) and not turn.temperature > 0 for turn in trajectory.turns):
+            raise StoreError(
+                f"{file}: expected a temperature > 0, got greedy tokens in a trajectory for "
+                f"{trajectory.task.task_id}: they have no log-probability"
+            )
         spans = (span.token_ids for turn in trajectory.turns for span in (turn.context, turn.completion))
         largest = max((int(ids.max()) for ids in spans if len(ids)), default=0)
         if self._vocabulary is not None and largest >= self._vocabulary:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from learner.advantages.base import overlong_count, overlong_loss, shaped
+from learner.advantages.base import overlong_count, overlong_loss, shaped, token_rewards
 from learner.advantages.estimate import scored_of, with_advantages
 from learner.data.rows import Group, StoredRollout, TokenScores, build_batch
 from pipeline.config.advantages import AdvantageConfig
@@ -81,9 +81,27 @@ def test_overlong_penalty_is_the_published_one(n, longest, buffer, penalty):
 def test_overlong_penalty_counts_all_sampled_tokens_and_is_off_by_default():
     config = AdvantageConfig(overlong_tokens=4, overlong_buffer=2)
     short, long = make_scored(1.0, (0, 0)), make_scored(1.0, (0, 0, 0))
-    assert [p.reward for p in shaped([short, long], [], config)] == [1.0, 0.5]
+    trajectories = [make_trajectory("short", 1.0, [make_turn(2)]), make_trajectory("long", 1.0, [make_turn(3)])]
+    assert [p.reward for p in shaped([short, long], trajectories, config)] == [1.0, 0.5]
     assert overlong_count([2, 3, 9], config) == 2
     assert [p.reward for p in shaped([short, long], [], AdvantageConfig())] == [1.0, 1.0]
+
+
+def test_overlong_penalty_counts_a_summary_that_is_not_trained():
+    """The penalty falls on the trajectories that the metric counts."""
+    config = AdvantageConfig(overlong_tokens=4, overlong_buffer=2)
+    batch = batch_of([make_trajectory("t", 1.0, [replace(make_turn(2), trained=False), make_turn(2, branch=1)])])
+    (after,) = shaped(scored_of(batch, TokenScores()), batch.trajectories, config)
+    assert (after.n_tokens, after.reward) == (2, 0.0)
+
+
+@pytest.mark.parametrize("rewards", ["outcome", "turns", "both"])
+def test_overlong_penalty_lowers_the_sum_of_token_rewards_whatever_they_are(rewards):
+    config = AdvantageConfig(overlong_tokens=4, overlong_buffer=2, rewards=rewards)
+    trajectory = make_trajectory("t", 1.0, [make_turn(2, reward=0.25), make_turn(1, reward=0.75)])
+    (before,) = scored_of(batch_of([trajectory]), TokenScores())
+    (after,) = shaped([before], [trajectory], config)
+    assert (token_rewards(before, config) - token_rewards(after, config)).tolist() == [0.0, 0.0, 0.5]
 
 
 # Normalisation

@@ -134,6 +134,7 @@ STATES = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_sta
         ("HyperCLOVAXConfig", SMALL | {"logits_scaling": 0.25}),
         ("FalconH1Config", SMALL | STATES | {"lm_head_multiplier": 0.25}),
         ("RecurrentGemmaConfig", SMALL | {"num_hidden_layers": 3, "lru_width": 16, "logits_soft_cap": 1.0}),
+        ("xLSTMConfig", SMALL | {"hidden_size": 128, "num_heads": 2, "use_cache": False, "output_logit_soft_cap": 1.0}),
     ],
 )
 def test_the_policy_has_the_log_probabilities_of_the_models_own_logits(kit, family, options):

@@ -82,6 +82,7 @@ def values(n=6, seed=0, replayed=None):
         reasons=np.zeros(n, np.int8),
         truncated=np.zeros(n, bool),
         reference_kl=np.full(n, np.nan),
+        moved=np.zeros(n, bool),
         advantages=np.zeros(n),
         numbers=np.arange(n),
     )

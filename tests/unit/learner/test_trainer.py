@@ -85,6 +85,15 @@ def test_recorded_with_the_learners_own_weights_every_ratio_is_one(kit):
     assert s.all.kl_k3.value == pytest.approx(0, abs=1e-6)
 
 
+def test_an_optimizer_step_is_no_disagreement_of_engine_and_learner(kit):
+    """The second mini-batch is scored with weights that the first has moved."""
+    rows = own_rows(trainer_of(kit), kit.make_rows(6))
+    s = trainer_of(kit, {"minibatches": 2, "learning_rate": 0.1}).step(Batch(0, (), rows), policy_version=0).statistics
+    assert s.all.kl_k3.value > 1e-3
+    assert 0 < len(s.logprob_differences) < s.all.tokens
+    assert s.logprob_differences.max() < 1e-5
+
+
 def own_rows(trainer, rows):
     """The same rows with μ as the trainer's own policy gives it."""
     scores, at, out = trainer.score(rows), 0, []

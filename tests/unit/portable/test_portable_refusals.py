@@ -100,6 +100,8 @@ def test_other_formats_and_schemas_are_refused_with_what_they_are(make_run, tmp_
         ({"turns": [{"context_ids": [1], "completion_ids": []}]}, "at least one completion id"),
         ({"turns": [{"context_ids": [1], "completion_ids": [-3]}]}, "token ids as whole numbers"),
         ({"turns": [{"context_ids": [1], "completion_ids": [99]}]}, "vocabulary of 50, got 99"),
+        ({"turns": [{"context_ids": [], "completion_ids": [3]}]}, "context before the first sampled token"),
+        ({"temperature": 0}, "temperature > 0, got greedy tokens"),
         ({"turns": [{"context_ids": [1], "completion_ids": [3], "logprobs": [0.5]}]}, "log-probabilities of sampled"),
         ({"turns": [{"context_ids": [1], "completion_ids": [3], "logprobs": [-1, -1]}]}, "1 finite logprobs"),
         ({"turns": [{"context_ids": [1], "completion_ids": [3], "logprobs": [-1]}, {"context_ids": [1],
@@ -115,7 +117,7 @@ def test_a_wrong_line_is_named_and_nothing_of_its_file_is_imported(make_run, tmp
     (run.directory.model / "config.json").write_text(facts)
     file = write_lines(tmp_path / "d.jsonl", demonstration(1), demonstration(2) | change)
     message = refuses_unharmed(run, file, words)
-    assert "line 2" in message or "environment" in message or "vocabulary" in message
+    assert "line 2" in message or "environment" in message or "vocabulary" in message or "for a/2" in message
     file.write_bytes(orjson.dumps(demonstration(1)) + b"\n{not json\n")
     assert "line 2" in refuses_unharmed(run, file, "d.jsonl")
 
