@@ -67,13 +67,11 @@ class BufferIndex:
         position = int(np.searchsorted(ids, trajectory))
         return position if position < len(ids) and ids[position] == trajectory else None
 
-    def place(self, trajectory: int, segment: int, offset: int, crc: int) -> bool:
-        """Say where a payload was written; False when it has been evicted meanwhile."""
+    def place(self, trajectory: int, segment: int, offset: int, crc: int) -> None:
+        """Say where a payload was written; nothing when it has been evicted meanwhile."""
         position = self.find(trajectory)
-        if position is None:
-            return False
-        self._table[self._first + position, _SEGMENT : _CRC + 1] = segment, offset, crc
-        return True
+        if position is not None:
+            self._table[self._first + position, _SEGMENT : _CRC + 1] = segment, offset, crc
 
     def ids(self) -> Ints:
         return self._table[self._first : self._stop, _ID]

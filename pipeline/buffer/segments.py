@@ -17,7 +17,7 @@ import os
 import re
 import threading
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -219,22 +219,37 @@ class SegmentReader:
 
 
 class HeldSegments:
-    """Counts live trajectories by segment; removes segments that neither they nor a checkpoint need."""
+    """Counts trajectories by segment, as the newest durable record has them; removes segments that neither they nor a
+    checkpoint need. A trajectory is let go of once the eviction is durable: until then a recovery still has it."""
 
     def __init__(self) -> None:
-        self._live: Counter[int] = Counter()
+        self._live: dict[int, int] = {}
+        """Segments in the order in which they were written, and so in that of their trajectories."""
+        self._evicted = 0
         self.checkpointed: frozenset[int] = frozenset()
         """Segments that the checkpoint on disk needs."""
         self.saving: frozenset[int] = frozenset()
         """Segments that a checkpoint or copy being written needs."""
 
-    def found(self, segments: Iterable[int]) -> None:
-        """These lie in the directory."""
-        self._live.update(dict.fromkeys(segments, 0))
+    def found(self, segments: Iterable[int], rows: Iterable[int], evicted: int) -> None:
+        """``segments`` lie in the directory, ``rows`` are those of its trajectories, and ``evicted`` came before."""
+        self._live = dict.fromkeys(segments, 0)
+        self._evicted = evicted
+        for segment in rows:
+            self.add(segment)
 
-    def add(self, segment: int, trajectories: int = 1) -> None:
-        """Add to the number of live trajectories in the segment (negative: subtract)."""
-        self._live[segment] += trajectories
+    def add(self, segment: int) -> None:
+        """Count a trajectory that is durable now."""
+        self._live[segment] = self._live.get(segment, 0) + 1
+
+    def evict(self, evicted: int) -> None:
+        """It is durable that so many trajectories were ever evicted, the oldest."""
+        left = max(0, evicted - self._evicted)
+        self._evicted += left
+        for segment, live in self._live.items():
+            gone = min(left, live)
+            self._live[segment] -= gone
+            left -= gone
 
     def remove_empty(self, directory: Path, reader: SegmentReader, current: int) -> None:
         """Remove the files of segments before ``current`` that are not needed."""

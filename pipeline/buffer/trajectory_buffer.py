@@ -199,6 +199,7 @@ class TrajectoryBuffer:
             write_checkpoint(self.directory, state)
             with self._state:
                 self._segments.checkpointed, self._segments.saving = state.segments, frozenset()
+                self._segments.evict(state.added - len(state.rows))
                 self._remove_empty_segments()
 
     def snapshot(self) -> tuple[Checkpoint, dict[int, bytes | memoryview]]:
@@ -237,12 +238,10 @@ class TrajectoryBuffer:
             self._draws = UnitDraws(state.seed, state.stream, state.draws)
             self._next_id, self._added = state.next_id, state.added
             self._segments.checkpointed = found.checkpointed
-            self._segments.found(found.segments)
+            self._segments.found(found.segments, state.rows[:, 3].tolist(), state.added - len(state.rows))
             self._payloads.layout = state.layout
             for row in state.rows.tolist():
-                entry = Entry(*row)
-                self._index.add(entry)
-                self._segments.add(entry.segment)
+                self._index.add(Entry(*row))
             self._evict()
         except BaseException:
             reader.close()
@@ -269,17 +268,15 @@ class TrajectoryBuffer:
 
     def _evict(self) -> None:
         while self.capacity is not None and len(self._index) > self.capacity:
-            entry = self._index.evict()
-            self._payloads.cache.remove(entry.id)
-            if entry.segment != NOT_WRITTEN:
-                self._segments.add(entry.segment, -1)
+            self._payloads.cache.remove(self._index.evict().id)
 
     def _durable(self, records: list[Record]) -> None:
         with self._state:
             for record in records:
                 self._payloads.pending.pop(record.id, None)
-                placed = self._index.place(record.id, record.segment, record.offset, record.crc)
-                self._segments.add(record.segment, placed)
+                self._index.place(record.id, record.segment, record.offset, record.crc)
+                self._segments.add(record.segment)
+            self._segments.evict(records[-1].evicted)
             self._remove_empty_segments()
 
     def _remove_empty_segments(self) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -314,6 +315,45 @@ def test_disk_stays_bounded_while_trajectories_are_evicted(tmp_path):
         used = sum(p.stat().st_size for p in (tmp_path / "b").glob("segment-*"))
         assert used < 300 * 16 * 40 / 4
         assert buffer.sample(20).ids.min() >= 290
+
+
+def test_segments_stay_until_what_evicts_their_trajectories_is_durable(tmp_path, monkeypatch):
+    """The disk fills while three trajectories push out the three before them, and the first of them is written."""
+    buffer = filled(tmp_path / "b", 3, capacity=3, segment_bytes=1)
+    append, taken, added = segments.SegmentWriter.append, threading.Event(), threading.Event()
+
+    def fills(writer, records):
+        if taken.is_set():
+            raise OSError(28, "No space left on device")
+        taken.set()
+        assert added.wait(10)
+        return append(writer, records)
+
+    monkeypatch.setattr(segments.SegmentWriter, "append", fills)
+    first = buffer.add(trajectory(3))
+    assert taken.wait(10)
+    handles = [buffer.add(trajectory(i)) for i in (4, 5)]
+    added.set()
+    assert first.result(10) == 3
+    for handle in handles:
+        with pytest.raises(StoreError, match="No space left"):
+            handle.result(10)
+    buffer.close()
+    monkeypatch.undo()
+    with TrajectoryBuffer(tmp_path / "b", capacity=3) as again:
+        assert again.ids() == [1, 2, 3]
+
+
+def test_a_buffer_opens_again_after_a_start_with_a_smaller_capacity(tmp_path):
+    with TrajectoryBuffer(tmp_path / "b", segment_bytes=1) as buffer:
+        for i in range(9):
+            buffer.add(trajectory(i)).result(10)
+    for _ in range(2):
+        with TrajectoryBuffer(tmp_path / "b", capacity=2) as buffer:
+            assert buffer.ids() == [7, 8]
+    with TrajectoryBuffer(tmp_path / "b", capacity=2) as buffer:
+        buffer.save()
+        assert len(segments.segment_numbers(tmp_path / "b")) == 2
 
 
 def test_a_failed_write_is_told_to_whoever_waits(tmp_path, monkeypatch):
