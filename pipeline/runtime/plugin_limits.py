@@ -34,6 +34,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from types import FrameType
 from typing import Any, TextIO, TypeVar
 
@@ -267,7 +268,7 @@ class BlockingCalls:
         late: Callable[[T], object] | None = None,
     ) -> T:
         """Call ``function`` in a thread of its own; ``begun`` is called when it has one. Cancelling leaves the call
-        behind; ``late`` then gets what it returns in the end, in the thread."""
+        behind; ``late`` then gets what it returns in the end, in a thread."""
         await self._slots.acquire()
         try:
             if begun is not None:
@@ -281,7 +282,9 @@ class BlockingCalls:
             return await thread.future  # type: ignore[no-any-return]
         except asyncio.CancelledError:
             thread.abandoned = True
-            if not thread.ended:
+            if thread.ended:
+                thread.leave()
+            else:
                 left = max(GRACE_SECONDS, self._seconds_max - (time.monotonic() - thread.started_at))
                 if math.isfinite(left):
                     thread.timer = asyncio.get_running_loop().call_later(left, self._hangs, thread)
@@ -315,28 +318,37 @@ class _CallThread(threading.Thread):
         self.started_at = time.monotonic()
         self.abandoned = self.ended = False
         self.timer: asyncio.TimerHandle | None = None
+        self._rest: Callable[[], object] | None = None
+        """Gives what was returned to ``late``, once."""
 
     def run(self) -> None:
-        value: Any = None
         failure: Exception | None = None
         function, args = self._call
         try:
             value = called(function, *args)
-            if self.abandoned and self._late is not None:
+            if self._late is not None and self.abandoned:
                 called(self._late, value)
+            elif self._late is not None:
+                self._rest = partial(called, self._late, value)
         except Exception as error:
-            failure = error
+            value, failure = None, error
         try:
             self._loop.call_soon_threadsafe(self._settle, value, failure)
         except RuntimeError:
             return  # the loop is closed: nobody waits for this any more
 
+    def leave(self) -> None:
+        """Nobody takes what the call has returned: it was given up between its end and that. In the event loop."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            threading.Thread(target=rest, daemon=True, name="plug-in").start()
+
     def _settle(self, value: Any, error: BaseException | None) -> None:
         self.ended = True
         self._on_end(self)
         if self.future.done():
-            return
-        if error is not None:
+            self.leave()
+        elif error is not None:
             self.future.set_exception(error)
         else:
             self.future.set_result(value)

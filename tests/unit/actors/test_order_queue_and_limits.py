@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 from collections.abc import Callable
@@ -173,6 +174,31 @@ async def test_what_a_call_returns_after_it_was_given_up_can_be_freed() -> None:
         await calls.run(begin, late=lambda episode: freed.set() if episode == "episode" else None)
     release.set()
     assert await anyio.to_thread.run_sync(freed.wait, 60)
+
+
+@pytest.mark.parametrize("settled", [False, True])
+async def test_what_a_call_has_returned_is_freed_though_it_is_given_up_before_it_is_taken(settled: bool) -> None:
+    """The call ends, and is cancelled before the event loop has looked, or before the waiting task runs again."""
+    calls, runs, ends, freed = BlockingCalls(1), threading.Event(), threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
+
+    def begin() -> str:
+        threads.append(threading.current_thread())
+        runs.set()
+        assert ends.wait(60)
+        return "episode"
+
+    task = asyncio.ensure_future(calls.run(begin, late=lambda episode: freed.set()))
+    await anyio.to_thread.run_sync(runs.wait, 60)
+    ends.set()
+    threads[0].join(60)
+    if settled:
+        asyncio.get_running_loop().call_soon(task.cancel)
+    else:
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await anyio.to_thread.run_sync(freed.wait, 5)
 
 
 async def test_what_a_thread_raises_is_raised_here() -> None:
