@@ -26,8 +26,12 @@ _SIGNS = {**dict.fromkeys("−–‐‑﹣－", "-"), "＋": "+", "٫": ".", "٬
 _CHARACTERS = str.maketrans(_SIGNS)
 _FRACTION = re.compile(r"\\[dtc]?frac\s?(?:\{([^{}]{1,60})\}|(\d))\s?(?:\{([^{}]{1,60})\}|(\d))")
 _PLAIN = re.compile(r"\s*[-+]?[\d.,]+\s*")
+_TEXT = r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it|sf)|mbox)\s?\{\s{0,3}([^{}]{0,200}?)\s{0,3}\}"
 _LATEX = (
-    (re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it|sf)|mbox)\s?\{([^{}]{0,200})\}"), r" \1 "),
+    (re.compile(rf"{_TEXT}\s?(?=[\^_])"), r" \1"),  # cm^2: its exponent stays with it
+    (re.compile(_TEXT), r" \1 "),
+    (re.compile(r"\^\s?(?:\\circ(?![A-Za-z])|\{\s?\\circ\s?\})"), "°"),
+    (re.compile(r"(?<=\d)\^\s?\{\s?(?:st|nd|rd|th)\s?\}"), ""),
     (re.compile(r"\{([.,])\}"), r"\1"),
     (re.compile(r"\\!|\\(?:left|right)(?![A-Za-z])"), ""),
     (re.compile(r"(?<=\d)\\[ ,:;](?=\d)"), "\u202f"),

@@ -359,6 +359,9 @@ def fraction_text(value: Fraction) -> str:
         ("１２", 12), ("٣", 3), ("x_1 = 7", 7), ("minus 5", -5), ("negative 5", -5), ("7 minus 5", 5), ("$3-$5", 5),
         ("- 5", 5), ("Answer: - 5", -5), ("x-4", 4), ("1e3.", 1000), ("In 2024 100 people", 100), ("1/2x", "1/2"),
         (r"3\frac{1}{2}", "7/2"), (r"\frac12", "1/2"),
+        (r"12\text{ cm}^2", 12), (r"12\,\mathrm{cm}^{3}", 12), (r"9.8 \mathrm{~m}/\mathrm{s}^{2}", "49/5"),
+        (r"\frac{1}{2}\text{ m }^2", "1/2"), (r"\mathbf{7}^2", 49), (r"90^\circ", 90), (r"30^{\circ}\text{C}", 30),
+        (r"5^{\text{th}}", 5),
         # none that stands alone
         ("1,2,3", None), ("1.2.3", None), ("2024/05/06", None), ("3:2", None), ("2π", None), ("π/4", None),
         ("√5", None), (r"\sqrt{5}", None), (r"2\sqrt{3}", None), (r"\frac{\pi}{4}", None), (r"\frac{x}{2}", None),
