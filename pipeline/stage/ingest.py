@@ -115,7 +115,9 @@ class Ingest(StagePart):
         self._leases.answered(actor)
         if seen.drop is not None:
             failure = seen.trajectory.failure
-            reason = f"{failure.boundary}: {failure.kind}: {failure.message}" if failure else "nothing to train was sampled"
+            reason = (
+                f"{failure.boundary}: {failure.kind}: {failure.message}" if failure else "nothing to train was sampled"
+            )
             self._groups.failed(order, seen.drop, seen.facts, reason)
             self._journal.effect(UntrainedRollout(name, frames, self._clock.wall))
         else:
