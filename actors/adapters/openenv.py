@@ -66,7 +66,7 @@ class OpenEnv(Environment):
             proxy=None,
         )
         with undone_on_error(socket.transport.abort):
-            answer = await ask(socket, "reset", {**self.reset, "seed": task.seed % 2**31})
+            answer = await ask(socket, "reset", _message("reset", {**self.reset, "seed": task.seed % 2**31}))
             return OpenEnvEpisode(self, socket, answer)
 
 
@@ -77,10 +77,10 @@ class OpenEnvEpisode(Episode):
 
     async def step(self, reply: Reply) -> Step:
         try:
-            action = _filled(self._options.action, str(reply))
-        except ValueError:
+            message = _message("step", _filled(self._options.action, str(reply)))
+        except (ValueError, orjson.JSONEncodeError):  # JSON is read to a greater depth than it is written
             return Step((Message("user", "Reply with a JSON object."),), signals={"unknown_action": 1.0})
-        data = await ask(self._socket, "step", action)
+        data = await ask(self._socket, "step", message)
         done = bool(data.get("done"))
         reward = data.get("reward")
         signals = {"unknown_action": 0.0}
@@ -108,9 +108,9 @@ class OpenEnvEpisode(Episode):
         return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
-async def ask(socket: Any, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+async def ask(socket: Any, kind: str, message: str) -> dict[str, Any]:
     """One request and its answer: ``{"observation", "reward", "done"}``. Raises :class:`OpenEnvError`."""
-    await socket.send(orjson.dumps({"type": kind, "data": data}).decode())
+    await socket.send(message)
     raw = await socket.recv()
     try:
         answer = orjson.loads(raw)
@@ -124,6 +124,10 @@ async def ask(socket: Any, kind: str, data: Mapping[str, Any]) -> dict[str, Any]
             f"{kind}: expected an observation of the OpenEnv protocol, got {str(raw)[:200]!r}"
         ) from error
     return dict(data)
+
+
+def _message(kind: str, data: Mapping[str, Any]) -> str:
+    return orjson.dumps({"type": kind, "data": data}).decode()
 
 
 def _filled(template: Any, reply: str) -> Any:

@@ -28,6 +28,9 @@ GAMES = (
 """Tested with TextArena 0.7.4. Other single-player ids may need a download (Hangman, Wordle and the other
 word games) or a newer Python (LinesOfAction, Surround ...); building one says which."""
 
+_LONG = re.compile(r"(\d{18})\d+")
+"""A number longer than any that a game takes. Python reads none of more than 4,300 digits, and games do not expect it.
+"""
 INVALID_MOVE_PAYS = -1.0
 """TextArena's default."""
 
@@ -75,7 +78,7 @@ class TextArenaEpisode(Episode):
 
     def step(self, reply: Reply) -> Step:
         with own_random(self._random):
-            done, _ = self._game.step(action=str(reply))
+            done, _ = self._game.step(action=_LONG.sub(r"\1", reply))
             if not done:
                 return Step((Message("user", self._seen() or "Your move."),))
             rewards, information = self._game.close()

@@ -186,12 +186,16 @@ def reply_text(answer: ChatAnswer) -> str:
     blocks = [answer.text] if answer.text else []
     for name, arguments in answer.calls:
         try:
-            stated = json.loads(arguments) if arguments.strip() else {}
+            call = _call_text(name, json.loads(arguments) if arguments.strip() else {})
         except (ValueError, RecursionError):
-            stated = arguments  # the loop tells the policy that these are no arguments
-        call = json.dumps({"name": name, "arguments": stated}, ensure_ascii=False)
+            call = _call_text(name, arguments)  # the loop tells the policy that these are no arguments
         blocks.append(f"<tool_call>\n{call}\n</tool_call>")
     return "\n".join(blocks)
+
+
+def _call_text(name: str, arguments: Any) -> str:
+    """A call as JSON. Raises :class:`ValueError` where that is no valid Unicode."""
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False).encode().decode()
 
 
 def request_messages(

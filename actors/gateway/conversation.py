@@ -84,12 +84,13 @@ def key_of(role: str, content: str, calls: Sequence[Mapping[str, Any]] = (), ans
 
 
 def _same_numbers(value: Any) -> Any:
-    """A JSON value with 1 for 1.0, as programs in JavaScript state it again."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [_same_numbers(item) for item in value]
-    return {key: _same_numbers(item) for key, item in value.items()} if isinstance(value, dict) else value
+    """A JSON value with 1 for 1.0, as programs in JavaScript state it again. To any depth to which calls are read."""
+    return json.loads(json.dumps(value), parse_float=_same_number)
+
+
+def _same_number(text: str) -> float:
+    number = float(text)
+    return int(number) if number.is_integer() else number
 
 
 def arguments_text(arguments: Mapping[str, Any]) -> str:

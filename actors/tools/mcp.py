@@ -107,7 +107,8 @@ class MCP(Toolset):
             code = getattr(getattr(error, "error", None), "code", None)
             if code is not None and code != CONNECTION_CLOSED:
                 raise ToolError(str(error)) from error
-            if session is self._session:
+            # arguments or an answer that mcp refuses say nothing about the connection, which other episodes use
+            if session is self._session and not isinstance(error, ValueError | RuntimeError):
                 self._lost()
             raise
         self._timeouts = 0

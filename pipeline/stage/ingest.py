@@ -70,9 +70,8 @@ def examine(frames: Sequence[Buffer], limits: Limits, key: OrderKey, task: Task)
     if came != expected:
         return Unreadable(Drop.CORRUPT, f"expected trajectory, group and task {expected}, got {came}")
     facts = facts_of(trajectory, frames)
-    failed = trajectory.status is TrajectoryStatus.ERROR or facts.n_sampled == 0
     aborted = trajectory.status is TrajectoryStatus.ABORTED
-    return Arrival(trajectory, facts, Drop.ABORTED if aborted else Drop.FAILED if failed else None)
+    return Arrival(trajectory, facts, Drop.ABORTED if aborted else None if trajectory.usable else Drop.FAILED)
 
 
 ScoreNow = Callable[[Trajectory], Verdict]
@@ -116,7 +115,9 @@ class Ingest(StagePart):
         self._leases.answered(actor)
         if seen.drop is not None:
             failure = seen.trajectory.failure
-            reason = f"{failure.boundary}: {failure.kind}: {failure.message}" if failure else "nothing was sampled"
+            reason = (
+                f"{failure.boundary}: {failure.kind}: {failure.message}" if failure else "nothing to train was sampled"
+            )
             self._groups.failed(order, seen.drop, seen.facts, reason)
             self._journal.effect(UntrainedRollout(name, frames, self._clock.wall))
         else:

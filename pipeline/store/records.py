@@ -77,7 +77,7 @@ class Drop(StrEnum):
     DUPLICATE = "duplicate"
     """The trajectory was already stored."""
     FAILED = "failed"
-    """The rollout failed (status error), or nothing was sampled in it."""
+    """The rollout failed (status error), or nothing to train was sampled in it."""
     ABORTED = "aborted"
     UNSCORED = "unscored"
     """No reward could be computed."""

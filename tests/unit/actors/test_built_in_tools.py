@@ -325,6 +325,20 @@ async def test_mcp_server_that_died_is_started_again(stdio: MCP) -> None:
         os.kill(second, 0)
 
 
+async def test_mcp_call_that_cannot_be_sent_or_read_leaves_the_connection_to_the_others(stdio: MCP) -> None:
+    deep: Any = []
+    for _ in range(300):
+        deep = [deep]
+    async with served(stdio) as tool:
+        first = await ask(tool, "who")
+        with pytest.raises(ValueError, match="depth"):
+            await ask(tool, "add", a=1, b=2, other=deep)
+        stdio._session._tool_output_schemas["add"] = {"required": ["absent"]}
+        with pytest.raises(RuntimeError, match="structured content"):
+            await ask(tool, "add", a=1, b=2)
+        assert await ask(tool, "who") == first and tool.connections == 1
+
+
 @pytest.mark.slow
 async def test_mcp_server_that_gives_no_answers_is_started_again(stdio: MCP) -> None:
     async with served(stdio) as tool:

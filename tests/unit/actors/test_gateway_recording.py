@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from actors.engine.base import Generation, Sampling
 from actors.gateway.chat import read_chat
 from actors.gateway.chat_recorder import ChatRecorder
-from actors.gateway.conversation import ProgramCall
+from actors.gateway.conversation import ProgramCall, key_of
 from actors.gateway.generate import read_generate
 from actors.gateway.reply import ChatReply
 from actors.gateway.requests import ParameterRules
@@ -24,6 +24,7 @@ from actors.rendering.renderer import Renderer
 from actors.rollout.recorder import PendingCall, Recorder
 from actors.rollout.summaries import is_summary
 from actors.servers.refusal import Refusal
+from actors.tools.parsing.base import ToolCall, stated_call
 from actors.tools.parsing.registry import FORMATS, Parser
 from pipeline.schema import FinishReason, Message, Task, Trajectory, TrajectoryStatus, VersionSpan
 from pipeline.schema.codec import decode_trajectory, encode_trajectory
@@ -344,6 +345,16 @@ def test_a_reply_without_a_readable_call_is_text(smollm2: Any) -> None:
     answer = talk.finish(talk.begin([user("x")], tools=[TOOL]), ids)
     assert answer.content == text and not answer.tool_calls and answer.finish_reason == "stop"
     assert talk.recorder.turns()[0].signals["unreadable_calls"] == 1.0
+
+
+def test_a_call_has_a_key_to_any_depth_to_which_calls_are_read() -> None:
+    def key(innermost: str) -> Any:
+        nested = f'{{"a": {"[" * 600}{innermost}{"]" * 600}}}'
+        (call,) = FORMATS["hermes"].parse(f'<tool_call>{{"name": "f", "arguments": {nested}}}</tool_call>').calls
+        assert isinstance(call, ToolCall)
+        return key_of("assistant", "", [stated_call("1", call.name, call.arguments)])
+
+    assert key("1.0") == key("1") != key("1.5")
 
 
 def test_a_stop_text_cuts_what_is_returned_and_nothing_that_was_sampled(smollm2: Any) -> None:

@@ -406,8 +406,10 @@ def test_the_calls_of_a_written_example_are_stated_whatever_their_form(arguments
     assert stated["function"] == {"name": "f", "arguments": '{"x": "é"}'} and sent[2]["tool_call_id"] == stated["id"]
 
 
-def test_arguments_that_are_no_json_are_a_call_that_cannot_be_read():
-    text = reply_text(ChatAnswer("", (("f", "{broken"),), "", FinishReason.STOP, 0, 0))
+@pytest.mark.parametrize("arguments", ["{broken", r'{"a": "\ud800"}'])
+def test_arguments_that_are_no_json_are_a_call_that_cannot_be_read(arguments):
+    text = reply_text(ChatAnswer("", (("f", arguments),), "", FinishReason.STOP, 0, 0))
+    text.encode()
     (call,) = FORMATS["qwen"].parse(text, ()).calls
     assert isinstance(call, CallError) and "could not be read" in call.text
 

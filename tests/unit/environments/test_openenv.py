@@ -102,7 +102,8 @@ async def test_json_actions_are_filled_from_the_reply():
     async with serving() as (server, url):
         game = host(url, action={"message": "{json}", "kind": "move", "deep": {"said": ["<{reply}>", None]}})
         episode = await game.start(task(3))
-        assert "Reply with a JSON object" in (await game.step(episode, Reply("hello"))).messages[0].content
+        for said in ("hello", '{"n": ' + "[" * 300 + "]" * 300 + "}"):
+            assert "Reply with a JSON object" in (await game.step(episode, Reply(said))).messages[0].content
         server.fault = _silent_observation
         await game.step(episode, Reply('I do {"n": [1]} now'))
         assert server.received[-1]["data"] == {

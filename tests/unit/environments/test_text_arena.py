@@ -43,6 +43,15 @@ def test_a_binary_search_wins_guess_the_number(kit):
         assert (step.reward, step.signals["solved"]) == (1.0, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("game", "move"), [("GuessTheNumber-v0", "[{}]"), ("LightsOut-v0", "[{} {}]"), ("Minesweeper-v0", "[{} {}]")]
+)
+def test_a_number_that_python_does_not_read_is_a_move_like_other_wrong_ones(kit, game, move):
+    episode = kit.build("textarena", game=game).start(kit.task(1))
+    step = episode.step(Reply(move.format("9" * 5000, "9" * 5000)))
+    assert step.done or step.messages[0].content
+
+
 def test_tower_of_hanoi_is_solved_by_its_moves(kit):
     arena = kit.build("textarena", game="TowerOfHanoi-v0")
 

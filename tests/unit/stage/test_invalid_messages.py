@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,18 @@ def test_a_rollout_whose_times_fit_no_column_is_refused(tmp_path: Path, time: fl
     refused = [s.header["refused"] for s in target.stage.sent if s.kind is Kind.ACK and s.header.get("refused")]
     assert order.order_id in refused[0] and "times of at most" in refused[0][order.order_id]
     target.store.close()
+
+
+def test_a_rollout_in_which_nothing_is_trained_is_not_kept_for_training() -> None:
+    stage = started()
+    order = stage.orders()[0]
+    came = rollout(order, 0, turns=2)
+    masked = replace(came, turns=tuple(replace(turn, trained=False) for turn in came.turns))
+    frames = tuple(encode_trajectory(masked))
+    stage.core.message("actor-0", WireMessage(Kind.TRAJECTORY, {"trajectory_id": order.order_id}, frames))
+    stage.round()
+    assert any("nothing to train was sampled" in str(row) for row in stage.changes.orders)
+    stage.ledger()
 
 
 def test_an_actor_cannot_answer_the_order_of_another() -> None:
