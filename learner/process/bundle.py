@@ -87,9 +87,9 @@ def write_bundle(source: Source, step: int | None, file: Path, *, texts: bool = 
         (root.path / GROUPS).write_bytes(pack_groups(sent, Limits.of(source.config), texts=texts))
         about = {"step": update + 1, "afterplay": metadata.version("afterplay"), "texts": texts}
         (root.path / ABOUT).write_bytes(orjson.dumps(about))
+        beside = weights_beside(file)
+        shutil.rmtree(beside, ignore_errors=True)  # of a bundle of the same name, which this one replaces
         if bytes_below(target) > WHOLE_BYTES_MAX:
-            beside = weights_beside(file)
-            shutil.rmtree(beside, ignore_errors=True)
             shutil.copytree(target, beside)
             for path in target.rglob("*"):
                 if path.suffix in _WEIGHTS:

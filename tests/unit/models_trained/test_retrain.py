@@ -590,6 +590,13 @@ async def test_a_large_checkpoint_lies_beside_its_bundle_which_knows_its_bytes(w
     monkeypatch.setattr("learner.process.bundle.WHOLE_BYTES_MAX", 0)
     file = tmp_path / "b.afterplay"
     assert write_bundle(RunSource.open(path), 2, file) < 100_000
+    (tmp_path / "small.afterplay.weights").mkdir()
+    (tmp_path / "small.afterplay.weights" / CONTENTS).write_text("of a bundle that is replaced")
+    with monkeypatch.context() as small:
+        small.setattr("learner.process.bundle.WHOLE_BYTES_MAX", 1 << 30)
+        write_bundle(RunSource.open(path), 2, tmp_path / "small.afterplay")
+    with open_source(tmp_path / "small.afterplay"):
+        pass
     with open_source(file) as opened:
         assert [found.differences for found in retrain(opened)] == [()]
     flip(tmp_path / "b.afterplay.weights" / "training.pt")
