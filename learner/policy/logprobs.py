@@ -28,7 +28,7 @@ class Head:
     bias_V: Tensor | None = None
     scale: float = 1.0
     """Cohere's ``logit_scale``, Falcon-H1's ``lm_head_multiplier``, HyperCLOVA X's ``logits_scaling``, or one over
-    Granite's."""
+    Granite's or Inkling's ``logits_mup_width_multiplier``."""
     softcap: float | None = None
     """Gemma's ``final_logit_softcapping``, RecurrentGemma's ``logits_soft_cap``, xLSTM's ``output_logit_soft_cap``."""
 

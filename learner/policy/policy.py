@@ -545,6 +545,10 @@ class Policy(Backbone):
         scales = [getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier")]
         scaling = getattr(config, "logits_scaling", None) or 1.0
         scale = math.prod(scales) * (scaling if config.model_type == "hyperclovax" else 1.0 / scaling)
+        scale /= getattr(config, "logits_mup_width_multiplier", None) or 1.0
         names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
         cap = next(filter(None, (getattr(config, name, None) for name in names)), None)
-        return Head(layer.weight, getattr(layer, "bias", None), scale, cap)
+        weight, size = layer.weight, getattr(config, "unpadded_vocab_size", None)
+        if size is not None and size < len(weight):  # Inkling has no logits of the rows that only fill up its matrix
+            weight = weight[:size]
+        return Head(weight, getattr(layer, "bias", None), scale, cap)

@@ -8,6 +8,7 @@ checkpoint that is too large to send lies beside it as ``FILE.weights``; the bun
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -86,9 +87,9 @@ def write_bundle(source: Source, step: int | None, file: Path, *, texts: bool = 
         (root.path / GROUPS).write_bytes(pack_groups(sent, Limits.of(source.config), texts=texts))
         about = {"step": update + 1, "afterplay": metadata.version("afterplay"), "texts": texts}
         (root.path / ABOUT).write_bytes(orjson.dumps(about))
+        beside = weights_beside(file)
+        shutil.rmtree(beside, ignore_errors=True)  # of a bundle of the same name, which this one replaces
         if bytes_below(target) > WHOLE_BYTES_MAX:
-            beside = weights_beside(file)
-            shutil.rmtree(beside, ignore_errors=True)
             shutil.copytree(target, beside)
             for path in target.rglob("*"):
                 if path.suffix in _WEIGHTS:
@@ -194,10 +195,10 @@ def _forget_origins(folder: Path) -> None:
         if path.name == MANIFEST:
             path.unlink()
             continue
-        value = orjson.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())  # orjson reads no Infinity, which files of models may have
         if isinstance(value, dict) and any(key.endswith(_ORIGIN) and value[key] for key in value):
             changed = {key: "" if key.endswith(_ORIGIN) else inner for key, inner in value.items()}
-            path.write_bytes(orjson.dumps(changed, option=orjson.OPT_INDENT_2))
+            path.write_text(json.dumps(changed, indent=2))
     if (folder / CONTENTS).exists():
         write_contents(folder)
 

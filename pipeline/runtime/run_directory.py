@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import logging
 import os
 import time
@@ -186,10 +187,11 @@ def sync(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in ``path``; None where there is no such file or no object in it."""
+    """The JSON object in ``path``; None where there is no such file or no object in it. The ``config.json`` of a model
+    may have ``Infinity`` in it (Mamba 2, Nemotron-H), which orjson does not read."""
     try:
-        value = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError):
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -269,3 +269,9 @@ async def _sampled(folder: Path, scratch: Path) -> tuple[list[tuple[list[int], l
         return found, {name: tensor.clone() for name, tensor in generator._model.state_dict().items()}
     finally:
         await generator.stop()
+
+
+def with_infinity(folder: Path) -> None:
+    """Give the ``config.json`` in ``folder`` a value that JSON does not have, as those of Nemotron-H have it."""
+    file = folder / "config.json"
+    file.write_text(file.read_text().replace("{", '{"time_step_limit": [0.0, Infinity],', 1))

@@ -124,6 +124,11 @@ CAPPED = SMALL | {
     "head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
     "layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 1.0,
 }  # fmt: skip
+PADDED = {
+    "moe_intermediate_size": 32, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "head_dim": 8,
+    "swa_num_attention_heads": 2, "swa_num_key_value_heads": 1, "swa_head_dim": 8, "rel_extent": 16,
+    "logits_mup_width_multiplier": 4.0, "unpadded_vocab_size": 60,
+}  # fmt: skip
 STATES = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 
 
@@ -132,6 +137,7 @@ STATES = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_sta
     [
         ("Gemma4Config", {"text_config": CAPPED, "vision_config": None, "audio_config": None}),
         ("HyperCLOVAXConfig", SMALL | {"logits_scaling": 0.25}),
+        ("InklingTextConfig", SMALL | PADDED),
         ("FalconH1Config", SMALL | STATES | {"lm_head_multiplier": 0.25}),
         ("RecurrentGemmaConfig", SMALL | {"num_hidden_layers": 3, "lru_width": 16, "logits_soft_cap": 1.0}),
         ("xLSTMConfig", SMALL | {"hidden_size": 128, "num_heads": 2, "use_cache": False, "output_logit_soft_cap": 1.0}),

@@ -52,6 +52,7 @@ from pipeline.schema.codec import encode_trajectory
 from pipeline.store.store import store_path
 from pipeline.supervisor.history import difference, newest_checkpoint
 from tests.support.damage import flip
+from tests.support.families import with_infinity
 from tests.unit.learner import test_learner_role
 from tests.unit.learner.test_learner_role import config_of, kill_after, stop_after, world
 from tests.unit.models_trained.test_whole_learner import EVERYTHING
@@ -490,6 +491,7 @@ async def test_a_bundle_is_made_again_without_its_run_and_tells_nothing_of_the_m
     async with world(total_steps=1) as w:
         await w.learn()
     shutil.copytree(w.directory.model, own := tmp_path / "own", ignore=shutil.ignore_patterns(MANIFEST, CONTENTS))
+    with_infinity(own)
     shutil.rmtree(w.directory.path)
     path = await made(world, model={"source": str(own), "max_length": 64}, **KINDS[kind])
     source = RunSource.open(path)
@@ -588,6 +590,13 @@ async def test_a_large_checkpoint_lies_beside_its_bundle_which_knows_its_bytes(w
     monkeypatch.setattr("learner.process.bundle.WHOLE_BYTES_MAX", 0)
     file = tmp_path / "b.afterplay"
     assert write_bundle(RunSource.open(path), 2, file) < 100_000
+    (tmp_path / "small.afterplay.weights").mkdir()
+    (tmp_path / "small.afterplay.weights" / CONTENTS).write_text("of a bundle that is replaced")
+    with monkeypatch.context() as small:
+        small.setattr("learner.process.bundle.WHOLE_BYTES_MAX", 1 << 30)
+        write_bundle(RunSource.open(path), 2, tmp_path / "small.afterplay")
+    with open_source(tmp_path / "small.afterplay"):
+        pass
     with open_source(file) as opened:
         assert [found.differences for found in retrain(opened)] == [()]
     flip(tmp_path / "b.afterplay.weights" / "training.pt")

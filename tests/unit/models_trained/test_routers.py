@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +23,17 @@ from learner.training.trainer import Trainer
 from pipeline.errors import ConfigurationError, Findings, TrainingError
 from pipeline.runtime.routers import choice_bytes, routers_of
 from pipeline.schema.trajectory import unknown_experts
-from tests.support.families import CPU, EXPERTS, FAMILIES, HEADS, LATENT, Family, read_policy, write_family
+from tests.support.families import (
+    CPU,
+    EXPERTS,
+    FAMILIES,
+    HEADS,
+    LATENT,
+    Family,
+    read_policy,
+    with_infinity,
+    write_family,
+)
 from tests.unit.learner.conftest import run_config, tiny_model
 from tests.unit.packing.conftest import PACKED, SHARED, grouped_rows, row_of
 
@@ -340,7 +351,9 @@ def test_unknown_choices_are_the_routers_own(folders):
 
 def test_bytes_of_a_token_are_told_and_a_model_without_experts_is_refused_before_a_run(folders, tmp_path):
     tiny_model().save_pretrained(tmp_path / "dense")
-    for folder, refused in ((folders(), False), (tmp_path / "dense", True)):
+    shutil.copytree(folders(), tmp_path / "states")
+    with_infinity(tmp_path / "states")
+    for folder, refused in ((folders(), False), (tmp_path / "states", False), (tmp_path / "dense", True)):
         (folder / "tokenizer.json").write_text("{}")
         (folder / "tokenizer_config.json").write_text("{}")
         config = run_config({"routing_replay": True}, model={"source": str(folder), "max_length": 100})
