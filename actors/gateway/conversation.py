@@ -83,14 +83,15 @@ def key_of(role: str, content: str, calls: Sequence[Mapping[str, Any]] = (), ans
     return (role, content, stated, answers)
 
 
-def _same_numbers(value: Any) -> Any:
-    """A JSON value with 1 for 1.0, as programs in JavaScript state it again. To any depth to which calls are read."""
-    return json.loads(json.dumps(value), parse_float=_same_number)
+def _same_numbers(arguments: Any) -> Any:
+    """A JSON value with 1 for 1.0, as programs in JavaScript state it again; read again, because a policy may write
+    lists in lists deeper than functions of Python may call themselves."""
+    return json.loads(json.dumps(arguments), parse_float=_same_number)
 
 
 def _same_number(text: str) -> float:
-    number = float(text)
-    return int(number) if number.is_integer() else number
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def arguments_text(arguments: Mapping[str, Any]) -> str:

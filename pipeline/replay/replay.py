@@ -51,7 +51,7 @@ class Planner:
     def __init__(self, config: RunConfig, pool: Pool, difficulty: Difficulty, draws: Draws) -> None:
         self._replay = config.replay
         self._n = config.groups.n_rollout
-        self._environments = config.environments
+        self._environments = config.trained_environments
         self._pool = pool
         self._difficulty = difficulty
         self._draws = draws
@@ -213,7 +213,7 @@ class Replay:
             replay,
             config.groups.n_rollout,
             config.staleness.max,
-            config.environments,
+            config.trained_environments,
             groups,
             int(state.get("next_saved_group", 0)),
         )

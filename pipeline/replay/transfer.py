@@ -107,9 +107,9 @@ class Importer:
     def _check(self, file: Path, trajectory: Trajectory, portable: ArchivedTrajectory | None) -> None:
         """Refuse what this run could not train. Raises :class:`StoreError`."""
         environment = trajectory.task.environment
-        if environment not in self._config.environments:
-            names = ", ".join(self._config.environments)
-            raise StoreError(f"{file}: expected environments of this run ({names}), got {environment!r}")
+        if environment not in self._config.trained_environments:
+            names = ", ".join(self._config.trained_environments)
+            raise StoreError(f"{file}: expected environments that this run trains ({names}), got {environment!r}")
         if trajectory.n_tokens > self._limits.tokens_max:
             raise StoreError(
                 f"{file}: expected at most stage.tokens_max={self._limits.tokens_max} tokens, got "

@@ -7,6 +7,7 @@ rows that are written anyway: after a restart, tasks without a group are planned
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,8 +41,8 @@ class BestResults:
         return self.bests[-1] if self.bests else None
 
     def offer(self, result: Result, shape: dict[str, Any]) -> None:
-        """Add a complete evaluation. One with other tasks or sampling (``shape``) starts over, because their values
-        cannot be compared. Of equal values the first stays."""
+        """Add a complete evaluation. One with other tasks, sampling or rewards (``shape``) starts over, because their
+        values cannot be compared. Of equal values the first stays."""
         if self.best is not None and self.best["of"] != shape:
             self.bests = []
         value = result.value(self._metric)
@@ -78,6 +79,9 @@ class Evaluations(StagePart):
     ) -> None:
         super().__init__(shared)
         self._section = self._config.evaluation
+        scorer, threshold = self._config.scorer.model_dump_json(), self._config.replay.success_threshold
+        self._rewards = hashlib.blake2b(f"{scorer}\n{threshold}".encode(), digest_size=16).hexdigest()
+        """Changes with the scorer, and with what counts as a success."""
         self.only = not self._config.trained_environments
         """Nothing is trained in this run."""
         self._sources = sources
@@ -240,6 +244,7 @@ class Evaluations(StagePart):
             "samples": section.samples,
             "greedy": section.greedy,
             "temperature": sampling.temperature if section.temperature is None else section.temperature,
+            "rewards": self._rewards,
         }
 
     def _end(self, status: str) -> None:
@@ -269,7 +274,10 @@ class Evaluations(StagePart):
             active["started_at"],
             self._clock.wall,
             active["skipped"],
-            {"success_threshold": threshold, **{k: v for k, v in active["shape"].items() if k != "tasks"}},
+            {
+                "success_threshold": threshold,
+                **{k: v for k, v in active["shape"].items() if k not in ("tasks", "rewards")},
+            },
         )
 
     def _write(self) -> None:

@@ -100,6 +100,12 @@ def compare(directory: RunDirectory, config: RunConfig) -> Resumed:
                 f"environments.{name} is {config.environments[name].name}, but the run has made {step} steps with the "
                 f"tasks of {section.name}"
             )
+    backbone = changes.get("learner.critic.backbone")
+    if backbone and before.advantage.estimator.name == config.advantage.estimator.name == "gae":
+        refused.append(
+            f"learner.critic.backbone is {backbone[1]}, but the run has made {step} steps with {backbone[0]}, and its "
+            "checkpoints have the state of one critic"
+        )
     if refused:
         remedy = "Change it back, or give another run.name, or start over with --fresh"
         raise ConfigurationError("\n".join(f"{sentence}. {remedy}" for sentence in refused))

@@ -92,7 +92,7 @@ def test_other_formats_and_schemas_are_refused_with_what_they_are(make_run, tmp_
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"environment": "b"}, r"environments of this run \(a\), got 'b'"),
+        ({"environment": "b"}, r"environments that this run trains \(a\), got 'b'"),
         ({"reward": None}, "reward as a number"),
         ({"seed": None}, "seed as a whole number"),
         ({"seed": -1}, "seed in 0"),

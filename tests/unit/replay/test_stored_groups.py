@@ -193,3 +193,25 @@ def test_what_whole_groups_cannot_do_is_refused_with_the_reason(make, more, says
     config |= {key: value for key, value in more.items() if key != "replay"}
     with pytest.raises(ValidationError, match=says):
         type(make.config()).model_validate(config)
+
+
+@pytest.mark.parametrize("mode", ["mix", "groups"])
+def test_experience_of_an_environment_that_is_only_evaluated_from_now_on_is_not_trained(make, mode):
+    def config(weight: float):
+        environments = {"a": {"tasks": 8, "weight": weight}, "b": {}}
+        return make.config(n=2, batch=2, mode=mode, task_ratio=0.5, environments=environments)
+
+    experience = Replay(config(1.0))
+    fresh = [make.fresh(i, float(i)) for i in range(2)]
+    experience.finished(make.task(0), fresh, version=0)
+    experience.trained(0, make.task(0), fresh)
+    changes = experience.take_changes()
+
+    def first_plan(weight: float):
+        rows = {"entries": changes.entries, "groups": changes.groups, "tasks": changes.tasks}
+        now = config(weight)
+        again = Replay(now, **{name: map(copy.copy, found) for name, found in rows.items()}, state=changes.state)
+        return again.next_group(TaskSampler(now.trained_environments, 0), progress=0.0, version=0)
+
+    assert first_plan(1.0).task.environment == "a" and first_plan(1.0).k
+    assert first_plan(0.0).task.environment == "b" and not first_plan(0.0).k

@@ -203,6 +203,15 @@ def test_what_a_run_cannot_change_is_refused_once_it_has_made_steps(
     assert directory.history_file.read_bytes() == before
 
 
+def test_a_run_with_a_critic_keeps_its_backbone(directory: RunDirectory) -> None:
+    start(directory, "advantage.estimator=gae")
+    save(directory, 3)
+    with pytest.raises(ConfigurationError, match=r"learner\.critic\.backbone is none.*3 steps with own.*one critic"):
+        start(directory, "advantage.estimator=gae", "learner.critic.backbone=none")
+    start(directory, "learner.critic.backbone=none")
+    start(directory, "advantage.estimator=gae", "learner.critic.backbone=own")
+
+
 def test_what_is_fixed_are_keys_of_the_run_file() -> None:
     for key in FIXED:
         value: Any = RunConfig()
