@@ -243,7 +243,7 @@ class HeldSegments:
         self._live[segment] = self._live.get(segment, 0) + 1
 
     def evict(self, evicted: int) -> None:
-        """It is durable that so many trajectories were ever evicted, the oldest."""
+        """Let go of the oldest, of which so many were ever evicted, as is durable now."""
         left = max(0, evicted - self._evicted)
         self._evicted += left
         for segment, live in self._live.items():
