@@ -41,7 +41,7 @@ class BestResults:
         return self.bests[-1] if self.bests else None
 
     def offer(self, result: Result, shape: dict[str, Any]) -> None:
-        """Add a complete evaluation. One with other tasks, sampling or rewards (``shape``) starts over, because their
+        """Add a complete evaluation. One with other tasks, sampling or terms (``shape``) starts over, because their
         values cannot be compared. Of equal values the first stays."""
         if self.best is not None and self.best["of"] != shape:
             self.bests = []
@@ -80,8 +80,10 @@ class Evaluations(StagePart):
         super().__init__(shared)
         self._section = self._config.evaluation
         scorer, threshold = self._config.scorer.model_dump_json(), self._config.replay.success_threshold
-        self._rewards = hashlib.blake2b(f"{scorer}\n{threshold}".encode(), digest_size=16).hexdigest()
-        """Changes with the scorer, and with what counts as a success."""
+        terms = f"{scorer}\n{threshold}\n{self._section.keep_best is None}"
+        self._terms = hashlib.blake2b(terms.encode(), digest_size=16).hexdigest()
+        """Changes with the scorer, with what counts as a success, and where evaluated weights begin to be kept: the best
+        evaluation of before has no checkpoint."""
         self.only = not self._config.trained_environments
         """Nothing is trained in this run."""
         self._sources = sources
@@ -244,7 +246,7 @@ class Evaluations(StagePart):
             "samples": section.samples,
             "greedy": section.greedy,
             "temperature": sampling.temperature if section.temperature is None else section.temperature,
-            "rewards": self._rewards,
+            "terms": self._terms,
         }
 
     def _end(self, status: str) -> None:
@@ -276,7 +278,7 @@ class Evaluations(StagePart):
             active["skipped"],
             {
                 "success_threshold": threshold,
-                **{k: v for k, v in active["shape"].items() if k not in ("tasks", "rewards")},
+                **{k: v for k, v in active["shape"].items() if k not in ("tasks", "terms")},
             },
         )
 

@@ -309,17 +309,27 @@ def test_scores_of_other_tasks_are_not_compared(tmp_path: Any) -> None:
     assert (stage.core.evaluations.best["updates"], stage.core.evaluations.best["value"]) == (2, 0.5)
 
 
-@pytest.mark.parametrize("changed", [{"scorer": {"environment_weight": 0.5}}, {"replay": {"success_threshold": 0.5}}])
-def test_scores_by_other_rewards_are_not_compared(tmp_path: Any, changed: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"scorer": {"environment_weight": 0.5}},
+        {"replay": {"success_threshold": 0.5}},
+        {"evaluation": {"keep_best": "score"}},
+    ],
+    ids=["scorer", "threshold", "no checkpoint was kept"],
+)
+def test_scores_by_other_terms_are_not_compared(tmp_path: Any, changed: dict[str, Any]) -> None:
     stage = Stage(tmp_path / "r.sqlite", slots=200)
     stage.restart(run={"total_steps": 100})
+    if "evaluation" in changed:
+        changed = {"evaluation": {**stage.sections["evaluation"], **changed["evaluation"]}}
     stage.version(0, 0)
     stage.answer_all(reward=0.75)
     stage.restart(**changed)
     stage.version(2, 2)
     stage.answer_all(2, reward=0.375)
     assert (stage.core.evaluations.best["updates"], stage.core.evaluations.best["value"]) == (2, 0.375)
-    assert "rewards" not in stage.results[-1]
+    assert "terms" not in stage.results[-1]
 
 
 def test_every_held_out_task_is_evaluated_once_and_training_goes_on_beside() -> None:
