@@ -82,8 +82,8 @@ class Evaluations(StagePart):
         scorer, threshold = self._config.scorer.model_dump_json(), self._config.replay.success_threshold
         terms = f"{scorer}\n{threshold}\n{self._section.keep_best is None}"
         self._terms = hashlib.blake2b(terms.encode(), digest_size=16).hexdigest()
-        """Changes with the scorer, with what counts as a success, and where evaluated weights begin to be kept: the best
-        evaluation of before has no checkpoint."""
+        """Changes with the scorer, with what counts as a success, and where evaluated weights begin to be kept: the
+        best evaluation of before has no checkpoint."""
         self.only = not self._config.trained_environments
         """Nothing is trained in this run."""
         self._sources = sources
