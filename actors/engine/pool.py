@@ -553,8 +553,8 @@ class EnginePool:
 
     def _loaded(self, state: EngineState, report: EngineReport, in_flight: int, asked_at: float) -> None:
         """The engine reported this load at ``asked_at``, with so many requests of this actor in flight. One that comes
-        again changes nothing."""
-        if asked_at - state.load.at < SAME_SECONDS and report == state.load.report:
+        again, or behind a newer one, changes nothing."""
+        if asked_at < state.load.at or (asked_at - state.load.at < SAME_SECONDS and report == state.load.report):
             return
         self._count_prefixes(state.load.report, report)
         state.load.reported(report, in_flight, asked_at)

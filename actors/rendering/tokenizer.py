@@ -27,7 +27,7 @@ def load_tokenizer(
         ) from error
     if chat_template is not None:
         try:
-            tokenizer.chat_template = Path(chat_template).read_text("utf-8")
+            tokenizer.chat_template = Path(chat_template).expanduser().read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"model.chat_template: {chat_template} cannot be read: {error}") from error
     ends = json_of(folder / "generation_config.json").get("eos_token_id")

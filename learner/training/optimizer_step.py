@@ -161,6 +161,9 @@ class OptimizerSteps:
                 else:
                     keep = record or guard.enabled
                     passes.append(self._microbatch(part, inputs, share, balance, totals, learn=learn, keep=keep))
+                    if record:
+                        totals.tokens_padding += part.n_padded - part.n_real
+                        totals.tokens_shared += part.n_shared
         demonstrated = None if frozen else self._supervise(totals)
         norm = None
         if any(with_signal) or demonstrated is not None:
@@ -219,8 +222,6 @@ class OptimizerSteps:
             with totals.watch.phase("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
         totals.microbatches += part.counted
-        totals.tokens_padding += part.n_padded - part.n_real
-        totals.tokens_shared += part.n_shared
         totals.last_step.operations += part.operations * (self.policy.form.cost.learning if learn else 1)
         return Pass(
             part,

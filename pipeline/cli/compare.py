@@ -294,7 +294,8 @@ def read_arm(name: str, source: str, jobs: Sequence[Job], metric: Metric) -> lis
 
     if Path(source).is_dir():
         folders = [Path(source), *sorted(p for p in Path(source).iterdir() if p.is_dir())]
-        opened = [open_run(folder) for folder in folders if RunDirectory(folder).metrics_file.exists()]
+        runs = (RunDirectory(folder) for folder in folders)
+        opened = [open_run(run.path) for run in runs if run.metrics_file.exists() and run.config_file.exists()]
         curves = [read_curve(config, directory, config.run.seed, metric) for config, directory in opened]
     else:
         own = [job for job in jobs if job.arm == name and job.directory.metrics_file.exists()]

@@ -160,6 +160,8 @@ def _changed(config: RunConfig) -> dict[str, Any]:
 def _difference(value: Any, default: Any) -> Any:
     if isinstance(value, str) and value.startswith("/"):
         return Path(value).name  # no folders of this machine
+    if isinstance(value, str) and "://" in value:
+        return "(an address)"  # none of other machines either: one may have a password
     if isinstance(value, list):
         return [_difference(inner, None) for inner in value]
     if not isinstance(value, dict):

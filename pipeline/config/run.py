@@ -159,6 +159,11 @@ class RunConfig(Section):
                 f"sampling.max_tokens ({self.sampling.max_tokens}) must be below model.max_length "
                 f"({self.model.max_length}), which includes the prompt"
             )
+        if self.learner.reference.url is not None and self.sampling.temperature != 1:
+            raise ValueError(
+                f"sampling.temperature is {self.sampling.temperature:g}, but the server of learner.reference.url "
+                "scores with 1: set sampling.temperature: 1, or learner.reference.folder in place of the url"
+            )
         self._check_replay()
         self._check_adapters()
         self._check_delta()

@@ -183,8 +183,9 @@ def engine_addresses(engine: EngineConfig, directory: RunDirectory, key: str | N
     registry = EngineRegistry(directory.engines, digests)
     kind, _, place = (engine.discovery or "").partition(":")
     if kind == "file":
-        ours = Path(place).absolute().is_relative_to(directory.path.absolute())
-        return EngineAddresses(look=lambda: read_urls(Path(place), digests if ours else ()), registry=registry)
+        file = Path(place).expanduser()
+        ours = file.absolute().is_relative_to(directory.path.absolute())
+        return EngineAddresses(look=lambda: read_urls(file, digests if ours else ()), registry=registry)
     if kind == "dns":
         host, _, port = place.rpartition(":")
         return EngineAddresses(look=lambda: resolve_name(host, int(port)), registry=registry)

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeline.config import RunConfig
 from pipeline.schema.counters import Count
 from pipeline.stage.evaluation_rollouts import EvaluationRollouts, HeldOut
 from pipeline.stage.group_records import SharedState, StagePart
@@ -61,6 +62,17 @@ class BestResults:
             self.bests.pop()
 
 
+def _terms(config: RunConfig) -> str:
+    """Changes with all that a score depends on beside the weights and the tasks, and where evaluated weights begin to
+    be kept: the best evaluation of before has no checkpoint."""
+    other = {"weight", "tasks", "tasks_from", "seed", "held_out", "step_seconds_max", "blocking"}
+    names = sorted(config.evaluation.environments or config.environments)
+    environments = [(name, config.environments[name].model_dump_json(exclude=other)) for name in names]
+    sampling = config.sampling.model_dump_json(exclude={"temperature"})
+    facts = (config.model.max_length, config.replay.success_threshold, config.evaluation.keep_best is None)
+    return repr((sampling, config.scorer.model_dump_json(), environments, facts))
+
+
 Active = dict[str, Any]
 
 SLOTS_SHARE = 0.25
@@ -79,11 +91,7 @@ class Evaluations(StagePart):
     ) -> None:
         super().__init__(shared)
         self._section = self._config.evaluation
-        scorer, threshold = self._config.scorer.model_dump_json(), self._config.replay.success_threshold
-        terms = f"{scorer}\n{threshold}\n{self._section.keep_best is None}"
-        self._terms = hashlib.blake2b(terms.encode(), digest_size=16).hexdigest()
-        """Changes with the scorer, with what counts as a success, and where evaluated weights begin to be kept: the
-        best evaluation of before has no checkpoint."""
+        self._terms = hashlib.blake2b(_terms(self._config).encode(), digest_size=16).hexdigest()
         self.only = not self._config.trained_environments
         """Nothing is trained in this run."""
         self._sources = sources

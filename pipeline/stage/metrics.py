@@ -251,6 +251,11 @@ START_PATIENCE = 30.0
 """The same until the first, an hour: engines load, kernels are compiled."""
 
 
+def _known(value: float | None) -> float:
+    """NaN, which no panel draws, for a value that is not known."""
+    return math.nan if value is None else value
+
+
 class Observer:
     """Publishes changes of the core as metrics; call :meth:`update` when these are built, and after every round: a
     counter that a scrape finds at 0 after a restart would seem to grow by all that it counts."""
@@ -310,11 +315,9 @@ class Observer:
         m.evaluation_updates.set(result["updates"])
         m.evaluation_policy_version.set(result["policy_version"])
         for env, scores in result["environments"].items():
-            if scores["score"] is not None:
-                m.evaluation_score.labels(env=env, split=split).set(scores["score"])
+            m.evaluation_score.labels(env=env, split=split).set(_known(scores["score"]))
             for k, value in scores["pass_at"].items():
-                if value is not None:
-                    m.evaluation_pass_ratio.labels(env=env, split=split, k=k).set(value)
+                m.evaluation_pass_ratio.labels(env=env, split=split, k=k).set(_known(value))
             counts = {
                 "scored": scores["rollouts"],
                 **{name: scores[name] for name in ("truncated", "failed", "missing")},

@@ -76,8 +76,9 @@ class Resumed:
 def compare(directory: RunDirectory, config: RunConfig) -> Resumed:
     """Compare a resolved configuration with that of the last start. Raises :class:`ConfigurationError` for a change
     that the run cannot make."""
-    step = newest_checkpoint(directory)
-    if not step or not directory.config_file.exists():
+    found = complete_checkpoints(directory)
+    step = max(found, default=0)
+    if not found or not directory.config_file.exists():
         return Resumed(step, {})
     try:
         before = load(directory.config_file, environment={})
@@ -109,6 +110,8 @@ def compare(directory: RunDirectory, config: RunConfig) -> Resumed:
     if refused:
         remedy = "Change it back, or give another run.name, or start over with --fresh"
         raise ConfigurationError("\n".join(f"{sentence}. {remedy}" for sentence in refused))
+    if not step:  # the first weights, which were kept to be evaluated
+        return Resumed(0, {})
     notes, code, recorded = list[str](), code_digests(config), recorded_code(directory)
     if edited := [name for name in code if recorded.get(name, code[name]) != code[name]]:
         notes.append(f"code has changed; from step {step + 1} on: {', '.join(edited)}")

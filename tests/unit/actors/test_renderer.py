@@ -213,6 +213,16 @@ def test_folder_without_a_tokenizer_is_a_configuration_error(tmp_path: Path) -> 
         load_tokenizer(tmp_path)
 
 
+def test_a_chat_template_may_lie_below_the_home_folder(
+    tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words.save_pretrained(tmp_path)
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tokenizer, _ = load_tokenizer(tmp_path, "~/chat.jinja")
+    assert tokenizer.chat_template == "{{ messages[0].content }}"
+
+
 def test_a_chat_template_that_is_no_utf_8_is_a_configuration_error(tmp_path: Path, words: Any) -> None:
     words.save_pretrained(tmp_path)
     template = tmp_path / "chat.jinja"

@@ -315,14 +315,19 @@ def test_scores_of_other_tasks_are_not_compared(tmp_path: Any) -> None:
         {"scorer": {"environment_weight": 0.5}},
         {"replay": {"success_threshold": 0.5}},
         {"evaluation": {"keep_best": "score"}},
+        {"sampling": {"max_tokens": 8}},
+        {"environments": {"max_turns": 2}},
     ],
-    ids=["scorer", "threshold", "no checkpoint was kept"],
+    ids=["scorer", "threshold", "no checkpoint was kept", "sampling", "environment"],
 )
 def test_scores_by_other_terms_are_not_compared(tmp_path: Any, changed: dict[str, Any]) -> None:
     stage = Stage(tmp_path / "r.sqlite", slots=200)
     stage.restart(run={"total_steps": 100})
     if "evaluation" in changed:
         changed = {"evaluation": {**stage.sections["evaluation"], **changed["evaluation"]}}
+    if "environments" in changed:
+        of_all = stage.sections["environments"].items()
+        changed = {"environments": {name: {**section, **changed["environments"]} for name, section in of_all}}
     stage.version(0, 0)
     stage.answer_all(reward=0.75)
     stage.restart(**changed)

@@ -94,6 +94,15 @@ def test_an_optimizer_step_is_no_disagreement_of_engine_and_learner(kit):
     assert s.logprob_differences.max() < 1e-5
 
 
+def test_padding_and_shared_beginnings_are_counted_once_for_all_epochs(kit):
+    def counted(epochs):
+        learner = {"epochs": epochs, "packing": "padded", "tokens_per_microbatch": 1000}
+        report = trainer_of(kit, learner).step(Batch(0, (), kit.make_rows(6)), policy_version=0)
+        return report.tokens_padding, report.tokens_shared, report.tokens_trained
+
+    assert counted(3) == counted(1) and counted(1)[0] > 0
+
+
 def own_rows(trainer, rows):
     """The same rows with μ as the trainer's own policy gives it."""
     scores, at, out = trainer.score(rows), 0, []

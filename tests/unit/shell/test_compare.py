@@ -65,6 +65,13 @@ def test_curve_counts_generated_tokens_of_training_and_successes_of_each_update(
         read_arm("a", str(directory.path), [], Metric.EVAL)
 
 
+def test_a_run_that_was_trained_again_is_one_run(made_run):
+    _, directory = made_run("a", 3, 1.0, 0.0)
+    (again := directory.path / "retrain").mkdir()
+    (again / "metrics.jsonl").write_text("{}\n")
+    assert [curve.seed for curve in read_arm("a", str(directory.path), [], Metric.REWARD)] == [3]
+
+
 def test_curve_of_evaluations_has_the_tokens_of_their_weights(made_run):
     config, directory = made_run("a", 0, 1.0, 0.0, 1.0, None)
     lines = [

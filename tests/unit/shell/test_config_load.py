@@ -117,6 +117,7 @@ def test_a_list_element_can_be_set():
         ("engine: 3", "engine: expected a section (keys and values), got 3"),
         ("run: {total_steps: many}", "run.total_steps: expected a valid integer"),
         ("sampling: {max_tokens: 4000}", "must be below model.max_length"),
+        ("sampling: {temperature: 0.7}\nlearner: {reference: {url: http://a:1}}", "set sampling.temperature: 1, or"),
         ("run: {seed: 1}\nrun: {seed: 2}", "line 2: expected each key once, got 'run' on line 1 and again on line 2"),
         ("run: {seed: 1", "run.yaml, line 1"),
         ("run：\n  seed: 1", "line 2: mapping values are not allowed here; is '：' on line 1 meant as ':'?"),

@@ -212,6 +212,16 @@ def test_a_run_with_a_critic_keeps_its_backbone(directory: RunDirectory) -> None
     start(directory, "advantage.estimator=gae", "learner.critic.backbone=own")
 
 
+def test_what_cannot_change_is_kept_from_the_first_weights_on_where_these_are_saved(directory: RunDirectory) -> None:
+    """With ``evaluation.keep_best`` the learner saves them before its first step."""
+    start(directory)
+    start(directory, "learner.lora.rank=2")
+    save(directory, 0)
+    with pytest.raises(ConfigurationError, match=r"learner\.lora\.rank"):
+        start(directory, "learner.lora.rank=4")
+    assert start(directory, "learner.lora.rank=2") == []
+
+
 def test_what_is_fixed_are_keys_of_the_run_file() -> None:
     for key in FIXED:
         value: Any = RunConfig()

@@ -49,14 +49,16 @@ def test_the_folder_has_the_model_and_a_card_with_curves_scores_configuration_an
         write_folder(config, directory, "latest", tmp_path / "out")
 
 
-def test_the_card_names_no_folder_of_the_machine(tmp_path: Path) -> None:
+def test_the_card_names_no_folder_and_no_address_of_a_machine(tmp_path: Path) -> None:
     run = make_run(tmp_path / "some", [Rollout(0, 0, 1.0, "sums/1", step=1)])
     data = f"{{kind: jsonl, splits: {{train: {tmp_path}/a.jsonl, eval: {tmp_path}/b.jsonl}}}}"
-    overrides = [f"environments.guess.tasks_from={data}", f"environments.guess.options={{files: [{tmp_path}/c.txt]}}"]
+    options = f"{{files: [{tmp_path}/c.txt], url: 'http://user:password@host:8000'}}"
+    overrides = [f"environments.guess.tasks_from={data}", f"environments.guess.options={options}"]
     text = card(*open_run(run, overrides), 2, False)
     configuration = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
     section = configuration["environments"]["guess"]
-    assert str(tmp_path) not in text and section["options"] == {"files": ["c.txt"]}
+    assert str(tmp_path) not in text and section["options"] == {"files": ["c.txt"], "url": "(an address)"}
+    assert "password" not in text
     assert section["tasks_from"]["splits"] == {"train": "a.jsonl", "eval": "b.jsonl"}
 
 

@@ -69,7 +69,12 @@ def test_an_update_without_groups_is_counted_and_changes_no_weight() -> None:
     update = Update(batch, report, StepTimes(0.0, 0.0, 1.0), choice=choice)
     line = step_line(update)
     assert line["step"] == 1 and line["n_groups"] == 0 and line["reward_mean"] is None
-    record_step(LearnerMetrics(CollectorRegistry(), environments=("a",)), update)
+    metrics = LearnerMetrics(registry := CollectorRegistry(), environments=("a",))
+    metrics.entropy_nats.set(1.5)
+    metrics.behaviour_kl_nats.labels(estimator="k3").set(0.25)
+    record_step(metrics, update)
+    kept = registry.get_sample_value("afterplay_learner_behaviour_kl_nats", {"estimator": "k3"})
+    assert (registry.get_sample_value("afterplay_learner_entropy_nats"), kept) == (1.5, 0.25), "nothing new is known"
     facts = trained_facts(batch, report, choice)
     assert facts.policy_version == 3 and not (facts.replayed or facts.entropy)
     assert trainer.train(build_batch(1, ()), policy_version=4).update == 1
