@@ -208,7 +208,7 @@ def check_model(config: RunConfig, found: Findings, fresh: bool = False) -> None
                 f"model: expected the model of the run in {prepared.parent}, {ModelInfo.load(prepared).source!r} with "
                 f"the same options, got {config.model.source!r}: give another run.name, or start over with --fresh"
             )
-        folder = model_folder(config)
+        folder = model_folder(config, fresh=fresh)
         if folder is not None:
             _check_positions(config, folder)
             if config.engine.kind == "embedded":
@@ -251,12 +251,16 @@ def tokenizer_folder(config: RunConfig) -> Iterator[Path | None]:
         yield model_folder(config)
 
 
-def model_folder(config: RunConfig) -> Path | None:
-    """The folder of the source; None for one that is made or downloaded. Raises :class:`ConfigurationError`."""
+def model_folder(config: RunConfig, *, fresh: bool = False) -> Path | None:
+    """The folder of the model: that of the run, which may outlive its source, or else of the source; None for one that
+    is made or downloaded. ``fresh``: the run directory will be emptied. Raises :class:`ConfigurationError`."""
     source = config.model.source
     if source == "tiny":
         TinyOptions.parse(config.model.tiny, config.model.max_length)
         return None
+    prepared = RunDirectory(config.run.path).model
+    if not fresh and (prepared / MANIFEST).exists() and ModelInfo.load(prepared).request == request_of(config):
+        return prepared
     if source.startswith("package:"):
         packaged = find_in_package(source.removeprefix("package:"))
         return packaged if packaged.is_dir() else newest_entry(source.removeprefix("package:"))

@@ -244,6 +244,23 @@ def test_a_run_with_another_model_is_refused_and_starts_over_with_fresh(tmp_path
     assert check_before_run(changed, fresh=True) == []
 
 
+def test_a_run_outlives_the_folder_that_its_model_came_from(tmp_path: Path, folder: Path) -> None:
+    source = shutil.copytree(folder, tmp_path / "source")
+    config = RunConfig.model_validate(
+        {
+            "run": {"directory": tmp_path, "name": "run"},
+            "model": {"source": str(source), "max_length": 64},
+            "sampling": {"max_tokens": 4},
+            "environments": {"guess": {"name": "number_guess"}},
+        }
+    )
+    prepare_model(config, RunDirectory(tmp_path / "run").model)
+    shutil.rmtree(source)
+    assert check_before_run(config) == []
+    with pytest.raises(ConfigurationError, match="is not a folder"):
+        check_before_run(config, fresh=True)
+
+
 def test_a_model_that_the_embedded_engine_cannot_serve_is_refused_before_a_run(tmp_path: Path, folder: Path) -> None:
     shutil.copytree(folder, tmp_path / "model")
     facts = json.loads((folder / "config.json").read_text()) | {"layer_types": ["full_attention", "indexed_attention"]}
