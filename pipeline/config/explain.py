@@ -44,9 +44,9 @@ def resolve(config: RunConfig, taken: Collection[int] | None = None) -> RunConfi
     if engine.kind != "external" and engine.actor_key is None:
         place = f"file:{config.run.path.absolute() / ACTOR_KEY_FILE}"
         engine = engine.model_copy(update={"actor_key": place, "learner_key": LEARNER_KEY})
-    if engine.discovery is not None and engine.discovery.startswith("file:"):
-        urls = Path(engine.discovery.removeprefix("file:")).expanduser().absolute()
-        engine = engine.model_copy(update={"discovery": f"file:{urls}"})
+    places = {name: getattr(engine, name) or "" for name in ("discovery", "actor_key", "learner_key")}
+    files = {name: Path(place.removeprefix("file:")) for name, place in places.items() if place.startswith("file:")}
+    engine = engine.model_copy(update={name: f"file:{p.expanduser().absolute()}" for name, p in files.items()})
     curve, store = (None if path is None else path.absolute() for path in (stage.curve, stage.store))
     stage = stage.model_copy(update={"address": _fixed(stage.address), "curve": curve, "store": store})
     if config.metrics.port:

@@ -151,7 +151,10 @@ def run(
                 require_run_directory(directory)
             finished = read_json(directory.finished_file)
             if not fresh and finished and finished["steps"] >= config.run.total_steps:
-                changes = compare(directory, resolve(chosen.config)).changes if cluster is None else {}
+                resolved = None
+                with suppress(ConfigurationError):  # a port is taken, perhaps by another run
+                    resolved = resolve(chosen.config) if cluster is None else None
+                changes = {} if resolved is None else compare(directory, resolved).changes
                 console.print(
                     f"{_short(directory)} is finished: {finished['steps']} steps. Continue it with "
                     f"--set run.total_steps={2 * finished['steps']}, or start over with --fresh"

@@ -239,8 +239,14 @@ def test_a_second_way_to_find_engines_is_refused(other: dict[str, object]) -> No
         EngineConfig.model_validate({"discovery": "registry", **other})
 
 
-def test_the_file_of_urls_is_the_same_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_urls_and_keys_are_the_same_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = RunConfig(engine=EngineConfig(kind="external", discovery="file:engines.txt"))
-    assert resolve(config).engine.discovery == f"file:{tmp_path}/engines.txt"
+    keys = {"actor_key": "file:keys/actor.secret", "learner_key": "env:KEY"}
+    config = RunConfig(engine=EngineConfig(kind="external", discovery="file:engines.txt", **keys))
+    resolved = resolve(config).engine
+    assert (resolved.discovery, resolved.actor_key, resolved.learner_key) == (
+        f"file:{tmp_path}/engines.txt",
+        f"file:{tmp_path}/keys/actor.secret",
+        "env:KEY",
+    )
     assert config.engine.addresses() == ()

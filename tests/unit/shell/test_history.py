@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+import socket
 import tempfile
 from dataclasses import dataclass
 from io import StringIO
@@ -118,6 +119,11 @@ def test_a_finished_run_names_what_was_changed_since(directory: RunDirectory) ->
         finished, *changed = console.file.getvalue().splitlines()
         assert "is finished: 50 steps" in finished
         assert changed == [f"Changed since, without effect on a run that is finished: {key}" for key in says]
+    console = Console(file=StringIO(), width=400)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = configured(directory).updated(engine={"port": other.getsockname()[1]})
+        assert run(taken, console=console) == 0
+    assert "is finished: 50 steps" in console.file.getvalue(), "it needs no port"
     console = Console(file=StringIO(), width=400)
     with pytest.raises(ConfigurationError, match=r"model.tiny.layers is 9, but the run has made 50 steps"):
         run(configured(directory, "model.tiny.layers=9"), console=console)
