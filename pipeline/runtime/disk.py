@@ -70,7 +70,10 @@ _SQLITE = {
 _RUST_ERROR = re.compile(r"os error (\d+)")
 """Part of the messages that libraries in Rust (safetensors) give to errors of the system."""
 
-_TORCH_ERRORS = ("PytorchStreamWriter failed", "cannot be opened", "Parent directory")
+_TORCH_ERRORS = (
+    *("cannot be opened", "Parent directory"),
+    *("PytorchStreamWriter failed", "iostream error", "unexpected pos"),  # the last: closed after a write that failed
+)
 """Parts of the messages of ``torch.save``, which do not tell the error of the system."""
 
 T = TypeVar("T")

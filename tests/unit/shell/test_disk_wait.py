@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -116,6 +117,20 @@ def test_quotas_and_libraries_count_as_full_whatever_they_raise(
     with pytest.raises(OSError, match="No space left"), atomic_folder(tmp_path / "weights"):
         raise error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_torch_may_fail_at_any_byte_of_a_file(tmp_path: Path) -> None:
+    state, file = {"weights": torch.zeros(5_000), "name": "x" * 3_000}, tmp_path / "training.pt"
+    torch.save(state, file)
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for n_bytes in range(0, file.stat().st_size, 509):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, most[1]))
+        try:
+            with pytest.raises(RuntimeError) as raised:
+                torch.save(state, file)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, most)
+        assert (fault := disk_fault(raised.value, tmp_path)) and fault.errno == errno.EIO, raised.value
 
 
 @pytest.mark.parametrize("fails", [False, True])
