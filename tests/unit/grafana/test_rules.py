@@ -38,8 +38,9 @@ def test_promtool_accepts_rules_and_both_configurations() -> None:
 
 @pytest.mark.slow
 @needs_promtool
-def test_alerts_fire_and_stay_silent_as_the_examples_say() -> None:
-    promtool("test", "rules", *(path.name for path in EXAMPLES))
+@pytest.mark.parametrize("examples", EXAMPLES, ids=lambda path: path.stem)
+def test_alerts_fire_and_stay_silent_as_the_examples_say(tmp_path: Path, examples: Path) -> None:
+    play(tmp_path, *yaml.safe_load(examples.read_text())["tests"], every="30s")
 
 
 @pytest.mark.slow
@@ -235,6 +236,7 @@ def test_an_alert_fires_however_long_an_update_takes_and_for_the_run_that_it_is_
         firing("one run without a label", updates(FAILING, step_seconds, hours), expected, at),
         firing("a failing run beside a healthy one ten times its size", two, {f"{name}{{b}}" for name in expected}, at),
         firing("healthy", updates(HEALTHY, step_seconds, hours), (), at),
+        every=f"{max(60, step_seconds // 15)}s",
     )
 
 
