@@ -198,7 +198,7 @@ class StageCore:
             group, reason = self.groups.given_up.pop()
             if group.open:
                 self._cancel(group, reason)
-        self.evaluations.plan()
+        self.evaluations.plan(self.control.announced)
         if self.finished:
             for group in [g for g in self.records.values() if g.open]:
                 self._cancel(group, CancelReason.FINISHED)
