@@ -107,6 +107,11 @@ def compare(directory: RunDirectory, config: RunConfig) -> Resumed:
             f"learner.critic.backbone is {backbone[1]}, but the run has made {step} steps with {backbone[0]}, and its "
             "checkpoints have the state of one critic"
         )
+    if config.learner.reference.url is not None and before.sampling.temperature != 1:
+        refused.append(
+            f"learner.reference.url is {config.learner.reference.url}, whose server scores with temperature 1, but the "
+            f"run has rollouts of sampling.temperature {before.sampling.temperature:g}"
+        )
     if refused:
         remedy = "Change it back, or give another run.name, or start over with --fresh"
         raise ConfigurationError("\n".join(f"{sentence}. {remedy}" for sentence in refused))
