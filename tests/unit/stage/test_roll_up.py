@@ -174,7 +174,8 @@ def test_rows_that_the_oldest_checkpoint_lacks_stay_also_where_checkpoints_are_m
 ) -> None:
     monkeypatch.setattr(core, "ROLL_UP_GROUPS", 1)
     monkeypatch.setattr(core, "RETAIN_GROUPS", 1)
-    path, sections = tmp_path / "replay.sqlite", {"run": {"total_steps": 1000}}
+    path = tmp_path / "replay.sqlite"
+    sections: dict[str, Any] = {"run": {"total_steps": 1000}}
     stage = StoredStage(path, checkpoint={"keep": 2, "every": 3}, **sections)
     for updates in (3, 6):
         stage.train(updates)
