@@ -70,7 +70,7 @@ class OpenTelemetry(Tracker):
         return os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", base)
 
     def is_empty(self) -> bool:
-        """What is sent twice is one trace."""
+        """Always, because spans that are sent twice have the same ids."""
         return True
 
     def held(self, entries: Sequence[SentEntry]) -> set[str]:
