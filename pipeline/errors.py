@@ -78,7 +78,8 @@ class StoreError(AfterplayError):
 
 
 class FormatMismatch(StoreError):
-    """A file was written by an Afterplay with another format of it; starting again does not help."""
+    """A file was written by an Afterplay with another format of it, or for another model; starting again does not
+    help."""
 
 
 class DamagedFiles(StoreError):

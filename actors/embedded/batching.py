@@ -61,7 +61,7 @@ class Batching(ContinuousBatchingManager):
         self._fatal = fatal
         self._stale: set[str] = set()
         self.unread: set[str] = set()
-        """Requests of which no pass has read a token yet."""
+        """Requests of which no pass has read a token yet; the caller adds its own before it submits them."""
         self.prefix_queries = 0
         """Prompt tokens looked up in the prefix cache."""
         self.prefix_hits = 0
@@ -73,7 +73,6 @@ class Batching(ContinuousBatchingManager):
         """Queue a request. Its result is delivered once, and before it one after each token if it is a stream."""
         stops = request.stop_token_ids | (frozenset() if request.ignore_eos else self.eos_token_ids)
         self.prefix_queries += len(request.token_ids)
-        self.unread.add(request.request_id)
         self.add_request(
             request.token_ids,
             request_id=request.request_id,

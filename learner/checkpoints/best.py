@@ -95,12 +95,13 @@ def is_evaluated(header: Mapping[str, Any], updates: int) -> bool:
 
 
 def keep_best(root: Path, best: Mapping[str, Any]) -> Path | None:
-    """Make ``root / "best"`` the checkpoint of ``best["updates"]``; None where that is not there, or holds other
-    weights than those evaluated (a learner that went back makes the same updates again). Blocks."""
+    """Make ``root / "best"`` the checkpoint of ``best["updates"]``; None where that is not there, or is newer than the
+    weights evaluated (a learner that went back makes the same updates again). A learner that resumes from a checkpoint
+    may publish it again, under a newer version. Blocks."""
     source = checkpoint_path(root, int(best["updates"]))
     target = root / f"{BEST}-{source.name}"
     if not is_complete(target) or read_json(target / WHY) != dict(best):
-        if not is_complete(source) or read_state(source).policy_version != best["policy_version"]:
+        if not is_complete(source) or read_state(source).policy_version > best["policy_version"]:
             return None
         if problem := find_damage(source):
             log.error("checkpoint %s is damaged (%s): it does not become %s", source.name, problem, BEST)

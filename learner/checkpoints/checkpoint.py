@@ -49,7 +49,7 @@ from learner.distributed.ranks import ALONE
 from learner.policy.policy import Policy
 from learner.training.optimizer import load_moments
 from learner.training.trainer import Trainer
-from pipeline.errors import DamagedFiles, FormatMismatch, StoreError, TrainingError
+from pipeline.errors import DamagedFiles, FormatMismatch, TrainingError
 from pipeline.runtime.folders import (
     CONTENTS,
     DAMAGED,
@@ -196,7 +196,7 @@ def find_checkpoints(root: Path) -> list[Path]:
 
 
 def read_state(path: Path) -> CheckpointState:
-    """Counters of a checkpoint. Raises :class:`StoreError` when it was written by another format."""
+    """Counters of a checkpoint. Raises :class:`FormatMismatch` when it was written by another format."""
     raw = orjson.loads((path / "state.json").read_bytes())
     if raw.get("format") != FORMAT:
         raise FormatMismatch(
@@ -216,7 +216,7 @@ def restore_training(path: Path, trainer: Trainer) -> CheckpointState:
     ``trainer``: from ``path / "model"``, or with adapters from the initial model and ``adapter_folder(path)``.
 
     A part that the checkpoint lacks, because it was switched on later, starts from its initial state. Raises
-    :class:`StoreError` when a part belongs to another model.
+    :class:`FormatMismatch` when a part belongs to another model.
     """
     state = read_state(path)
     several = trainer.policy.ranks is not ALONE  # which read no more of the file than their shards
@@ -226,11 +226,13 @@ def restore_training(path: Path, trainer: Trainer) -> CheckpointState:
         try:
             load_moments(trainer.optimizer, saved["optimizer"])
         except (ValueError, KeyError) as error:
-            raise StoreError(
+            raise FormatMismatch(
                 f"{path} belongs to another model ({error}): choose another run.name, or delete it"
             ) from error
     else:
         log.warning("%s holds no state of the optimizer (checkpoint.optimizer): a fresh one is used", path)
+    if trainer.critic is not None:
+        trainer.critic.began = state.updates  # unless it is saved
     for name, (_, load) in _parts(trainer).items():
         if name in saved:
             load(saved[name])

@@ -195,7 +195,8 @@ def _placed(saved: dict[str, Any], trainer: Trainer, group: RankGroup) -> dict[s
     if trainer.critic is not None and "critic" in saved:
         state = trainer.critic.state()
         shapes = [p.shape for p in trainer.critic.parameters]
-        out["critic"] = {name: _like(saved["critic"][name], state[name], divided) for name in ("backbone", "head")}
+        parts = {name: _like(saved["critic"][name], state[name], divided) for name in ("backbone", "head")}
+        out["critic"] = {**saved["critic"], **parts}
         out["critic"]["optimizer"] = divided_optimizer(saved["critic"]["optimizer"], shapes)
     return out
 

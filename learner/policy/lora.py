@@ -21,7 +21,7 @@ from torch import Tensor
 
 from learner.distributed.ranks import ALONE, Ranks
 from pipeline.config.learner import LoraConfig
-from pipeline.errors import ConfigurationError, StoreError
+from pipeline.errors import ConfigurationError, FormatMismatch
 
 WEIGHTS = "adapter_model.safetensors"
 _NAME = "default"
@@ -31,7 +31,8 @@ class Adapters:
     """Freezes ``model`` and puts adapters into it; B begins at 0, so the policy begins unchanged.
 
     ``folder`` holds saved ones to resume from. Raises :class:`ConfigurationError` where no layer has the names of
-    ``config.targets``, or peft refuses one, :class:`StoreError` when the saved ones belong to another model or rank.
+    ``config.targets``, or peft refuses one, :class:`FormatMismatch` when the saved ones belong to another model or
+    rank.
     """
 
     def __init__(self, model: Any, config: LoraConfig, folder: Path | None = None) -> None:
@@ -94,16 +95,16 @@ class Adapters:
         save_file(dict(tensors), folder / WEIGHTS, metadata={"format": "pt"})
 
     def load(self, folder: Path) -> None:
-        """Take the weights of an adapter folder. Raises :class:`StoreError`."""
+        """Take the weights of an adapter folder. Raises :class:`FormatMismatch`."""
         if not (folder / WEIGHTS).is_file():
-            raise StoreError(
+            raise FormatMismatch(
                 f"expected adapters in {folder}, found none: the checkpoint was written without learner.lora; choose "
                 "another run.name, or set learner.lora.rank: 0"
             )
         saved = load_file(folder / WEIGHTS)
         own = peft.get_peft_model_state_dict(self._peft, adapter_name=_NAME)
         if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in own.items()}:
-            raise StoreError(
+            raise FormatMismatch(
                 f"the adapters in {folder} belong to another model, rank or choice of layers: choose another run.name"
             )
         peft.set_peft_model_state_dict(self._peft, saved, adapter_name=_NAME)

@@ -31,7 +31,6 @@ from pipeline.errors import (
     ConfigurationError,
     EngineProtocolError,
     Interrupted,
-    TrainingError,
     leaves,
 )
 from pipeline.runtime.engine_keys import authorization
@@ -133,16 +132,17 @@ class ServerReference:
         """Called after each row: the pass makes progress."""
 
     def logprobs(self, rows: Sequence[Row], watch: Stopwatch) -> TokenArray:
-        """See :meth:`Reference.logprobs`. Raises :class:`TrainingError` for tokens that were
-        not sampled with temperature 1, :class:`ConfigurationError` for a server with another tokenizer or without room
-        for the longest row, :class:`pipeline.errors.EngineError` when the server does not give all in
-        :data:`ATTEMPTS_MAX` attempts each, :class:`Interrupted`."""
+        """See :meth:`Reference.logprobs`. Raises :class:`ConfigurationError` for tokens that were not sampled with
+        temperature 1, and for a server with another tokenizer or without room for the longest row,
+        :class:`pipeline.errors.EngineError` when the server does not give all in :data:`ATTEMPTS_MAX` attempts each,
+        :class:`Interrupted`."""
         for row in rows:
             if not (row.temperatures[row.loss_mask] == 1.0).all():
-                raise TrainingError(
+                raise ConfigurationError(
                     f"expected {row.trajectory_id} to be sampled with temperature 1, got "
-                    f"{row.temperatures[row.loss_mask][0]:g}: a reference server scores with 1; set "
-                    "sampling.temperature: 1, or omit learner.reference.url"
+                    f"{row.temperatures[row.loss_mask][0]:g}: the server of learner.reference.url scores with 1. It is "
+                    "imported, or of before sampling.temperature was changed: set learner.reference.folder in place of "
+                    "the url, or give another run.name"
                 )
         out = np.zeros(sum(row.n_sampled for row in rows), dtype=np.float32)
         with watch.phase("forward"):

@@ -75,7 +75,7 @@ def write_bundle(source: Source, step: int | None, file: Path, *, texts: bool = 
             target = checkpoint_path(root.checkpoints, update)
             shutil.copytree(checkpoint, target)
         _forget_origins(target)
-        _copy_model(source, root.model)
+        _copy_model(source, config, root.model)
         record = record_path(source.directory.updates, update)
         if record.exists():
             root.updates.mkdir()
@@ -178,9 +178,9 @@ def _portable(key: str, value: Any) -> Any:
     return value
 
 
-def _copy_model(source: Source, target: Path) -> None:
+def _copy_model(source: Source, config: RunConfig, target: Path) -> None:
     """The model folder; its weights only where adapters, a reference policy or a critic begin with them."""
-    needs = needed_scores(source.config) & {"reference", "values"} or source.config.learner.lora.rank
+    needs = needed_scores(config) & {"reference", "values"} or config.learner.lora.rank
     for path in source.directory.model.rglob("*"):
         if path.is_file() and (needs or path.suffix not in _WEIGHTS):
             copy = target / path.relative_to(source.directory.model)

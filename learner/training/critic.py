@@ -23,7 +23,7 @@ from learner.policy.policy import Backbone, on_device
 from learner.training.optimizer import clip_and_step, gradient_norm, load_moments, make_optimizer
 from learner.training.report import AppliedStep, CriticReport
 from pipeline.config.learner import LearnerConfig
-from pipeline.errors import StoreError
+from pipeline.errors import FormatMismatch
 
 
 class Critic:
@@ -40,6 +40,8 @@ class Critic:
         torch.nn.init.zeros_(self._head.bias)
         backbone.ranks.divide(self._head)
         self.optimizer = make_optimizer(self.parameters, config, config.critic.learning_rate)
+        self.began = 0
+        """Updates that the policy had when the critic began."""
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -142,17 +144,19 @@ class Critic:
             "backbone": dict(self.backbone.model.state_dict()) if self.owns else {},
             "head": dict(self._head.state_dict()),
             "optimizer": self.optimizer.state_dict(),
+            "began": self.began,
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Resume from a saved state. Raises :class:`StoreError` when it is of another model."""
+        """Resume from a saved state. Raises :class:`FormatMismatch` when it is of another model."""
         try:
             if self.owns:
                 self.backbone.model.load_state_dict(state["backbone"])
             self._head.load_state_dict(state["head"])
+            self.began = state.get("began", 0)
             load_moments(self.optimizer, state["optimizer"])
         except (KeyError, ValueError, RuntimeError) as error:
-            raise StoreError(
+            raise FormatMismatch(
                 f"the saved critic belongs to another model or critic.backbone ({error}): choose another run.name"
             ) from error
 

@@ -160,7 +160,8 @@ class Trainer:
             learning_rate=learning_rate(self.updates, config.learner, config.run.total_steps),
             rules=self._rules,
             scores=scores or TokenScores(),
-            critic_only=self.critic is not None and self.updates < config.learner.critic.warmup_updates,
+            critic_only=self.critic is not None
+            and self.updates - self.critic.began < config.learner.critic.warmup_updates,
             n_sampled=batch.n_sampled,
             recorded=config.replay.keep_trained > 0,
             routing=np.zeros(0 if policy.routers is None else policy.routers.n_sums),

@@ -65,7 +65,7 @@ class CriticConfig(Section):
     learning_rate: float = Field(1e-5, gt=0, allow_inf_nan=False)
     """Peak learning rate. It follows the warm-up and the schedule of ``learner.learning_rate``."""
     warmup_updates: int = Field(0, ge=0)
-    """Initial updates in which only the critic is trained."""
+    """The critic's first updates, in which only it is trained."""
     clip: float | None = Field(0.2, gt=0)
     """Range around the old value outside of which the value's gradient is clipped (PPO's clipped value loss, as in the
     implementation of arXiv:1707.06347). None: plain squared error."""

@@ -419,8 +419,10 @@ USUAL_NAMES = {
     "eval_steps": "evaluation.every",
     "model_name": "model.source",
     "model_name_or_path": "model.source",
+    "trainer": "learner",
+    "training": "learner",
 }
-"""Keys of ours by the names that other trainers give them."""
+"""Keys and sections of ours by the names that other trainers give them."""
 
 
 def _suggestion(wrong: str, known: Sequence[str], section: Path_) -> str:

@@ -120,10 +120,16 @@ class Importer:
                 f"{file}: expected context before the first sampled token, got none in a trajectory for "
                 f"{trajectory.task.task_id}: nothing predicts that token"
             )
-        if any(turn.trained and len(turn.completion) and not turn.temperature > 0 for turn in trajectory.turns):
+        temperatures = {turn.temperature for turn in trajectory.turns if turn.trained and len(turn.completion)}
+        if not all(temperature > 0 for temperature in temperatures):
             raise StoreError(
                 f"{file}: expected a temperature > 0, got greedy tokens in a trajectory for "
                 f"{trajectory.task.task_id}: they have no log-probability"
+            )
+        if self._config.learner.reference.url is not None and temperatures - {1.0}:
+            raise StoreError(
+                f"{file}: expected a temperature of 1, with which the server of learner.reference.url scores, got "
+                f"{max(temperatures - {1.0}):g} in a trajectory for {trajectory.task.task_id}"
             )
         spans = (span.token_ids for turn in trajectory.turns for span in (turn.context, turn.completion))
         largest = max((int(ids.max()) for ids in spans if len(ids)), default=0)

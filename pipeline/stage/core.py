@@ -198,7 +198,7 @@ class StageCore:
             group, reason = self.groups.given_up.pop()
             if group.open:
                 self._cancel(group, reason)
-        self.evaluations.plan()
+        self.evaluations.plan(self.control.announced)
         if self.finished:
             for group in [g for g in self.records.values() if g.open]:
                 self._cancel(group, CancelReason.FINISHED)
@@ -239,7 +239,8 @@ class StageCore:
             return
         known = self.dispatch.durable_updates, len(self.records.covered)
         if self._first_needed[0] != known:
-            oldest = known[0] - self.config.checkpoint.keep * self.config.checkpoint.every
+            behind = known[0] - self.config.checkpoint.keep * self.config.checkpoint.every
+            oldest = min([behind, *self.dispatch.checkpoints])
             needed = (number for number, group in self.records.covered.items() if group.update >= oldest)
             self._first_needed = known, min(needed, default=due)
         below = min(due, min(self.records, default=due), self._first_needed[1])

@@ -50,7 +50,7 @@ class Dispatch(StagePart):
         self.peer: str | None = None
         """Name of the learner that is connected."""
         self.durable_updates: int = meta.get("durable_updates", 0)
-        self._checkpoints: list[int] = meta.get("checkpoints", [])
+        self.checkpoints: list[int] = meta.get("checkpoints", [])
         """Updates of the newest ``checkpoint.keep`` checkpoints, which the learner keeps, oldest first."""
         self._versions = TrainedVersions(meta.get("trained_versions"))
         self.credit = 0
@@ -213,9 +213,9 @@ class Dispatch(StagePart):
         self.durable_updates = max(self.durable_updates, updates)
         self._journal.meta("durable_updates", self.durable_updates)
         self._replays.replay.covered(updates)
-        known = sorted({*self._checkpoints, updates})
-        self._checkpoints = known[-self._config.checkpoint.keep :]
-        self._journal.meta("checkpoints", self._checkpoints)
+        known = sorted({*self.checkpoints, updates})
+        self.checkpoints = known[-self._config.checkpoint.keep :]
+        self._journal.meta("checkpoints", self.checkpoints)
         for group in list(self._records.values()):
             if group.state is GroupState.CANCELLED and group.admitted_update < updates:
                 self.forget(group)
@@ -225,7 +225,7 @@ class Dispatch(StagePart):
         """Forget groups that a checkpoint covers, but those of at least ``keep_updates`` updates before it, back to an
         older checkpoint that the learner can begin with, up to ``replay.capacity_bytes``. True where some were."""
         begun = self.durable_updates <= keep_updates + self._config.checkpoint.every  # so the initial model may do
-        starts = [0, *self._checkpoints] if begun else self._checkpoints
+        starts = [0, *self.checkpoints] if begun else self.checkpoints
         old_enough = [start for start in starts if start <= self.durable_updates - keep_updates]
         oldest = max(old_enough, default=min(starts, default=0))
         covered: dict[int, list[GroupRecord]] = {}
@@ -291,7 +291,7 @@ class Dispatch(StagePart):
         self._staleness.roll_back(updates, again)
         self._close_gaps()
         self.durable_updates = min(self.durable_updates, updates)
-        self._checkpoints = [made for made in self._checkpoints if made <= updates]
+        self.checkpoints = [made for made in self.checkpoints if made <= updates]
         self._journal.meta("consumed", self._staleness.consumed)
         self._journal.meta("live", self._staleness.live)
 

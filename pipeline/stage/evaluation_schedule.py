@@ -160,8 +160,9 @@ class Evaluations(StagePart):
         assert self.active is not None
         return int(self.active["policy_version"])
 
-    def plan(self) -> None:
-        """Begin and end what is due."""
+    def plan(self, announced: bool) -> None:
+        """Begin and end what is due. ``announced``: the live weights are those of the learner of now, not newer ones of
+        a process before it."""
         section = self._section
         if not section.on:
             if self.active is not None:
@@ -180,7 +181,7 @@ class Evaluations(StagePart):
                 self._end("complete")
             elif self._clock.now >= self._ends_at:
                 self._end("timed_out")
-        free = self.active is None and self.tasks is not None
+        free = announced and self.active is None and self.tasks is not None
         if free and live is not None and live > self._begun and section.is_due(live, self._config.run.total_steps):
             self._begin(live)
 

@@ -106,17 +106,17 @@ class GroupTimes:
     """An update was made from it, with its rollouts or without; False: another group took its place."""
 
 
-def order_times(path: Path, updates: Span, since: float, until: float) -> tuple[list[GroupTimes], float]:
-    """Groups of ``updates``, and of the Unix times from ``since`` to ``until`` those that were replaced for equal
-    rewards, and the seconds that all orders were out. Raises :class:`StoreError`."""
-    values = {"first": updates.low, "last": updates.high, "since": since, "until": until}
+def order_times(path: Path, updates: Span, times: Sequence[tuple[float, float]]) -> tuple[list[GroupTimes], float]:
+    """Groups of ``updates``, and those that were replaced for equal rewards meanwhile, and the seconds that all orders
+    were out. ``times``: from and until which Unix times the run was alive. Raises :class:`StoreError`."""
+    values = {"first": updates.low, "last": updates.high, "since": times[0][0], "until": times[-1][1]}
     found: dict[int, tuple[bool, list[float]]] = {}
     with reading(path) as connection:
         for number, trained, seconds in connection.execute(_GROUPS, values):
             slots = found.setdefault(number, (bool(trained), []))[1]
             slots += [] if seconds is None else [seconds]
-        (busy,) = connection.execute(_BUSY, values).fetchone()
-    return [GroupTimes(tuple(s), trained) for trained, s in found.values() if s or trained], float(busy)
+        busy = [connection.execute(_BUSY, {"since": a, "until": b}).fetchone()[0] for a, b in times]
+    return [GroupTimes(tuple(s), trained) for trained, s in found.values() if s or trained], float(sum(busy))
 
 
 _ORDERS = """

@@ -45,6 +45,8 @@ ROLLOUTS_MAX, UPDATES_MIN, UPDATES_MAX = 100_000, 20, 500
 GROUPS_MAX, LINES_MAX, LINES_MIN = 10_000, 100, 3
 """Groups and updates that measured speeds are taken from, the newest; and fewest updates, without those of the start.
 The store keeps the orders of 20,000 groups."""
+PAUSE_SECONDS = 1.0
+"""Longest time between two updates that the clocks explain; after a longer one the learner was started again."""
 Z_95 = 1.6448536269514722
 """95th percentile of the standard normal distribution."""
 FORM = "rollout=MEAN:P95,update=SECONDS,publish=SECONDS"
@@ -276,9 +278,11 @@ def measure(config: RunConfig, directory: RunDirectory) -> tuple[Speeds, Outlook
         raise ConfigurationError(f"expected at least {least} updates in {directory.metrics_file}, got {len(every)}")
     total = sum(line["seconds"]["step"] for line in lines)
     waited = sum(line["seconds"]["wait"] for line in lines)
-    until, since = lines[-1]["finished"], lines[0]["finished"] - lines[0]["seconds"]["step"]
+    begun = [line["finished"] - line["seconds"]["step"] for line in lines]
+    starts = [i for i in range(1, len(lines)) if begun[i] > lines[i - 1]["finished"] + PAUSE_SECONDS]
+    alive = [(begun[i], lines[j - 1]["finished"]) for i, j in itertools.pairwise([0, *starts, len(lines)])]
     updates = Span(lines[0]["update"], lines[-1]["update"])
-    groups, busy = order_times(store_path(config, directory), updates, since, until)
+    groups, busy = order_times(store_path(config, directory), updates, alive)
     if not any(group.trained for group in groups):
         raise ConfigurationError(f"expected groups of the newest updates in the store of {directory.path}, got none")
     published = [line["published"]["seconds"] for line in lines if line.get("published")]
@@ -292,7 +296,7 @@ def measure(config: RunConfig, directory: RunDirectory) -> tuple[Speeds, Outlook
     return speeds, Outlook(
         total / len(lines),
         waited / total,
-        1 - busy / (slots * (until - since)),
+        1 - busy / (slots * sum(until - since for since, until in alive)),
         sum(ages) / len(ages) if ages else 0.0,
         left,
     )

@@ -29,6 +29,7 @@ from pipeline.errors import ConfigurationError
 from pipeline.runtime.disk import size, wait_for_room
 from pipeline.runtime.plugins import file_in_working_folder
 from pipeline.runtime.run_directory import RunDirectory, write_bytes_atomically
+from pipeline.store.store import store_path
 
 FIXED = {
     "model.source": "its weights belong to one model",
@@ -86,12 +87,13 @@ def compare(directory: RunDirectory, config: RunConfig) -> Resumed:
         why = str(error).splitlines()[0]
         return Resumed(step, {}, (f"the configuration of the last start cannot be read, changes are not known: {why}",))
     changes = difference(before, config)
+    store_was_moved = store_path(config, directory).exists() and not store_path(before, directory).exists()
     refused = [
         f"{key} is {_short(new)}, but the run has made {step} steps "
         f"{'without it' if old == ABSENT else f'with {_short(old)}'}, and {why}"
         for key, (old, new) in changes.items()
         for fixed, why in FIXED.items()
-        if key == fixed or key.startswith(f"{fixed}.")
+        if (key == fixed or key.startswith(f"{fixed}.")) and not (key == "stage.store" and store_was_moved)
     ]
     for name, section in before.environments.items():
         if name not in config.environments:
@@ -106,6 +108,11 @@ def compare(directory: RunDirectory, config: RunConfig) -> Resumed:
         refused.append(
             f"learner.critic.backbone is {backbone[1]}, but the run has made {step} steps with {backbone[0]}, and its "
             "checkpoints have the state of one critic"
+        )
+    if config.learner.reference.url is not None and before.sampling.temperature != 1:
+        refused.append(
+            f"learner.reference.url is {config.learner.reference.url}, whose server scores with temperature 1, but the "
+            f"run has rollouts of sampling.temperature {before.sampling.temperature:g}"
         )
     if refused:
         remedy = "Change it back, or give another run.name, or start over with --fresh"

@@ -12,7 +12,7 @@ kill the announced and unconfirmed ones are in doubt: the tracker is asked which
     {"sent": true}                                       everything that was announced is durable
     {"held": ["step/7"]}                                 of what was in doubt, the tracker has these and no others
     {"rewind": 5}                                        it has dropped everything from step 5 on, which the learner
-                                                         makes again
+                                                         makes again; 0 also where it is another tracker than before
 """
 
 from __future__ import annotations

@@ -46,6 +46,9 @@ class MLflow(Tracker):
     def place(self) -> str:
         return self._place
 
+    def is_empty(self) -> bool:
+        return not any(self._client.get_metric_history(self._id, mark) for mark in MARKS.values())
+
     def held(self, entries: Sequence[SentEntry]) -> set[str]:
         held = {
             f"{kind}/{int(metric.value)}"

@@ -52,7 +52,10 @@ class Reporter:
         title, project = config.trackers.name or config.run.name, config.trackers.project
         run = TrackedRun(str(self._delivery.run), title, project, directory.path.absolute(), config)
         self._tracker = open_(name, run)
-        if self._delivery.place != self._tracker.place:
+        if (before := self._delivery.place) != self._tracker.place:
+            if before is not None and self._tracker.is_empty():
+                log.info("%s has nothing of this run, which was sent to %s: all is sent", self._tracker.place, before)
+                self._file.write({"rewind": 0})
             self._file.write({"place": self._tracker.place})
         if doubtful := self._delivery.doubtful:  # of a reporter that was killed
             held = self._tracker.held(doubtful)

@@ -75,6 +75,10 @@ class Tracker(ABC):
     def held(self, entries: Sequence[SentEntry]) -> set[str]:
         """Keys of those ``entries`` that it has. Asked once, after a kill, before anything is sent."""
 
+    def is_empty(self) -> bool:
+        """True if it has nothing of the run, for certain. Asked where its :attr:`place` is another one than before."""
+        return False
+
     def rewind(self, step: int) -> None:
         """Drop everything from ``step`` on. Only of a tracker that rewinds."""
         raise TypeError(f"{type(self).__name__} does not rewind")

@@ -40,6 +40,9 @@ class Trackio(Tracker):
     def place(self) -> str:
         return f"{self._run.url or TRACKIO_DIR}: project {self._project}, run {self._run.name}"
 
+    def is_empty(self) -> bool:
+        return not self._rows()
+
     def held(self, entries: Sequence[SentEntry]) -> set[str]:
         found: set[str] = set()
         for row in self._rows():

@@ -43,6 +43,9 @@ class WeightsAndBiases(Tracker):
     def place(self) -> str:
         return str(self._run.url or self._run.dir)
 
+    def is_empty(self) -> bool:
+        return not self._run.offline and self._run.starting_step == 0
+
     def held(self, entries: Sequence[SentEntry]) -> set[str]:
         if not self._run.offline:
             return {entry.key for entry in entries if entry.position < self._run.starting_step}

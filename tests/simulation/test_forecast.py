@@ -87,7 +87,7 @@ def test_forecast_is_what_the_real_stage_does(
     assert [sorted(ages) for ages in staleness] == seen[:whole]
     real = (sim.ends[whole - 1] - sim.ends[bound]) / (whole - bound - 1)
     assert found.update_seconds == pytest.approx(real, rel=1e-3)
-    times, busy = order_times(sim.path, Span(0, STEPS - 1), 0.0, sim.now)
+    times, busy = order_times(sim.path, Span(0, STEPS - 1), [(0.0, sim.now)])
     assert [t.seconds for t in times] == [
         pytest.approx([seconds_of(g, i) for i in range(N_ROLLOUT)], abs=1) for g in range(first, first + len(times))
     ]

@@ -34,6 +34,7 @@ class TrackerStore:
     rewinds: bool = False
     buffers: bool = False
     """Records become durable only when the client is closed; a kill loses the end of them."""
+    place: str = "memory"
     records: list[tuple[TrackerRecord, int]] = field(default_factory=list)
     durable: int = 0
     ids: set[str] = field(default_factory=set)
@@ -59,7 +60,10 @@ class FakeTracker(Tracker):
 
     @property
     def place(self) -> str:
-        return "memory"
+        return self._store.place
+
+    def is_empty(self) -> bool:
+        return not self._store.records
 
     def held(self, entries: Sequence[SentEntry]) -> set[str]:
         self._fuse.tick()

@@ -79,6 +79,11 @@ def keeper_of(root: Path, keep: str | None = "score") -> tuple[BestKeeper, Check
     return BestKeeper(section, writer, dict, anyio.sleep_forever), writer
 
 
+def test_a_checkpoint_that_was_published_again_under_a_newer_version_is_taken(tmp_path: Path) -> None:
+    write(tmp_path, 20)
+    assert keep_best(tmp_path, best_of(20, version=25)) == tmp_path / "best-u000020"
+
+
 async def test_what_is_evaluated_is_spared_until_it_is_decided(tmp_path: Path) -> None:
     keeper, writer = keeper_of(tmp_path)
     await keeper.apply({"evaluating": 10, "last": None, "best": None})

@@ -278,6 +278,20 @@ def test_a_learner_that_goes_back_ends_the_evaluation_of_weights_that_are_gone(t
     assert all(g.state is not GroupState.EVALUATED for g in stage.core.records.values())
 
 
+def test_weights_of_a_learner_that_resumed_are_evaluated_once_they_are_live(tmp_path: Any) -> None:
+    stage = Stage(tmp_path / "r.sqlite", slots=200)
+    stage.restart(run={"total_steps": 100})
+    stage.version(0, 0)
+    stage.answer_all(reward=0.0)
+    stage.core.staleness.consumed = 3
+    stage.version(3, 3)
+    stage.up("learner", session="another", updates=2, credit_groups=8)
+    stage.round()
+    assert not stage.evaluating(), "engines still serve the weights of 3 updates, which are gone"
+    stage.tell(Kind.VERSION, policy_version=4, updates=2)
+    assert stage.evaluating() and stage.core.evaluations.active["policy_version"] == 4
+
+
 def test_a_learner_that_goes_back_takes_the_best_that_was_never_durable_with_it(tmp_path: Any) -> None:
     stage = Stage(tmp_path / "r.sqlite", slots=200)
     stage.sections["run"] = {"total_steps": 100}

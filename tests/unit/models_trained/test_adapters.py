@@ -11,7 +11,7 @@ from learner.policy.lora import Adapters
 from learner.policy.policy import Policy
 from learner.weights.publisher import write_weights
 from pipeline.config.learner import LoraConfig
-from pipeline.errors import ConfigurationError, StoreError
+from pipeline.errors import ConfigurationError, FormatMismatch
 from tests.support.families import FAMILIES, SMALL
 from tests.unit.learner.conftest import learner_config, make_rows, tiny_model, tiny_policy
 from tests.unit.models_trained.conftest import LORA, lora_policy
@@ -92,9 +92,9 @@ def test_saved_adapters_are_taken_bit_for_bit_and_others_are_refused(adapted, tm
     for (name, mine), (other, theirs) in zip(policy.named_parameters, again.named_parameters, strict=True):
         assert name == other
         assert torch.equal(mine, theirs)
-    with pytest.raises(StoreError, match="rank"):
+    with pytest.raises(FormatMismatch, match="rank"):
         Adapters(tiny_model(), LoraConfig(**{**LORA, "rank": 3}), tmp_path / "a")
-    with pytest.raises(StoreError, match="found none"):
+    with pytest.raises(FormatMismatch, match="found none"):
         Adapters(tiny_model(), LoraConfig(**LORA), tmp_path)
 
 

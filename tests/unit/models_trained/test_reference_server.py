@@ -22,7 +22,6 @@ from pipeline.errors import (
     EngineRefused,
     EngineUnavailable,
     Interrupted,
-    TrainingError,
 )
 from tests.support.http_server import in_thread, serving
 from tests.unit.learner.conftest import make_rows, run_config, tiny_policy
@@ -221,7 +220,7 @@ def test_a_stop_does_not_wait_for_the_server(server):
 
 
 def test_another_temperature_is_refused_because_the_server_cannot_score_it(server):
-    with pytest.raises(TrainingError, match=r"temperature 1, got 0\.8"):
+    with pytest.raises(ConfigurationError, match=r"temperature 1, got 0\.8"):
         reference_of(server).logprobs(make_rows(1), WATCH)
     assert server.bodies == []
 

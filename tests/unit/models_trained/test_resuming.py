@@ -5,7 +5,7 @@ import torch
 
 from learner.checkpoints.checkpoint import CheckpointState, find_checkpoints, save_checkpoint
 from learner.process.build import make_policy
-from pipeline.errors import StoreError
+from pipeline.errors import FormatMismatch
 from tests.unit.models_trained.conftest import LORA
 
 KINDS = {
@@ -72,11 +72,11 @@ def test_the_model_of_an_adapter_checkpoint_is_merged_and_loads_anywhere(config_
 def test_switching_adapters_between_runs_is_refused_with_what_to_do(config_of, initial, resume, tmp_path):
     plain = resume(config_of(), initial)
     save_checkpoint(tmp_path / "c", plain, CheckpointState(0, 0, {}), initial, keep=1)
-    with pytest.raises(StoreError, match=r"choose another run\.name"):
+    with pytest.raises(FormatMismatch, match=r"choose another run\.name"):
         resume(config_of({"lora": LORA}), initial, tmp_path / "c")
     adapted = resume(config_of({"lora": LORA}), initial)
     save_checkpoint(tmp_path / "d", adapted, CheckpointState(0, 0, {}), initial, keep=1)
-    with pytest.raises(StoreError, match=r"choose another run\.name"):
+    with pytest.raises(FormatMismatch, match=r"choose another run\.name"):
         resume(config_of(), initial, tmp_path / "d")
 
 
@@ -87,6 +87,18 @@ def test_a_part_that_was_switched_on_begins_anew(config_of, initial, resume, tmp
     assert trainer.critic is not None
     assert "has no critic" in caplog.text
     assert len(find_checkpoints(tmp_path / "c")) == 1
+
+
+def test_a_critic_warms_up_from_where_it_was_switched_on(config_of, initial, resume, train, tmp_path):
+    plain = resume(config_of(), initial)
+    train(plain, 2)
+    save_checkpoint(tmp_path / "c", plain, CheckpointState(2, 2, {}), initial, keep=1)
+    config = config_of({"critic": {"warmup_updates": 2}}, advantage={"estimator": "gae"})
+    first = resume(config, initial, tmp_path / "c")
+    assert [report.optimizer_steps for report in train(first, 1)] == [0]
+    save_checkpoint(tmp_path / "c", first, CheckpointState(3, 3, {}), initial, keep=1)
+    again = resume(config, initial, tmp_path / "c")
+    assert [report.optimizer_steps for report in train(again, 2)] == [0, 1]
 
 
 @pytest.mark.parametrize("before", ["float32", "bfloat16"])

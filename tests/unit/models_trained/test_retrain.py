@@ -508,6 +508,19 @@ async def test_a_bundle_is_made_again_without_its_run_and_tells_nothing_of_the_m
     assert (found.step, found.differences, found.compared) == (6, (), True)
 
 
+async def test_a_bundle_of_a_step_before_a_change_has_the_model_that_its_own_keys_need(world, tmp_path):
+    async with world(total_steps=4, checkpoint={"every": 2, "keep": 8}, loss={"kl": "loss"}) as w:
+        await stop_after(w, 2)
+        before, w.config = w.config, w.config.updated(loss={"kl": "none"})
+        lines = [{"step": 0}, {"step": newest_checkpoint(w.directory), "changes": difference(before, w.config)}]
+        w.directory.history_file.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+        await w.learn()
+    w.directory.config_file.write_text(dump(w.config))
+    write_bundle(RunSource.open(w.directory.path), 1, file := tmp_path / "b.afterplay")
+    with open_source(file) as opened:
+        assert [found.differences for found in retrain(opened)] == [()]
+
+
 async def test_an_update_whose_rollouts_were_freed_since_the_first_look_is_refused(world):
     source = RunSource.open(await made(world, steps=2))
     assert source.updates == {0, 1}

@@ -9,6 +9,7 @@ import numpy as np
 import orjson
 import pytest
 
+from pipeline.config.learner import ReferenceConfig
 from pipeline.errors import ConfigurationError, StoreError
 from pipeline.replay.transfer import export_run
 from pipeline.schema import record_file as frames
@@ -120,6 +121,13 @@ def test_a_wrong_line_is_named_and_nothing_of_its_file_is_imported(make_run, tmp
     assert "line 2" in message or "environment" in message or "vocabulary" in message or "for a/2" in message
     file.write_bytes(orjson.dumps(demonstration(1)) + b"\n{not json\n")
     assert "line 2" in refuses_unharmed(run, file, "d.jsonl")
+
+
+def test_nothing_is_imported_that_a_reference_server_cannot_score(make_run, tmp_path):
+    run = make_run()
+    run.config = run.config.updated(learner={"reference": ReferenceConfig(url="http://127.0.0.1:1")})
+    file = write_lines(tmp_path / "d.jsonl", demonstration(1), demonstration(2, temperature=0.5))
+    assert "a/2" in refuses_unharmed(run, file, r"temperature of 1.*learner\.reference\.url.* 0\.5")
 
 
 @pytest.mark.parametrize(

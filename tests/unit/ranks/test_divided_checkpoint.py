@@ -24,7 +24,7 @@ from learner.checkpoints.checkpoint import (
 from learner.checkpoints.model_files import divide_names
 from learner.data.rows import Batch
 from learner.process.build import make_trainer
-from pipeline.errors import StoreError
+from pipeline.errors import FormatMismatch
 from pipeline.runtime.folders import find_damage
 from tests.support.damage import files_in
 
@@ -156,5 +156,5 @@ def test_the_state_of_other_parameters_is_refused_with_what_to_do_by_one_rank_an
     returns = np.ones(sum(row.n_sampled for row in rows), np.float32)
     saved.step(Batch(0, (), rows), 0, replace(saved.token_scores(rows), returns=returns))
     path = save_checkpoint(tmp_path / "c", saved, STATE, folder, keep=1)
-    with pytest.raises(StoreError, match=r"another model or critic\.backbone .*: choose another run\.name"):
+    with pytest.raises(FormatMismatch, match=r"another model or critic\.backbone .*: choose another run\.name"):
         restore_training(path, other)

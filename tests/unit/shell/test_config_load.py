@@ -142,9 +142,9 @@ def test_an_error_names_the_place_the_key_and_the_remedy(text, words):
 
 @pytest.mark.parametrize(("wrong", "ours"), USUAL_NAMES.items())
 def test_a_key_by_the_name_of_another_trainer_is_answered_with_ours(wrong, ours):
-    section, _, key = ours.partition(".")
-    assert key in model_at(RunConfig, (section,)).model_fields
-    assert f"did you mean {ours}?" in refusal(f"learner: {{{wrong}: 1}}")
+    *section, key = ours.split(".")
+    assert key in model_at(RunConfig, tuple(section)).model_fields
+    assert f"did you mean {ours}?" in refusal(f"learner: {{{wrong}: 1}}" if section else f"{wrong}: {{}}")
 
 
 def test_one_text_is_a_list_of_it():

@@ -5,17 +5,21 @@ from __future__ import annotations
 import itertools
 import random
 from itertools import repeat
+from pathlib import Path
 from statistics import fmean, quantiles
 
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.stage.staleness import StalenessRule
+from pipeline.store import tables
 from pipeline.store.queries import GroupTimes
-from pipeline.supervisor.forecast import FORM, Outlook, Speeds, forecast, play
+from pipeline.supervisor.forecast import FORM, Outlook, Speeds, forecast, measure, play
 
 
 def outlook_of(
@@ -117,3 +121,24 @@ def test_turns_on_one_device_have_no_forecast() -> None:
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"colocate": "sleep"})})
     with pytest.raises(ConfigurationError, match=r"engine.colocate: sleep"):
         forecast(config, Speeds.parse("rollout=3:9,update=1", 8), left=1)
+
+
+@pytest.mark.parametrize("pause", [0.0, 8 * 3600.0])
+def test_slots_are_not_idle_while_a_run_is_stopped(tmp_path: Path, pause: float) -> None:
+    config = RunConfig.model_validate({"environments": {"a": {}}, "staleness": {"max": 0}, "actor": {"concurrency": 1}})
+    directory = RunDirectory(tmp_path)
+    ends = [10.0 * i + (pause if i > 6 else 0.0) for i in range(1, 11)]
+    same = {"seconds": {"step": 10.0, "wait": 1.0}}
+    lines = [{"step": i + 1, "update": i, "finished": end, **same} for i, end in enumerate(ends)]
+    directory.metrics_file.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    tables.STORE.create(directory.store_file)
+    connection = tables.STORE.connect(directory.store_file)
+    for i, end in enumerate(ends):
+        group = (i, b"", 1, 1, 1, i, None, "trained", i, 0, 0, "", end - 10, end, 0, 0)
+        connection.execute(f"INSERT INTO groups VALUES ({', '.join('?' * len(group))})", group)
+        lost_at = end + pause if i == 5 else end - 2.5  # killed: its order was out until the next start
+        order = (i, 0, 0, "actor-0", 0, 0, "done", "", 0, end - 10, lost_at, 0)
+        connection.execute(f"INSERT INTO orders VALUES ({', '.join('?' * len(order))})", order)
+    connection.close()
+    measured = measure(config, directory)[1]
+    assert measured.update_seconds == 10 and 0.2 <= measured.slots_idle <= 0.25

@@ -218,6 +218,26 @@ def test_a_run_with_a_critic_keeps_its_backbone(directory: RunDirectory) -> None
     start(directory, "advantage.estimator=gae", "learner.critic.backbone=own")
 
 
+def test_a_run_keeps_its_store_which_may_be_moved(directory: RunDirectory, tmp_path: Path) -> None:
+    old, new = (tmp_path / name for name in ("old.sqlite", "new.sqlite"))
+    start(directory, f"stage.store={old}")
+    save(directory, 3)
+    old.touch()
+    with pytest.raises(ConfigurationError, match=r"stage\.store .*3 steps .*one store"):
+        start(directory, f"stage.store={new}")
+    old.rename(new)
+    assert start(directory, f"stage.store={new}")[1:] == [f"  stage.store: {old} -> {new}"]
+
+
+def test_a_reference_server_never_scores_rollouts_of_another_temperature(directory: RunDirectory) -> None:
+    start(directory, "sampling.temperature=0.5")
+    save(directory, 3)
+    with pytest.raises(ConfigurationError, match=r"learner\.reference\.url .*rollouts of sampling\.temperature 0\.5"):
+        start(directory, "learner.reference.url=http://a:1")
+    start(directory)
+    start(directory, "learner.reference.url=http://a:1")
+
+
 def test_what_cannot_change_is_kept_from_the_first_weights_on_where_these_are_saved(directory: RunDirectory) -> None:
     """With ``evaluation.keep_best`` the learner saves them before its first step."""
     start(directory)

@@ -17,6 +17,7 @@ from pipeline.schema import Order, Task, TrajectoryStatus
 from pipeline.stage import core
 from pipeline.store.ledger import Ledger, read_ledger
 from pipeline.store.store import ReplayStore
+from pipeline.transport.messages import Kind
 from tests.support.simulated_roles import rollout
 from tests.unit.stage.test_store_that_went_back import StoredStage
 
@@ -165,6 +166,30 @@ def test_groups_that_were_freed_for_room_are_not_rolled_up_while_a_learner_may_g
     stage.store.close()
     ledger = read_ledger(tmp_path / "replay.sqlite", rows=True)
     assert ledger.groups["trained"] == 2
+    assert ledger.audit() == []
+
+
+def test_rows_that_the_oldest_checkpoint_lacks_stay_also_where_checkpoints_are_made_more_often_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "ROLL_UP_GROUPS", 1)
+    monkeypatch.setattr(core, "RETAIN_GROUPS", 1)
+    path = tmp_path / "replay.sqlite"
+    sections: dict[str, Any] = {"run": {"total_steps": 1000}}
+    stage = StoredStage(path, checkpoint={"keep": 2, "every": 3}, **sections)
+    for updates in (3, 6):
+        stage.train(updates)
+        stage.tell(Kind.CHECKPOINTED, updates=updates)
+        stage.round()
+    stage.store.close()
+    stage = StoredStage(path, updates=6, checkpoint={"keep": 2, "every": 1}, **sections)
+    for _ in range(12):
+        stage.round()
+    stage.rollback(3)
+    stage.train(7)
+    stage.store.close()
+    ledger = read_ledger(path, rows=True)
+    assert ledger.groups["trained"] == 2 * 7
     assert ledger.audit() == []
 
 

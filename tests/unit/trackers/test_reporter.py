@@ -227,6 +227,17 @@ def test_a_step_that_is_not_made_again_stays_as_it_was(tmp_path: Path, monkeypat
     process.advance(None, 0, complete=True)
 
 
+def test_a_tracker_at_another_place_gets_all_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, elsewhere = RunOnDisk(tmp_path), TrackerStore(place="elsewhere")
+    process = ReporterProcess(run, first := TrackerStore(), monkeypatch)
+    for store, steps in ((first, 2), (elsewhere, 1), (first, 0), (elsewhere, 1)):
+        process.store = store
+        for _ in range(steps):
+            run.step()
+        process.advance(None, 0, complete=True)
+    assert (first.keys, elsewhere.keys) == (["step/1", "step/2"], [f"step/{i}" for i in range(1, 5)])
+
+
 def test_numbers_of_a_line_are_the_same_at_the_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, store = RunOnDisk(tmp_path), TrackerStore()
     run.step()
