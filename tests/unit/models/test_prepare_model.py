@@ -114,6 +114,16 @@ def test_local_folder_is_taken_as_it_is(tmp_path: Path, folder: Path) -> None:
     assert info.architecture == "LlamaForCausalLM"
 
 
+def test_weights_in_another_format_stay_behind(tmp_path: Path, folder: Path) -> None:
+    """vLLM takes a folder with ``consolidated*.safetensors`` for a model in Mistral's own format."""
+    source = tmp_path / "mistral"
+    shutil.copytree(folder, source)
+    shutil.copyfile(source / "model.safetensors", source / "consolidated.safetensors")
+    info = prepare_model(tiny(source=str(source)), tmp_path / "model")
+    assert [path.name for path in info.path.glob("*.safetensors")] == ["model.safetensors"]
+    assert info.parameters == ModelInfo.load(folder).parameters
+
+
 def test_chat_template_of_the_run_file_replaces_the_models(tmp_path: Path) -> None:
     template = tmp_path / "t.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}")
