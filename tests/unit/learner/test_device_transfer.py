@@ -1,11 +1,13 @@
 """Weights that go from the learner's device to engines, one at a time, with a double of vLLM's sender."""
 
+import errno
 import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import anyio
@@ -19,7 +21,7 @@ from safetensors.torch import load_file
 from learner.data.rows import Batch
 from learner.distributed.ranks import Ranks
 from learner.training.trainer import Trainer
-from learner.weights import nccl_transfer, vllm_transfer, weight_pass
+from learner.weights import nccl_transfer, publisher, vllm_transfer, weight_pass
 from learner.weights.device_weights import DeviceWeights
 from learner.weights.publisher import Publisher, published_versions, write_weights
 from learner.weights.vllm_transfer import VllmTransferLoader
@@ -143,6 +145,24 @@ async def test_engines_get_what_is_trained_and_no_file_is_on_the_way(world):
     assert [peer.joined for peer in world.peers.values()] == [1, 1], "the groups stay"
     assert world.files() == [] and world.writes == 0 and all(not engine.loaded for engine in world.engines)
     assert published_versions(world.directory) == [1, 2], "a learner that dies now takes another number"
+
+
+async def test_a_disk_that_fails_for_a_moment_ends_no_publication(world, monkeypatch):
+    make, refused = Path.mkdir, []
+
+    def refuse_once(path, *args, **options):
+        if path.name == "v000001" and not refused:
+            refused.append(path)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        make(path, *args, **options)
+
+    def unreadable(*_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "mkdir", refuse_once)
+    monkeypatch.setattr(publisher, "_versions", unreadable)
+    async with working(world):
+        assert len((await world.publisher.publish(1, world.weights())).live) == 2 and refused
 
 
 def test_three_whole_weights_exist_at_most_and_one_is_made_while_another_is_sent(kit):
