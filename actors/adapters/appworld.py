@@ -29,6 +29,8 @@ SETS = ("train", "dev", "test_normal", "test_challenge")
 WAIT_SECONDS_MAX = 30.0
 """Longest wait of a start for a free server."""
 ANSWER_BYTES_MAX = 16 * 2**20
+_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opens addresses without the proxy of the environment."""
 _CODE = re.compile(r"```(?:python)?\s*\n(.*?)```", re.DOTALL)
 _INSTRUCTIONS = """You are {first_name} {last_name}'s assistant ({email}, {phone_number}). Solve the task by writing \
 Python. Each reply holds one block of code between ```python and ```; you then see what it prints. \
@@ -115,7 +117,7 @@ class AppWorldEpisode(Episode):
         body = json.dumps({"task_id": self._task_id, **data}).encode()
         request = urllib.request.Request(f"{self._url}/{route}", body, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=self._options.request_seconds_max) as answer:
+            with _DIRECTLY.open(request, timeout=self._options.request_seconds_max) as answer:
                 return json.loads(answer.read(ANSWER_BYTES_MAX))["output"]
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"AppWorld {route}: {error.code} {error.read(500)!r}") from error

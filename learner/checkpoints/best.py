@@ -4,7 +4,8 @@
 
     checkpoints/
       best              points to the folder below
-      best-u000020/     checkpoint u000020, its files shared with it (hard links), and evaluation.json: why it is best
+      best-u000020/     checkpoint u000020, its files shared with it (hard links, copies on a file system without
+                        them), and evaluation.json: why it is best
 
 *consumes* EVALUATION messages and finished writes; *produces* that folder; *waits for* any change of the session. A
 kill at any moment leaves the one before or the new one. Which is best is decided by the replay stage
@@ -28,7 +29,7 @@ from learner.checkpoints.checkpoint import checkpoint_path, find_checkpoints, is
 from learner.checkpoints.writer import CheckpointWriter
 from pipeline.config.evaluation import EvaluationConfig
 from pipeline.runtime.disk import when_room
-from pipeline.runtime.folders import atomic_folder, find_damage, remove_folder
+from pipeline.runtime.folders import atomic_folder, find_damage, link_or_copy, remove_folder
 from pipeline.runtime.run_directory import read_json, sync
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ def keep_best(root: Path, best: Mapping[str, Any]) -> Path | None:
                 if path.is_dir():
                     copy.mkdir()
                 else:
-                    os.link(path, copy)
+                    link_or_copy(path, copy)
             (folder / WHY).write_bytes(orjson.dumps(dict(best), option=orjson.OPT_INDENT_2))
     link, scratch = root / BEST, root / f".{BEST}.{os.getpid()}"
     scratch.unlink(missing_ok=True)

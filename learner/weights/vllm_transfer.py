@@ -261,8 +261,10 @@ def _client(url: str, timeout_seconds: float, key: str | None) -> Any:
         """vLLM's client, which has no place for a key."""
 
         def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
-            address, headers = f"{self.base_url}/{path}", authorization(key)
-            requests.post(address, json=json, headers=headers, timeout=self.timeout).raise_for_status()
+            with requests.Session() as session:
+                session.trust_env = False  # no proxy between, and no password of ~/.netrc in place of the key
+                address, headers = f"{self.base_url}/{path}", authorization(key)
+                session.post(address, json=json, headers=headers, timeout=self.timeout).raise_for_status()
 
         def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
             try:

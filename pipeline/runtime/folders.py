@@ -101,6 +101,15 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def link_or_copy(file: Path, target: Path) -> None:
+    """Put ``file``, which nothing rewrites, at ``target`` too: a hard link, or a copy where the file system makes
+    none."""
+    try:
+        target.hardlink_to(file)
+    except OSError:
+        shutil.copyfile(file, target)
+
+
 def sync_tree(folder: Path) -> None:
     """fsync every file and folder below ``folder``, and itself."""
     for root, _, names in os.walk(folder):

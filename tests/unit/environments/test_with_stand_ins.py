@@ -155,6 +155,13 @@ def test_appworld_sends_code_to_its_server_and_pays_for_tests(kit, server, tmp_p
     assert ("execute", {"task_id": "t_2", "code": "print(1)\n"}) in server.asked
 
 
+def test_appworld_is_reached_without_the_proxy_of_the_environment(kit, server, tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    world(server, tmp_path).start(kit.task(0)).close()
+    assert server.asked
+
+
 def test_appworld_episodes_wait_for_a_server_of_their_own(kit, server, tmp_path, monkeypatch):
     monkeypatch.setattr("actors.adapters.appworld.WAIT_SECONDS_MAX", 0.05)
     environment = world(server, tmp_path)

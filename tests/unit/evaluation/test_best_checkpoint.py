@@ -54,6 +54,17 @@ def test_it_survives_the_checkpoint_that_it_was_made_of(tmp_path: Path) -> None:
     assert keep_best(tmp_path, best_of(10)) is not None, "asked again it stays"
 
 
+def test_it_is_kept_on_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    source = write(tmp_path, 10)
+    assert keep_best(tmp_path, best_of(10)) == tmp_path / "best-u000010"
+    assert (tmp_path / "best" / "model" / "weights").read_text() == (source / "model" / "weights").read_text()
+    assert is_complete(tmp_path / "best")
+
+
 def test_a_better_one_takes_its_place(tmp_path: Path) -> None:
     write(tmp_path, 10)
     write(tmp_path, 20)

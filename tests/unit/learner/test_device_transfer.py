@@ -1,22 +1,27 @@
 """Weights that go from the learner's device to engines, one at a time, with a double of vLLM's sender."""
 
+import errno
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import anyio
 import anyio.to_thread
 import pytest
 import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from safetensors.torch import load_file
 
 from learner.data.rows import Batch
 from learner.distributed.ranks import Ranks
 from learner.training.trainer import Trainer
-from learner.weights import nccl_transfer, vllm_transfer, weight_pass
+from learner.weights import nccl_transfer, publisher, vllm_transfer, weight_pass
 from learner.weights.device_weights import DeviceWeights
 from learner.weights.publisher import Publisher, published_versions, write_weights
 from learner.weights.vllm_transfer import VllmTransferLoader
@@ -140,6 +145,24 @@ async def test_engines_get_what_is_trained_and_no_file_is_on_the_way(world):
     assert [peer.joined for peer in world.peers.values()] == [1, 1], "the groups stay"
     assert world.files() == [] and world.writes == 0 and all(not engine.loaded for engine in world.engines)
     assert published_versions(world.directory) == [1, 2], "a learner that dies now takes another number"
+
+
+async def test_a_disk_that_fails_for_a_moment_ends_no_publication(world, monkeypatch):
+    make, refused = Path.mkdir, []
+
+    def refuse_once(path, *args, **options):
+        if path.name == "v000001" and not refused:
+            refused.append(path)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        make(path, *args, **options)
+
+    def unreadable(*_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "mkdir", refuse_once)
+    monkeypatch.setattr(publisher, "_versions", unreadable)
+    async with working(world):
+        assert len((await world.publisher.publish(1, world.weights())).live) == 2 and refused
 
 
 def test_three_whole_weights_exist_at_most_and_one_is_made_while_another_is_sent(kit):
@@ -349,6 +372,38 @@ def test_description_and_weights_agree(kit, rank):
     pairs = {name: tensor.clone() for name, tensor in policy.weights("bfloat16")}
     assert [(n, t.dtype, tuple(t.shape)) for n, t in pairs.items()] == policy.description("bfloat16")
     assert same(pairs, policy.snapshot("bfloat16"))
+
+
+class PostingClient:
+    """The part of vLLM's client that our own calls."""
+
+    def __init__(self, base_url, timeout):
+        self.base_url, self.timeout = base_url.rstrip("/"), timeout
+
+    def start_weight_update(self):
+        self._post("start_weight_update")
+
+
+async def test_transfers_show_the_key_to_the_engine_and_to_no_proxy(monkeypatch, tmp_path):
+    names = ["vllm", "vllm.distributed", "vllm.distributed.weight_transfer", "vllm.distributed.weight_transfer.clients"]
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[names[-1]].HTTPVLLMWeightSyncClient = PostingClient
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login somebody password else")
+    for name, value in {"http_proxy": "http://127.0.0.1:1", "no_proxy": "", "NETRC": str(tmp_path / "netrc")}.items():
+        monkeypatch.setenv(name, value)
+    came = []
+
+    async def note(request):
+        came.append((request.path, request.headers["Authorization"]))
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/start_weight_update", note)
+    async with TestServer(app) as server:
+        client = vllm_transfer._client(str(server.make_url("")), 10, "secret")
+        await anyio.to_thread.run_sync(client.start_weight_update)
+    assert came == [("/start_weight_update", "Bearer secret")]
 
 
 @pytest.mark.slow  # vLLM takes seconds to import

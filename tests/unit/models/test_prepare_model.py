@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DiffLlamaConfig
 from actors.adapters.games import NumberGuess
 from learner.checkpoints.checkpoint import _copy_tokenizer
 from learner.models.cache import fill_from_cache
-from learner.models.info import MANIFEST, ModelInfo, max_position
-from learner.models.prepare import prepare_model
+from learner.models.info import MANIFEST, ModelInfo, max_position, require_same_tokenizer
+from learner.models.prepare import check_model, prepare_model
 from pipeline.config import RunConfig
-from pipeline.errors import ConfigurationError
+from pipeline.errors import ConfigurationError, Findings
 from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema import Message, Task
 from pipeline.supervisor.preflight import check_before_run
@@ -114,6 +114,31 @@ def test_local_folder_is_taken_as_it_is(tmp_path: Path, folder: Path) -> None:
     assert info.architecture == "LlamaForCausalLM"
 
 
+def test_quantised_weights_are_refused_before_anything_starts(tmp_path: Path, folder: Path) -> None:
+    source = tmp_path / "fp8"
+    shutil.copytree(folder, source)
+    facts = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**facts, "quantization_config": {"quant_method": "fp8"}}))
+    config = tiny(source=str(source))
+    with pytest.raises(ConfigurationError, match="fp8"):
+        prepare_model(config, tmp_path / "model")
+    found = Findings()
+    check_model(config, found)
+    assert any("model.source" in problem and "fp8" in problem for problem in found.problems)
+    with pytest.raises(ConfigurationError, match=r"learner\.reference\.folder.*fp8"):
+        require_same_tokenizer(source, folder, trust_remote_code=False)
+
+
+def test_weights_in_another_format_stay_behind(tmp_path: Path, folder: Path) -> None:
+    """vLLM takes a folder with ``consolidated*.safetensors`` for a model in Mistral's own format."""
+    source = tmp_path / "mistral"
+    shutil.copytree(folder, source)
+    shutil.copyfile(source / "model.safetensors", source / "consolidated.safetensors")
+    info = prepare_model(tiny(source=str(source)), tmp_path / "model")
+    assert [path.name for path in info.path.glob("*.safetensors")] == ["model.safetensors"]
+    assert info.parameters == ModelInfo.load(folder).parameters
+
+
 def test_chat_template_of_the_run_file_replaces_the_models(tmp_path: Path) -> None:
     template = tmp_path / "t.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}")
@@ -179,6 +204,7 @@ def test_an_extension_that_depends_on_the_rows_beside_does_not_lengthen_a_model(
     facts = {"max_position_embeddings": 131_072, "original_max_position_embeddings": 4096, "rope_scaling": rope}
     assert max_position(facts) == max_position({"text_config": facts}) == most
     assert max_position({}) is None
+    assert max_position({"n_positions": 1024}) == 1024, "GPT-2 and its like"
 
 
 @pytest.mark.parametrize(

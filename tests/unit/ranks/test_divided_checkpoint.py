@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-from learner.checkpoints import model_files, shards
+from learner.checkpoints import checkpoint, model_files, shards
 from learner.checkpoints.checkpoint import (
     CheckpointState,
     find_checkpoints,
@@ -114,6 +114,19 @@ def test_a_disk_that_is_full_while_the_model_folder_is_made_leaves_nothing_and_a
     assert list(root.iterdir()) == []
     write_image(root, image, folder, 1)
     assert [find_damage(path) for path in find_checkpoints(root)] == [""]
+
+
+def test_other_ranks_follow_until_the_last_attempt_has_ended(kit, initial, tmp_path, group, monkeypatch):
+    """A disk that fails while older checkpoints are removed has the whole write tried again."""
+    folder, told = initial("tied"), []
+    image = take_image(make_trainer(kit.run_config(), folder, None, group), STATE)
+    monkeypatch.setattr(group, "broadcast_text", lambda text: told.append(text) or text)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "find_checkpoints", _full)
+        with pytest.raises(OSError, match="No space left"):
+            write_image(tmp_path / "c", image, folder, 1)
+    write_image(tmp_path / "c", image, folder, 1)
+    assert told.index(shards._DURABLE) == len(told) - 1
 
 
 def _full(*values, **options):
