@@ -227,18 +227,18 @@ def supervise(
     failures = _failures(config, directory)
     if code is ExitCode.FINISHED and machine.reason == "finished" and not all(failures.values()):
         code = ExitCode.ENVIRONMENT
-    _print_result(supervisor, directory, code, time.monotonic() - started_at, console, trains=is_done is None)
-    for tracker in config.report_to:
-        console.print(describe_delivery(directory, tracker))
-    for sentence, succeeded in failures.items():
-        console.print(sentence, style="yellow" if succeeded else "red")
     reason = "\n".join(filter(None, [machine.reason, *failures, supervisor.log_tail()]))
-    _write(directory.outcome_file, {"exit_code": code, "reason": reason})
+    _write(directory.outcome_file, {"exit_code": code, "reason": reason})  # before the console, which may be gone
     removed: list[str] = []
     if machine.reason == "finished":
         left_out(lambda: removed.extend(remove_published(config, directory)), directory.path)
         if is_done is None:
             _write(directory.finished_file, {"steps": config.run.total_steps, "exit_code": code})
+    _print_result(supervisor, directory, code, time.monotonic() - started_at, console, trains=is_done is None)
+    for tracker in config.report_to:
+        console.print(describe_delivery(directory, tracker))
+    for sentence, succeeded in failures.items():
+        console.print(sentence, style="yellow" if succeeded else "red")
     if lines := read_lines(directory.metrics_file):
         with suppress(OSError):
             console.print("\n".join(describe_disk(directory, lines, removed)))

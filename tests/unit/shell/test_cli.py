@@ -159,6 +159,14 @@ def test_two_runs_are_drawn_over_each_other(tmp_path):
     assert invoke("plot", str(tmp_path / "a"), str(tmp_path / "none")).exit_code != 0
 
 
+def test_no_name_is_taken_for_a_formula(tmp_path):
+    odd = "$_^$"
+    for name in ("a", odd):
+        write_lines(RunDirectory(tmp_path / name), line(1, signals={odd: 1.0}))
+    assert draw(tmp_path / odd / "metrics.jsonl", tmp_path / "one.png") is None
+    assert invoke("plot", str(tmp_path / "a"), str(tmp_path / odd), "-o", str(tmp_path / "both.png")).exit_code == 0
+
+
 def test_a_picture_has_the_form_that_its_name_ends_in(tmp_path):
     write_lines(RunDirectory(tmp_path), line(1))
     assert invoke("plot", str(tmp_path), "-o", str(tmp_path / "curves.pdf")).exit_code == 0

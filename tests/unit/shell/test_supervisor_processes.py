@@ -31,7 +31,6 @@ from pipeline.views.step_lines import MetricsTail
 PROGRAM = """
 import sys
 from pathlib import Path
-from rich.console import Console
 from pipeline.config.load import loads
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.run_directory import RunDirectory
@@ -41,6 +40,7 @@ from pipeline.supervisor.restarts import Rule
 from pipeline.supervisor.run import supervise
 from pipeline.supervisor.processes import ProcessSpec
 from pipeline.runtime.children import OrphanReaper
+from pipeline.views.tables import LastingConsole
 
 root = Path(sys.argv[1])
 shell.LOG_BYTES_MAX = 4096
@@ -100,7 +100,7 @@ scenes = {
     ],
 }
 with run_lock(directory) as lock, OrphanReaper(keep_open=(lock,)) as reaper:
-    console = Console(force_terminal=len(sys.argv) > 3, highlight=False, soft_wrap=True)
+    console = LastingConsole(force_terminal=len(sys.argv) > 3, highlight=False, soft_wrap=True)
     code = supervise(config, scenes[sys.argv[2]], directory, reaper, console)
 sys.exit(code)
 """
@@ -191,6 +191,18 @@ def test_a_signal_drains_in_order_and_leaves_no_process(scene, number):
     assert [name for name, did, _ in run.notes() if did == "stopped"] == ["actor-0", "learner", "engine-0"]
     assert all(gone(pid) for _, _, pid in run.notes())
     assert f"stopped by {signal.Signals(number).name}" in out
+
+
+def test_a_run_that_nobody_reads_any_more_drains_in_order(scene):
+    """Ctrl-C also ends the ``tee`` behind it."""
+    run = scene("stays")
+    run.until(lambda: len(run.notes()) == 3)
+    run.process.stdout.close()
+    run.process.stdout = None
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(60) == ExitCode.FINISHED
+    assert [name for name, did, _ in run.notes() if did == "stopped"] == ["actor-0", "learner", "engine-0"]
+    assert read_json(run.root / "outcome.json")["reason"] == "stopped by SIGINT"
 
 
 @pytest.mark.slow
