@@ -117,6 +117,21 @@ def require_run_directory(directory: RunDirectory) -> None:
         )
 
 
+def require_unused_store(config: RunConfig, directory: RunDirectory, fresh: bool) -> None:
+    """Raise :class:`ConfigurationError` where a run that begins would take over what another one left in
+    ``stage.store``, outside of the run directory."""
+    path = store_path(config, directory)
+    resumes = not fresh and (directory.metrics_file.exists() or newest_checkpoint(directory) > 0)
+    if resumes or path.is_relative_to(directory.path) or not path.exists():
+        return
+    found = read_ledger(path)
+    if found.updates or (fresh and found.orders.get("issued")):
+        raise ConfigurationError(
+            f"stage.store: expected an unused file for a run that begins, got {path} of a run with {found.updates} "
+            f"updates: remove it with {path.name}-wal and {path.name}.ids, or set stage.store to another file"
+        )
+
+
 def with_keys(config: RunConfig, directory: RunDirectory) -> RunConfig:
     """A copy whose roles have a key each, if the stage listens on TCP and the run file names no keys."""
     if not config.stage.address.startswith("tcp://") or config.stage.curve is not None:
@@ -168,6 +183,7 @@ def run(
                 config = resolve(cluster.addressed(chosen.config), cluster.taken_ports(chosen.places))
                 config = cluster.located(config, chosen.places)
             resumed = None if fresh else compare(directory, config)
+            require_unused_store(config, directory, fresh)
             # else other machines prepare the model and reach the engines
             notes = check_before_run(config, fresh) if cluster is None else []
             if fresh:

@@ -16,6 +16,7 @@ import anyio
 import orjson
 import pytest
 
+from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.process import ExitCode
@@ -24,7 +25,7 @@ from pipeline.store.journal import Changes
 from pipeline.store.store import ReplayStore
 from pipeline.supervisor.processes import HealthAnswer, ProcessSpec, check_health
 from pipeline.supervisor.restarts import RestartLimits, Rule
-from pipeline.supervisor.run import RunIsAlive, empty_directory, run_lock
+from pipeline.supervisor.run import RunIsAlive, empty_directory, require_unused_store, run_lock
 from pipeline.supervisor.shell import Supervisor
 from pipeline.views.step_lines import MetricsTail
 
@@ -366,6 +367,25 @@ def test_fresh_removes_a_run_and_nothing_else(tmp_path):
     (directory.create().checkpoints / "mine.pt").write_text("")
     with pytest.raises(ConfigurationError, match="a folder with checkpoints"):
         empty_directory(directory)
+
+
+def test_a_run_that_begins_does_not_take_over_the_store_of_another(tmp_path):
+    directory, store = RunDirectory(tmp_path / "r").create(), tmp_path / "s.sqlite"
+    config = RunConfig().updated(stage={"store": store})
+    with ReplayStore(store) as opened:
+        require_unused_store(config, directory, fresh=True)
+        opened.commit(Changes(counters={"orders.issued": 1}))
+        with pytest.raises(ConfigurationError, match=r"stage\.store.*with s\.sqlite-wal and s\.sqlite\.ids"):
+            require_unused_store(config, directory, fresh=True)
+        require_unused_store(config, directory, fresh=False)  # it was killed before its first update
+        opened.commit(Changes(meta={"consumed": 3}))
+    for fresh in (True, False):
+        with pytest.raises(ConfigurationError, match="a run with 3 updates"):
+            require_unused_store(config, directory, fresh=fresh)
+    directory.metrics_file.touch()
+    require_unused_store(config, directory, fresh=False)
+    (inside := directory.path / "s.sqlite").touch()
+    require_unused_store(config.updated(stage={"store": inside}), directory, fresh=True)  # it goes with the directory
 
 
 @pytest.mark.parametrize(
