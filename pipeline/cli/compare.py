@@ -267,13 +267,14 @@ def run_jobs(jobs: Sequence[Job], at_once: int, is_enough: Callable[[Job], bool]
     all of them."""
     waiting, live, faults = deque(jobs), dict[int, tuple[Job, ChildGroup]](), list[str]()
     ending: set[int] = set()
+    console = plain_console()  # the runs continue when nobody reads any more
     with OrphanReaper(DRAIN_SECONDS_MAX) as reaper:
         while live or (waiting and not stop.is_set()):
             while waiting and len(live) < at_once and not stop.is_set():
                 job = waiting.popleft()
                 if job.finished or is_enough(job):
                     continue
-                typer.echo(f"{job.name}: {'continues' if job.directory.path.exists() else 'starts'}")
+                console.print(f"{job.name}: {'continues' if job.directory.path.exists() else 'starts'}")
                 job.log_file.parent.mkdir(parents=True, exist_ok=True)
                 with job.log_file.open("ab") as output:
                     child = ChildGroup(job.command, reaper, output=output)
@@ -283,7 +284,7 @@ def run_jobs(jobs: Sequence[Job], at_once: int, is_enough: Callable[[Job], bool]
                 if child.end.done():
                     del live[pid]
                     done = job.finished or is_enough(job)
-                    typer.echo(f"{job.name}: {'finished' if done else 'ended'}")
+                    console.print(f"{job.name}: {'finished' if done else 'ended'}")
                     if not (done or stop.is_set()):
                         code = describe_exit(child.end.result())
                         faults.append(f"{job.name} ended before its last update ({code}); see {job.log_file}")

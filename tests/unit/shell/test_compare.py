@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -118,6 +121,18 @@ def test_run_that_has_reached_the_target_is_not_continued_with_until_reached(mad
     assert not Study({}, tmp_path, Metric.SUCCESS, 0.8, 2, until_reached=True).is_enough(job), "a mean of 0.5"
     assert not Study({}, tmp_path, Metric.SUCCESS, 0.8, 1, until_reached=False).is_enough(job)
     assert run_jobs([job], 1, lambda job: True, threading.Event()) == [], "nothing was started that could fail"
+
+
+def test_runs_are_not_ended_because_nobody_reads_what_is_said_of_them(tmp_path, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-I", "-S", "-c", "raise SystemExit(7)"]
+    directory = RunDirectory(tmp_path / "a")
+    job = SimpleNamespace(name="a", finished=False, directory=directory, log_file=tmp_path / "a.log", command=command)
+    with open(writer, "w") as output, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", output)
+        faults = run_jobs([job, job], 1, lambda job: False, threading.Event())
+    assert [("exit code 7" in fault) for fault in faults] == [True, True]
 
 
 def test_where_no_run_of_an_arm_makes_an_update_their_logs_are_named(tmp_path, capsys, monkeypatch):
