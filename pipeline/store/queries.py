@@ -151,7 +151,7 @@ _ORDER: Mapping[Sort, tuple[str, bool]] = {
     "turns": ("n_turns", True),
     "seconds": ("duration_seconds", True),
     "entropy": ("entropy", True),
-    "version": ("version_max", True),
+    "version": ("nullif(version_max, -1)", True),
     "age": ("age_insert", True),
     "replays": ("n_replays", True),
 }

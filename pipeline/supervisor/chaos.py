@@ -147,7 +147,7 @@ class LedgerAudit:
         before = self.received, self.steps
         self.count(ledger)
         self.steps = steps
-        if (self.received, self.steps) != before:
+        if (self.received, self.steps) != before or not steps:  # programs and model are loaded before the first update
             self.changed_at = now
         if now - self.changed_at > self.longest:
             self.longest, self.longest_from = now - self.changed_at, self.changed_at
