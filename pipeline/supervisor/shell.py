@@ -236,12 +236,15 @@ class Supervisor:
             await anyio.sleep(0.5)
 
     async def _handle_signals(self) -> None:
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        ending = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else it is started with nohup
+            ending.append(signal.SIGHUP)
+        with anyio.open_signal_receiver(*ending) as signals:
             stopped_at = -math.inf
             async for number in signals:
                 now, name = time.monotonic(), signal.Signals(number).name
-                if number == signal.SIGTERM and now - stopped_at < SAME_SIGNAL_SECONDS:
-                    continue  # timeout(1) tells its command, and then its whole group
+                if number != signal.SIGINT and now - stopped_at < SAME_SIGNAL_SECONDS:
+                    continue  # timeout(1) tells its command, and then its whole group; so does a terminal that closes
                 if stopped_at > -math.inf:
                     self._say("second signal: killing all processes")
                     self._perform(self.machine.force(now, f"{name} twice"))
