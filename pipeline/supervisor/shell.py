@@ -18,7 +18,7 @@ import anyio.to_thread
 
 from pipeline.runtime.children import OrphanReaper, describe_exit
 from pipeline.runtime.disk import left_out
-from pipeline.runtime.process import SAME_SIGNAL_SECONDS, ExitCode
+from pipeline.runtime.process import SAME_SIGNAL_SECONDS, ExitCode, drain_signals
 from pipeline.runtime.run_directory import PathWatch, RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
 from pipeline.supervisor.processes import Child, HealthAnswer, LocalHost, ProcessHost, ProcessLost, ProcessSpec
@@ -236,10 +236,7 @@ class Supervisor:
             await anyio.sleep(0.5)
 
     async def _handle_signals(self) -> None:
-        ending = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else it is started with nohup
-            ending.append(signal.SIGHUP)
-        with anyio.open_signal_receiver(*ending) as signals:
+        with anyio.open_signal_receiver(*drain_signals()) as signals:
             stopped_at = -math.inf
             async for number in signals:
                 now, name = time.monotonic(), signal.Signals(number).name
