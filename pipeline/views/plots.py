@@ -167,7 +167,7 @@ def _plot(axis: Any, lines: list[Line], key: str, label: str, colour: int, withi
 
 
 def _literal(name: str) -> str:
-    """A name that somebody gave, in which matplotlib finds no formula."""
+    """A name as matplotlib draws it, without formulas."""
     return name.replace("$", r"\$")
 
 
