@@ -19,7 +19,7 @@ from pipeline.runtime.children import ChildGroup, OrphanReaper, module_command, 
 from pipeline.runtime.plugins import load_main, resolve
 from pipeline.runtime.run_directory import RunDirectory, read_json
 from pipeline.store.evaluation_results import read_results
-from pipeline.supervisor.run import RunIsAlive, empty_directory, run_lock
+from pipeline.supervisor.run import RunIsAlive, empty_directory, require_unused_store, run_lock
 
 OUTPUT_BYTES_MAX = 1 << 16
 _RESULTS = re.compile(r"^written to (.+)$", re.MULTILINE)
@@ -54,6 +54,7 @@ def train(
     directory, run = run_file.directory, run_file.config.run
     with _locked(directory):
         if fresh:
+            require_unused_store(run_file.config, directory, fresh=True)
             empty_directory(directory)
         if (finished := read_json(directory.finished_file)) and finished["steps"] >= run.total_steps:
             warnings.warn(

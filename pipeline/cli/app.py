@@ -125,8 +125,8 @@ def run(
     """Run FILE on this machine, with all processes, until training is done; or --on a cluster.
 
     Starts engines, actors, replay stage and learner, restarts processes that die, shows progress, and writes a run
-    directory (run.directory/run.name). Rerun to resume; --fresh starts over. Ctrl-C stops the run cleanly within ten
-    seconds.
+    directory (run.directory/run.name). Rerun to resume; --fresh starts over. Ctrl-C stops the run cleanly, within
+    checkpoint.drain_seconds_max.
 
       afterplay run @tiny
       afterplay run @tiny --fresh --set run.total_steps=20

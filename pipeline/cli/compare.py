@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import orjson
 import typer
 
 from pipeline.cli.options import Sets
@@ -170,7 +171,7 @@ class Job:
     def command(self) -> list[str]:
         """The command of the run. A tiny model has random weights of its own seed."""
         path = self.directory.path  # the folder of the study may have moved since its run files were written
-        sets = [f"run.directory={path.parent}", f"run.name={path.name}", f"run.seed={self.seed}"]
+        sets = [set_directory(path.parent), f"run.name={path.name}", f"run.seed={self.seed}"]
         if self.config.model.source == "tiny":
             sets.append(f"model.tiny.seed={self.seed}")
         return module_command("pipeline.cli.app", "run", str(self.file), *(f"--set={one}" for one in sets))
@@ -227,6 +228,11 @@ class Study:
         return cost_to_reach(points, self.target, self.window).reached
 
 
+def set_directory(folder: Path) -> str:
+    """The override of ``run.directory``, as JSON: a path may mean something else as YAML."""
+    return f"run.directory={orjson.dumps(str(folder)).decode()}"
+
+
 def plan_jobs(
     sources: Mapping[str, str], seeds: Sequence[int], sets: Sequence[str], own: Mapping[str, Sequence[str]], out: Path
 ) -> list[Job]:
@@ -242,7 +248,7 @@ def plan_jobs(
                 raise ConfigurationError(f"--set-arm {name}: expected a run file, {source} is a folder of runs")
             continue
         folder = (out / name).absolute()
-        config = load(source, [*sets, *own[name], f"run.directory={folder}"])
+        config = load(source, [*sets, *own[name], set_directory(folder), "stage.store=null"])  # a store for each run
         config = load_main("learner.process.preflight:with_options")(config)
         file = folder.with_name(f"{name}.yaml")
         if not file.exists():
@@ -261,13 +267,14 @@ def run_jobs(jobs: Sequence[Job], at_once: int, is_enough: Callable[[Job], bool]
     all of them."""
     waiting, live, faults = deque(jobs), dict[int, tuple[Job, ChildGroup]](), list[str]()
     ending: set[int] = set()
+    console = plain_console()  # the runs continue when nobody reads any more
     with OrphanReaper(DRAIN_SECONDS_MAX) as reaper:
         while live or (waiting and not stop.is_set()):
             while waiting and len(live) < at_once and not stop.is_set():
                 job = waiting.popleft()
                 if job.finished or is_enough(job):
                     continue
-                typer.echo(f"{job.name}: {'continues' if job.directory.path.exists() else 'starts'}")
+                console.print(f"{job.name}: {'continues' if job.directory.path.exists() else 'starts'}")
                 job.log_file.parent.mkdir(parents=True, exist_ok=True)
                 with job.log_file.open("ab") as output:
                     child = ChildGroup(job.command, reaper, output=output)
@@ -277,7 +284,7 @@ def run_jobs(jobs: Sequence[Job], at_once: int, is_enough: Callable[[Job], bool]
                 if child.end.done():
                     del live[pid]
                     done = job.finished or is_enough(job)
-                    typer.echo(f"{job.name}: {'finished' if done else 'ended'}")
+                    console.print(f"{job.name}: {'finished' if done else 'ended'}")
                     if not (done or stop.is_set()):
                         code = describe_exit(child.end.result())
                         faults.append(f"{job.name} ended before its last update ({code}); see {job.log_file}")

@@ -26,7 +26,7 @@ class StageConfig(Section):
     """Folder with CURVE keys, made by ``afterplay keys``: the stage's own, and one for each learner and actor. Required
     for ``stage.address: tcp://…``; ``afterplay run`` makes them in the run directory if it is None."""
     store: Path | None = None
-    """Path of the SQLite file. None: ``replay.sqlite`` in the run directory."""
+    """Path of the SQLite file, of this run alone. None: ``replay.sqlite`` in the run directory."""
     synchronous: Literal["FULL", "NORMAL"] = "FULL"
     """SQLite durability. ``FULL`` survives a power loss, ``NORMAL`` a killed process."""
     message_bytes_max: int = Field(256 * 1024 * 1024, ge=1024)

@@ -90,6 +90,9 @@ def launch(request: Launch) -> int:
         files = write_files(config, values, Path(folder))
         install = [helm, "upgrade", "--install", name, str(CHART), *files, *request.arguments]
         run_program([*install, "--dry-run"])  # what is refused is refused before anything is changed
+        namespaces = [option.removeprefix("--namespace=") for option in place if option.startswith("--namespace=")]
+        if "--create-namespace" in request.arguments and namespaces:  # for the keys, before helm would make it
+            run_program([kubectl, *place, "create", "namespace", namespaces[-1]], check=False)  # it may be there
         _make_secrets([kubectl, *place], name, values["actor"]["podsMax"])
         # A job cannot be changed. The learner drains, and the new one resumes.
         gone = ["--ignore-not-found", "--wait", "--cascade=foreground"]  # with its pods

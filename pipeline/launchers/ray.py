@@ -96,6 +96,8 @@ def connect(namespace: str) -> Any:
             f"--on ray: expected a Ray cluster with a node on this machine, found none ({error}): start one with "
             "`ray start --head`, join others with `ray start --address`, or set RAY_ADDRESS"
         ) from error
+    except (RuntimeError, ValueError) as error:  # other versions of Ray or Python, or an address that is none
+        raise ConfigurationError(f"--on ray: expected a Ray cluster that takes this process, got: {error}") from error
     return ray
 
 
@@ -162,6 +164,12 @@ def inventory_of(nodes: Sequence[Mapping[str, Any]]) -> Inventory:
     return Inventory(tuple(found), "Ray knows none")
 
 
+def lost(node: Node, error: Exception) -> ProcessLost:
+    """For a keeper that has ended. Ray's last words tell whether its node did, or why it could not be started there."""
+    *_, said = str(error).strip().splitlines() or [type(error).__name__]
+    return ProcessLost(f"its node {node.name} is lost, or Ray's process for it: {said.strip()}")
+
+
 def _on_node(ray: Any, function: Any, node: str) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -200,7 +208,7 @@ class RayChild:
                 except ActorUnavailableError:  # not reached for the moment
                     await anyio.sleep(LOOK_SECONDS)
         except RayActorError as error:
-            raise ProcessLost(f"its node {self.node.name} is lost, or Ray's process for it") from error
+            raise lost(self.node, error) from error
         finally:
             self.host.forget(self)
 
@@ -262,7 +270,7 @@ class RayHost:
             try:
                 child = await self._begin(spec, keeper, node, waiting)
             except RayActorError as error:
-                raise ProcessLost(f"its node {node.name} is lost") from error
+                raise lost(node, error) from error
             except BaseException:
                 self._ray.kill(keeper)
                 raise

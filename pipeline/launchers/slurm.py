@@ -41,7 +41,7 @@ from pipeline.runtime.run_directory import RunDirectory, write_bytes_atomically
 from pipeline.supervisor.cluster import Cluster
 from pipeline.supervisor.inventory import Inventory, Node, given_inventory, local_inventory
 from pipeline.supervisor.plan import Place, Plan, plan
-from pipeline.supervisor.run import empty_directory, run, run_lock
+from pipeline.supervisor.run import empty_directory, require_unused_store, run, run_lock
 
 JOB = "SLURM_JOB_ID"
 NOTICE_SECONDS = 60
@@ -89,6 +89,7 @@ def submit(request: Launch) -> int:
     if not request.dry_run:
         with run_lock(directory, mark=False):
             if request.fresh:
+                require_unused_store(request.config, directory, fresh=True)
                 empty_directory(directory)
     placed = request.config.updated(run={"directory": directory.path.parent})
     write_bytes_atomically(folder / FILE, dump(placed).encode())

@@ -4,9 +4,9 @@
 
 * uvloop, standard logging on stderr, ``/metrics`` and ``/healthz`` from a thread;
 * a watchdog thread writes the stacks of a role without progress to its log, and later ends it (:mod:`.progress`);
-* SIGTERM or SIGINT sets ``ctx.stopping``: the main coroutine finishes what it must and returns. A second signal, or a
-  drain longer than ``checkpoint.drain_seconds_max``, ends the process at once. SIGTERM that comes twice within
-  ``SAME_SIGNAL_SECONDS`` is one signal: SLURM may tell a step of a preempted job twice;
+* SIGTERM, SIGINT or SIGHUP sets ``ctx.stopping``: the main coroutine finishes what it must and returns. A second
+  signal, or a drain longer than ``checkpoint.drain_seconds_max``, ends the process at once. SIGTERM that comes twice
+  within ``SAME_SIGNAL_SECONDS`` is one signal: SLURM may tell a step of a preempted job twice;
 * the exit code is one of :class:`ExitCode`.
 """
 
@@ -82,7 +82,7 @@ EVERYWHERE = ("0.0.0.0", "::", "")
 LAG_PROBE_SECONDS = 0.5
 """Period of the measurements of the event loop's delay."""
 SAME_SIGNAL_SECONDS = 2.0
-"""Within it, a second SIGTERM is the first one again."""
+"""Within it, a second SIGTERM or SIGHUP is the first one again."""
 BLOCKED_SECONDS_MAX = 1.0
 """Beyond the drain's own limit, before a process with a blocked event loop is ended by force."""
 
@@ -90,6 +90,12 @@ LAST_SECONDS = 4.0
 """End of a drain that is for the replay stage and the engines: they end after actors and learner."""
 
 Main = Callable[["RoleContext"], Awaitable[None]]
+
+
+def drain_signals() -> tuple[signal.Signals, ...]:
+    """Signals that mean drain. SIGHUP comes from a terminal that closes, and is ignored under ``nohup``."""
+    closes = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else ()
+    return (signal.SIGINT, signal.SIGTERM, *closes)
 
 
 def working_seconds(drain_seconds_max: float) -> float:
@@ -404,10 +410,10 @@ def watchdog(name: str, progress: Progress, stuck_seconds_max: float, look: Call
 
 @contextmanager
 def _signals(ctx: RoleContext) -> Iterator[None]:
-    """First SIGTERM or SIGINT: set ``ctx.stopping``. Second: end the process at once.
+    """First of :func:`drain_signals`: set ``ctx.stopping``. Second: end the process at once.
 
     A thread ends the process when the event loop is blocked for longer than the drain may take. A process that has
-    drained ignores SIGTERM: only its exit code is left to give.
+    drained ignores SIGTERM and SIGHUP: only its exit code is left to give.
     """
     loop = asyncio.get_running_loop()
     seconds_max = ctx.config.checkpoint.drain_seconds_max + BLOCKED_SECONDS_MAX
@@ -421,7 +427,7 @@ def _signals(ctx: RoleContext) -> Iterator[None]:
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal stopped_at
         if watchdog:
-            if number == signal.SIGTERM and time.monotonic() - stopped_at < SAME_SIGNAL_SECONDS:
+            if number != signal.SIGINT and time.monotonic() - stopped_at < SAME_SIGNAL_SECONDS:
                 return
             force("second signal")
         stopped_at = time.monotonic()
@@ -431,12 +437,12 @@ def _signals(ctx: RoleContext) -> Iterator[None]:
         timer.start()
         loop.call_soon_threadsafe(ctx.stopping.set)
 
-    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, on_signal) for number in drain_signals()}
     try:
         yield
     finally:
         for number, handler in previous.items():
-            signal.signal(number, signal.SIG_IGN if watchdog and number == signal.SIGTERM else handler)
+            signal.signal(number, signal.SIG_IGN if watchdog and number != signal.SIGINT else handler)
         for timer in watchdog:
             timer.cancel()
 

@@ -80,8 +80,13 @@ class Rollout:
 
 def rollouts(path: Path) -> list[Rollout]:
     """All rollouts for training of the store at ``path``, in the order in which they came. Imported trajectories and
-    rollouts of evaluations are not among them. Raises :class:`StoreError`."""
+    rollouts of evaluations are not among them. Raises :class:`StoreError`, also where the oldest are gone."""
     with reading(path) as connection:
+        if below := meta(connection).get("rolled_below"):
+            raise StoreError(
+                f"expected the rollouts of all groups in {path}, got none of the first {below:,}: the store keeps "
+                "those of the newest 20,000 groups, so the tokens that a longer run has generated are not known"
+            )
         return [Rollout(*row) for row in connection.execute(_ROLLOUTS)]
 
 
@@ -146,7 +151,7 @@ _ORDER: Mapping[Sort, tuple[str, bool]] = {
     "turns": ("n_turns", True),
     "seconds": ("duration_seconds", True),
     "entropy": ("entropy", True),
-    "version": ("version_max", True),
+    "version": ("nullif(version_max, -1)", True),
     "age": ("age_insert", True),
     "replays": ("n_replays", True),
 }

@@ -53,8 +53,10 @@ USEFUL_MIN = 10
 """Updates of which most may be undisturbed, so that their median is the time of such a one."""
 STEPS_AFTERWARDS = 2
 """Updates that the run must make after the last fault."""
-OVERRIDES = ("run.total_steps=1000000", "supervisor.restarts_max=1000000", "replay.start_ratio=0")
-"""The run ends with the time of the command, and replay, if enabled, begins at once."""
+OVERRIDES = (
+    "run.total_steps=1000000", "supervisor.restarts_max=1000000", "replay.start_ratio=0", "stage.store=null",
+)  # fmt: skip
+"""The run ends with the time of the command, replay, if enabled, begins at once, and the store is one of its own."""
 
 
 class FaultKind(StrEnum):
@@ -145,7 +147,7 @@ class LedgerAudit:
         before = self.received, self.steps
         self.count(ledger)
         self.steps = steps
-        if (self.received, self.steps) != before:
+        if (self.received, self.steps) != before or not steps:  # programs and model are loaded before the first update
             self.changed_at = now
         if now - self.changed_at > self.longest:
             self.longest, self.longest_from = now - self.changed_at, self.changed_at

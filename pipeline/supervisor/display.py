@@ -148,7 +148,8 @@ class Display:
 
     def __exit__(self, *error: object) -> None:
         if self._live is not None:
-            self._live.stop()
+            with suppress(OSError):  # the terminal is gone
+                self._live.stop()
 
     def say(self, text: str) -> None:
         """Print a line with the time of the run."""

@@ -213,11 +213,12 @@ def settle(directory: RunDirectory, config: RunConfig) -> Resumed:
 
 
 def write_start(directory: RunDirectory, config: RunConfig, resumed: Resumed) -> None:
-    """Write the configuration of a start, and what it changes. Waits while the disk is full."""
-    write = partial(write_bytes_atomically, directory.config_file, dump(config).encode())
-    wait_for_room(write, directory.config_file, "the run file")
+    """Write what a start changes, and then its configuration: after a kill between them the next start finds the same
+    changes, which may be recorded twice. Waits while the disk is full."""
     write = partial(record, directory, config, resumed)
     wait_for_room(write, directory.history_file, "the history of the configuration")
+    write = partial(write_bytes_atomically, directory.config_file, dump(config).encode())
+    wait_for_room(write, directory.config_file, "the run file")
 
 
 def newest_checkpoint(directory: RunDirectory) -> int:

@@ -117,6 +117,21 @@ def require_run_directory(directory: RunDirectory) -> None:
         )
 
 
+def require_unused_store(config: RunConfig, directory: RunDirectory, fresh: bool) -> None:
+    """Raise :class:`ConfigurationError` where a run that begins would take over what another one left in
+    ``stage.store``, outside of the run directory."""
+    path = store_path(config, directory)
+    resumes = not fresh and (directory.metrics_file.exists() or newest_checkpoint(directory) > 0)
+    if resumes or path.is_relative_to(directory.path) or not path.exists():
+        return
+    found = read_ledger(path)
+    if found.updates or (fresh and found.orders.get("issued")):
+        raise ConfigurationError(
+            f"stage.store: expected an unused file for a run that begins, got {path} of a run with {found.updates} "
+            f"updates: remove it with {path.name}-wal and {path.name}.ids, or set stage.store to another file"
+        )
+
+
 def with_keys(config: RunConfig, directory: RunDirectory) -> RunConfig:
     """A copy whose roles have a key each, if the stage listens on TCP and the run file names no keys."""
     if not config.stage.address.startswith("tcp://") or config.stage.curve is not None:
@@ -168,6 +183,7 @@ def run(
                 config = resolve(cluster.addressed(chosen.config), cluster.taken_ports(chosen.places))
                 config = cluster.located(config, chosen.places)
             resumed = None if fresh else compare(directory, config)
+            require_unused_store(config, directory, fresh)
             # else other machines prepare the model and reach the engines
             notes = check_before_run(config, fresh) if cluster is None else []
             if fresh:
@@ -227,18 +243,18 @@ def supervise(
     failures = _failures(config, directory)
     if code is ExitCode.FINISHED and machine.reason == "finished" and not all(failures.values()):
         code = ExitCode.ENVIRONMENT
-    _print_result(supervisor, directory, code, time.monotonic() - started_at, console, trains=is_done is None)
-    for tracker in config.report_to:
-        console.print(describe_delivery(directory, tracker))
-    for sentence, succeeded in failures.items():
-        console.print(sentence, style="yellow" if succeeded else "red")
     reason = "\n".join(filter(None, [machine.reason, *failures, supervisor.log_tail()]))
-    _write(directory.outcome_file, {"exit_code": code, "reason": reason})
+    _write(directory.outcome_file, {"exit_code": code, "reason": reason})  # before the console, which may be gone
     removed: list[str] = []
     if machine.reason == "finished":
         left_out(lambda: removed.extend(remove_published(config, directory)), directory.path)
         if is_done is None:
             _write(directory.finished_file, {"steps": config.run.total_steps, "exit_code": code})
+    _print_result(supervisor, directory, code, time.monotonic() - started_at, console, trains=is_done is None)
+    for tracker in config.report_to:
+        console.print(describe_delivery(directory, tracker))
+    for sentence, succeeded in failures.items():
+        console.print(sentence, style="yellow" if succeeded else "red")
     if lines := read_lines(directory.metrics_file):
         with suppress(OSError):
             console.print("\n".join(describe_disk(directory, lines, removed)))

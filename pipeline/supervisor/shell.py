@@ -18,7 +18,7 @@ import anyio.to_thread
 
 from pipeline.runtime.children import OrphanReaper, describe_exit
 from pipeline.runtime.disk import left_out
-from pipeline.runtime.process import SAME_SIGNAL_SECONDS, ExitCode
+from pipeline.runtime.process import SAME_SIGNAL_SECONDS, ExitCode, drain_signals
 from pipeline.runtime.run_directory import PathWatch, RunDirectory, write_json_atomically
 from pipeline.supervisor.display import Display
 from pipeline.supervisor.processes import Child, HealthAnswer, LocalHost, ProcessHost, ProcessLost, ProcessSpec
@@ -236,12 +236,12 @@ class Supervisor:
             await anyio.sleep(0.5)
 
     async def _handle_signals(self) -> None:
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        with anyio.open_signal_receiver(*drain_signals()) as signals:
             stopped_at = -math.inf
             async for number in signals:
                 now, name = time.monotonic(), signal.Signals(number).name
-                if number == signal.SIGTERM and now - stopped_at < SAME_SIGNAL_SECONDS:
-                    continue  # timeout(1) tells its command, and then its whole group
+                if number != signal.SIGINT and now - stopped_at < SAME_SIGNAL_SECONDS:
+                    continue  # timeout(1) tells its command, and then its whole group; so does a terminal that closes
                 if stopped_at > -math.inf:
                     self._say("second signal: killing all processes")
                     self._perform(self.machine.force(now, f"{name} twice"))

@@ -15,7 +15,9 @@ import orjson
 from pipeline.config import RunConfig
 from pipeline.errors import StoreError
 from pipeline.runtime.run_directory import RunDirectory
+from pipeline.store.ledger import read_ledger
 from pipeline.store.queries import Filters, Span
+from pipeline.store.store import store_path
 from pipeline.trackers.delivery import Table, TrackerRecord
 from pipeline.views.plots import figure, png_of
 from pipeline.views.reader import RunReader, Transcript
@@ -45,13 +47,13 @@ class RunRecords:
         """Begin again with the first record."""
         self._steps = MetricsTail(self._directory.metrics_file, READ_BYTES_MAX)
         self._evaluations = MetricsTail(self._directory.evaluations_file, READ_BYTES_MAX)
-        self._tables: list[tuple[TrackerRecord, Filters]] = []
-        """Tables to make at the next call: a moment later the replay stage has written what it knows of them."""
+        self._tables: dict[str, tuple[TrackerRecord, Filters]] = {}
+        """By key: tables to make at the next call at which the replay stage has counted their updates."""
 
     def new(self, is_known: Callable[[TrackerRecord], bool]) -> Iterator[list[TrackerRecord]]:
         """New records since the last call. A step that was made again comes again; tables of rollouts that
         are known do not."""
-        due, self._tables = self._tables, []
+        due = self._due_tables()
         for at in range(0, len(due), TABLES):
             try:
                 reader = RunReader(self._config, self._directory)
@@ -63,8 +65,18 @@ class RunRecords:
                 for at in range(0, len(lines), BATCH):
                     found = [made for line in lines[at : at + BATCH] if (made := record(line)) is not None]
                     tables = [self._table_of(made) for made in found]
-                    self._tables += [table for table in tables if table is not None and not is_known(table[0])]
+                    self._tables |= {t[0].key: t for t in tables if t is not None and not is_known(t[0])}
                     yield found
+
+    def _due_tables(self) -> list[tuple[TrackerRecord, Filters]]:
+        """Tables whose rollouts the store has; the others wait, for this reporter or the next one."""
+        try:
+            updates = read_ledger(store_path(self._config, self._directory)).updates if self._tables else 0
+        except StoreError:
+            return []
+        due = {k: t for k, t in self._tables.items() if t[1].step is None or t[0].step <= updates}
+        self._tables = {key: table for key, table in self._tables.items() if key not in due}
+        return list(due.values())
 
     def curves(self) -> TrackerRecord | None:
         """The picture of all curves up to now; None without a step."""

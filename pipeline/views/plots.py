@@ -93,7 +93,7 @@ def figure(metrics_file: Path, name: str) -> Figure:
     _seconds(seconds, lines)
     for axis in axes:
         _dress(axis)
-    figure.suptitle(f"{name or 'run'}: {len(lines)} steps", fontsize=13, fontweight="bold")
+    figure.suptitle(f"{_literal(name) or 'run'}: {len(lines)} steps", fontsize=13, fontweight="bold")
     return figure
 
 
@@ -163,7 +163,12 @@ def _plot(axis: Any, lines: list[Line], key: str, label: str, colour: int, withi
     steps, values = _series(lines, key, within)
     if steps:
         marker = "o" if len(steps) < 40 else None
-        axis.plot(steps, values, label=label, lw=1.8, marker=marker, ms=3, **curve_style(colour))
+        axis.plot(steps, values, label=_literal(label), lw=1.8, marker=marker, ms=3, **curve_style(colour))
+
+
+def _literal(name: str) -> str:
+    """A name as matplotlib draws it, without formulas."""
+    return name.replace("$", r"\$")
 
 
 def _ratio_band(axis: Any, lines: list[Line]) -> None:

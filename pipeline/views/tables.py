@@ -13,9 +13,20 @@ PIPE_COLUMNS = 240
 """A pipe or file has no width: so wide that nothing is cut."""
 
 
+class LastingConsole(Console):
+    """Console that says no more once nobody reads it, such as ``tee`` after Ctrl-C. rich would end the process there,
+    and a run without its drain."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())  # what is left in the buffer is written at the end of the process
+        os.close(nowhere)
+
+
 def plain_console(*, stderr: bool = False) -> Console:
     """Console that takes nothing for markup and leaves the breaking of long lines to the terminal."""
-    console = Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
+    console = LastingConsole(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
     if not (console.file.isatty() or "COLUMNS" in os.environ):
         console.width = PIPE_COLUMNS
     return console

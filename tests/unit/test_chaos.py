@@ -33,11 +33,19 @@ def test_damage_never_leaves_a_file_longer_and_is_the_same_for_the_same_draw(dat
         assert came != data
 
 
-def test_time_without_anything_new_ends_with_a_trajectory_or_an_update() -> None:
+def test_time_without_anything_new_begins_with_the_first_update_and_ends_with_a_trajectory_or_another() -> None:
     audit = LedgerAudit()
-    for now, received, steps in ((1.0, 0, 0), (4.0, 5, 0), (10.0, 5, 0), (11.0, 5, 1), (13.0, 5, 1)):
+    for now, received, steps in (
+        (90, 0, 0),
+        (180, 5, 0),
+        (181, 5, 1),
+        (184, 9, 1),
+        (190, 9, 1),
+        (191, 9, 2),
+        (193, 9, 2),
+    ):
         audit.look(Ledger(trajectories={"received": received}), steps, now)
-    assert (audit.longest, audit.longest_from) == (6.0, 4.0)
+    assert (audit.longest, audit.longest_from) == (6.0, 184.0)
 
 
 def test_a_count_that_goes_back_is_a_loss() -> None:

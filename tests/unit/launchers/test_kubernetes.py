@@ -124,7 +124,7 @@ class Cluster:
         self.calls.append(command)
         if "--dry-run" in command and self.refuses:
             return subprocess.CompletedProcess(command, 1, "", self.refuses)
-        if "create" in command:
+        if "create" in command and "namespace" not in command:
             items = {item["metadata"]["name"]: item for item in orjson.loads(input)["items"]}
             exist = items.keys() & self.secrets.keys()
             self.secrets = items | self.secrets  # kubectl makes the others all the same
@@ -177,6 +177,14 @@ def test_pods_that_ended_with_the_run_are_there_again_before_it_is_updated(monke
         ["statefulset/tiny-engine", "--current-replicas=0", "--replicas=1"],
         ["statefulset/tiny-actor", "--current-replicas=0", "--replicas=3"],
     ]
+
+
+def test_a_namespace_that_helm_is_to_make_is_there_before_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch)
+    config = load(ROOT / "configs" / "tiny.yaml", environment={})
+    kubernetes.launch(Launch(config, arguments=("--create-namespace", "-n", "rl")))
+    made = [call for call in cluster.calls if call[0] == "kubectl"]
+    assert made[0] == ["kubectl", "--namespace=rl", "create", "namespace", "rl"]
 
 
 class Api(BaseHTTPRequestHandler):

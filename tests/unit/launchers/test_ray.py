@@ -19,8 +19,9 @@ import pytest
 from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.load import load
+from pipeline.errors import ConfigurationError
 from pipeline.launchers import ray_placement
-from pipeline.launchers.ray import RayChild, RayCluster, RayHost, engine_urls, inventory_of
+from pipeline.launchers.ray import RayChild, RayCluster, RayHost, connect, engine_urls, inventory_of, lost
 from pipeline.launchers.ray_placement import Keeper, claim_disk, has_disk, placement_groups
 from pipeline.runtime.run_directory import RunDirectory
 from pipeline.supervisor.inventory import VISIBLE, Node
@@ -149,6 +150,23 @@ async def test_a_process_whose_keeper_stands_still_is_given_up_soon_after_its_ki
     with anyio.fail_after(30):
         await given_up.wait()
     assert ended == [silent]
+
+
+def test_a_cluster_of_another_version_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> None:
+        raise RuntimeError("Version mismatch: The cluster was started with: Python: 3.12.1")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
+    with pytest.raises(ConfigurationError, match=r"takes this process, got: Version mismatch.*Python: 3\.12\.1"):
+        connect("afterplay:/runs/a")
+
+
+def test_a_node_without_afterplay_is_not_told_as_lost_alone() -> None:
+    said = "The actor died because of an error raised in its creation task\n\n  No module named 'pipeline'\n"
+    assert str(lost(Node("n7"), Exception(said))).endswith(
+        "n7 is lost, or Ray's process for it: No module named 'pipeline'"
+    )
+    assert str(lost(Node("n7"), Exception())).endswith("for it: Exception")
 
 
 def test_the_ranks_of_a_gang_meet_at_the_node_of_the_first(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The command line teaches, refuses with the remedy, and does what it says."""
 
+import errno
 import io
 import os
 import re
@@ -8,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import orjson
 import pytest
 from rich.console import Console
+from rich.live import Live
 from typer.testing import CliRunner
 
 from learner.process.preflight import with_options
@@ -157,6 +160,14 @@ def test_two_runs_are_drawn_over_each_other(tmp_path):
     assert invoke("plot", str(tmp_path / "a"), str(tmp_path / "b"), "-o", str(picture)).exit_code == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert invoke("plot", str(tmp_path / "a"), str(tmp_path / "none")).exit_code != 0
+
+
+def test_no_name_is_taken_for_a_formula(tmp_path):
+    odd = "$_^$"
+    for name in ("a", odd):
+        write_lines(RunDirectory(tmp_path / name), line(1, signals={odd: 1.0}))
+    assert draw(tmp_path / odd / "metrics.jsonl", tmp_path / "one.png") is None
+    assert invoke("plot", str(tmp_path / "a"), str(tmp_path / odd), "-o", str(tmp_path / "both.png")).exit_code == 0
 
 
 def test_a_picture_has_the_form_that_its_name_ends_in(tmp_path):
@@ -332,6 +343,23 @@ def test_the_picture_says_how_many_signals_it_leaves_out(tmp_path, n, title):
 def test_a_run_without_steps_has_no_picture_and_says_so(tmp_path):
     assert "no steps yet" in str(draw(tmp_path / "metrics.jsonl", tmp_path / "curves.png"))
     assert isinstance(invoke("plot", str(tmp_path)).exception, ConfigurationError)
+
+
+def test_a_terminal_that_is_gone_ends_no_display(monkeypatch):
+    monkeypatch.setattr("pipeline.supervisor.display.Live", partial(Live, auto_refresh=False))
+
+    class Terminal(io.StringIO):
+        gone = False
+
+        def write(self, text: str) -> int:
+            if self.gone:
+                raise OSError(errno.EIO, "Input/output error")
+            return super().write(text)
+
+    terminal = Terminal()
+    with Display("run", 2, {}, {}, Console(file=terminal, force_terminal=True)) as display:
+        terminal.gone = True
+        display.say("stopping")
 
 
 def test_the_tail_gives_each_whole_line_once(tmp_path):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -13,7 +16,7 @@ from typer.testing import CliRunner
 from pipeline.cli.app import app
 from pipeline.cli.compare import Study, compare, plan_jobs, read_arm, read_arm_sets, read_arms, run_jobs, seeds_of
 from pipeline.config.load import load
-from pipeline.errors import ConfigurationError
+from pipeline.errors import ConfigurationError, StoreError
 from pipeline.runtime.run_directory import RunDirectory, write_json_atomically
 from pipeline.store import tables
 from pipeline.views.comparison import Point, read_curve
@@ -82,6 +85,15 @@ def test_curve_of_evaluations_has_the_tokens_of_their_weights(made_run):
     assert read_curve(config, directory, 3, Metric.EVAL).points == (Point(0, 0, 0.0, 0.0), Point(2, 20, 6.0, 0.2))
 
 
+def test_a_run_whose_oldest_rollouts_are_gone_is_refused_because_its_tokens_are_not_known(made_run):
+    config, directory = made_run("a", 3, 1.0, 0.0)
+    connection = tables.STORE.connect(directory.store_file)
+    connection.execute("INSERT INTO meta VALUES ('rolled_below', '1500')")
+    connection.close()
+    with pytest.raises(StoreError, match=r"none of the first 1,500"):
+        read_curve(config, directory, 3, Metric.REWARD)
+
+
 @pytest.mark.slow
 def test_finished_runs_are_compared_by_seed_and_written(made_run, tmp_path):
     for seed in (1, 2):
@@ -111,6 +123,18 @@ def test_run_that_has_reached_the_target_is_not_continued_with_until_reached(mad
     assert run_jobs([job], 1, lambda job: True, threading.Event()) == [], "nothing was started that could fail"
 
 
+def test_runs_are_not_ended_because_nobody_reads_what_is_said_of_them(tmp_path, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-I", "-S", "-c", "raise SystemExit(7)"]
+    directory = RunDirectory(tmp_path / "a")
+    job = SimpleNamespace(name="a", finished=False, directory=directory, log_file=tmp_path / "a.log", command=command)
+    with open(writer, "w") as output, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", output)
+        faults = run_jobs([job, job], 1, lambda job: False, threading.Event())
+    assert [("exit code 7" in fault) for fault in faults] == [True, True]
+
+
 def test_where_no_run_of_an_arm_makes_an_update_their_logs_are_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
         "pipeline.cli.compare.run_jobs", lambda jobs, *_: [f"{job.arm} ended; see its log" for job in jobs]
@@ -131,6 +155,16 @@ def test_the_table_fits_a_terminal_of_80_columns(made_run, tmp_path, monkeypatch
     assert heading[0] == "arm" and [row[0] for row in rows] == ["off", "", "", "on", "", ""]
     for words in ("20 (10–30)", "generated tokens", "1.00 (1.00–1.00)"):
         assert words in result.output, "no cell is broken"
+
+
+def test_each_run_has_a_store_and_a_folder_of_its_own(tmp_path):
+    out = tmp_path / "run #2: new"
+    sets = [f"stage.store={tmp_path / 'all.sqlite'}"]
+    first, second = plan_jobs({"a": TINY}, [1, 2], sets, {"a": []}, out)
+    for job in (first, second):
+        config = load(job.file, [word.removeprefix("--set=") for word in job.command if word.startswith("--set=")])
+        assert config.run.path == job.directory.path == out / "a" / f"seed-{job.seed}"
+        assert config.stage.store is None
 
 
 def test_two_runs_of_one_seed_in_an_arm_are_refused(made_run, tmp_path):
@@ -157,7 +191,7 @@ def test_settings_of_an_earlier_call_are_not_mixed_with_others(tmp_path):
     assert plan_jobs(arms, [1, 2], [], {"a": [], "b": []}, tmp_path)[-1].seed == 2
     moved = tmp_path.rename(tmp_path.with_name("moved"))
     continued = plan_jobs(arms, [1], [], {"a": [], "b": []}, moved)[0]
-    assert f"--set=run.directory={moved / 'a'}" in continued.command, "not in the folder where they were"
+    assert f'--set=run.directory="{moved / "a"}"' in continued.command, "not in the folder where they were"
     moved.rename(tmp_path)
     with pytest.raises(ConfigurationError, match=r"b\.yaml.*groups\.n_rollout.*another --out"):
         plan_jobs(arms, [1], [], {"a": [], "b": ["groups.n_rollout=4"]}, tmp_path)

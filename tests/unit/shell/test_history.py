@@ -22,8 +22,8 @@ from pipeline.config import RunConfig
 from pipeline.config.explain import resolve
 from pipeline.config.load import dump, load
 from pipeline.errors import ConfigurationError
-from pipeline.runtime.run_directory import RunDirectory, write_json_atomically
-from pipeline.supervisor.history import FIXED, compare, newest_checkpoint, record, rewind
+from pipeline.runtime.run_directory import RunDirectory, write_bytes_atomically, write_json_atomically
+from pipeline.supervisor.history import FIXED, compare, newest_checkpoint, record, rewind, write_start
 from pipeline.supervisor.run import run
 
 TINY = Path(__file__).resolve().parents[3] / "configs" / "tiny.yaml"
@@ -73,6 +73,26 @@ def test_changes_are_told_and_kept_with_the_step_after_which_they_apply(director
     assert first["step"] == 0 and first["configuration"]["learner"]["learning_rate"] == 1e-3
     changes = {"run.total_steps": [50, 80], "learner.learning_rate": [1e-3, 5e-4]}
     assert (second["step"], second["changes"]) == (12, changes)
+
+
+def test_a_start_that_is_killed_between_its_two_files_forgets_no_change(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(directory, "learner.learning_rate=1e-3")
+    save(directory, 12)
+    config, written = configured(directory, "learner.learning_rate=5e-4"), list[Path]()
+
+    def killed(path: Path, data: bytes) -> None:
+        if written:
+            raise KeyboardInterrupt
+        written.append(path)
+        write_bytes_atomically(path, data)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("pipeline.supervisor.history.write_bytes_atomically", killed)
+        write_start(directory, config, compare(directory, config))
+    write_start(directory, config, compare(directory, config))
+    assert history(directory)[-1]["changes"] == {"learner.learning_rate": [1e-3, 5e-4]}
 
 
 def test_changed_code_that_the_run_file_names_is_told(

@@ -125,8 +125,10 @@ def test_a_role_that_was_started_alone_drains_and_ends_with_0_when_the_run_has_m
     assert code == 0 and "the run has finished" in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_drains_and_exits_with_0_and_the_process_file_goes(tmp_path, number):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip("the tests run under nohup")
     process = start(tmp_path, "drains")
     assert process.stdout.readline() == "ready\n"
     file = RunDirectory(tmp_path / "r").process_file("actor-1")

@@ -16,6 +16,7 @@ import anyio
 import orjson
 import pytest
 
+from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.process import ExitCode
@@ -24,14 +25,13 @@ from pipeline.store.journal import Changes
 from pipeline.store.store import ReplayStore
 from pipeline.supervisor.processes import HealthAnswer, ProcessSpec, check_health
 from pipeline.supervisor.restarts import RestartLimits, Rule
-from pipeline.supervisor.run import RunIsAlive, empty_directory, run_lock
+from pipeline.supervisor.run import RunIsAlive, empty_directory, require_unused_store, run_lock
 from pipeline.supervisor.shell import Supervisor
 from pipeline.views.step_lines import MetricsTail
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from rich.console import Console
 from pipeline.config.load import loads
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.run_directory import RunDirectory
@@ -41,6 +41,7 @@ from pipeline.supervisor.restarts import Rule
 from pipeline.supervisor.run import supervise
 from pipeline.supervisor.processes import ProcessSpec
 from pipeline.runtime.children import OrphanReaper
+from pipeline.views.tables import LastingConsole
 
 root = Path(sys.argv[1])
 shell.LOG_BYTES_MAX = 4096
@@ -100,7 +101,7 @@ scenes = {
     ],
 }
 with run_lock(directory) as lock, OrphanReaper(keep_open=(lock,)) as reaper:
-    console = Console(force_terminal=len(sys.argv) > 3, highlight=False, soft_wrap=True)
+    console = LastingConsole(force_terminal=len(sys.argv) > 3, highlight=False, soft_wrap=True)
     code = supervise(config, scenes[sys.argv[2]], directory, reaper, console)
 sys.exit(code)
 """
@@ -181,8 +182,10 @@ def test_a_killed_process_is_restarted_and_the_others_are_left_alone(scene):
     assert "actor-0 ended (killed by SIGKILL); restart 1 in" in out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_drains_in_order_and_leaves_no_process(scene, number):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip("the tests run under nohup")
     run = scene("stays")
     run.until(lambda: len(run.notes()) == 3)
     run.process.send_signal(number)
@@ -191,6 +194,18 @@ def test_a_signal_drains_in_order_and_leaves_no_process(scene, number):
     assert [name for name, did, _ in run.notes() if did == "stopped"] == ["actor-0", "learner", "engine-0"]
     assert all(gone(pid) for _, _, pid in run.notes())
     assert f"stopped by {signal.Signals(number).name}" in out
+
+
+def test_a_run_that_nobody_reads_any_more_drains_in_order(scene):
+    """Ctrl-C also ends the ``tee`` behind it."""
+    run = scene("stays")
+    run.until(lambda: len(run.notes()) == 3)
+    run.process.stdout.close()
+    run.process.stdout = None
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(60) == ExitCode.FINISHED
+    assert [name for name, did, _ in run.notes() if did == "stopped"] == ["actor-0", "learner", "engine-0"]
+    assert read_json(run.root / "outcome.json")["reason"] == "stopped by SIGINT"
 
 
 @pytest.mark.slow
@@ -354,6 +369,25 @@ def test_fresh_removes_a_run_and_nothing_else(tmp_path):
     (directory.create().checkpoints / "mine.pt").write_text("")
     with pytest.raises(ConfigurationError, match="a folder with checkpoints"):
         empty_directory(directory)
+
+
+def test_a_run_that_begins_does_not_take_over_the_store_of_another(tmp_path):
+    directory, store = RunDirectory(tmp_path / "r").create(), tmp_path / "s.sqlite"
+    config = RunConfig().updated(stage={"store": store})
+    with ReplayStore(store) as opened:
+        require_unused_store(config, directory, fresh=True)
+        opened.commit(Changes(counters={"orders.issued": 1}))
+        with pytest.raises(ConfigurationError, match=r"stage\.store.*with s\.sqlite-wal and s\.sqlite\.ids"):
+            require_unused_store(config, directory, fresh=True)
+        require_unused_store(config, directory, fresh=False)  # it was killed before its first update
+        opened.commit(Changes(meta={"consumed": 3}))
+    for fresh in (True, False):
+        with pytest.raises(ConfigurationError, match="a run with 3 updates"):
+            require_unused_store(config, directory, fresh=fresh)
+    directory.metrics_file.touch()
+    require_unused_store(config, directory, fresh=False)
+    (inside := directory.path / "s.sqlite").touch()
+    require_unused_store(config.updated(stage={"store": inside}), directory, fresh=True)  # it goes with the directory
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,13 @@ def test_what_has_no_value_comes_last(reader, reverse):
     assert by_reward == [*known, *[None] * 3]
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_rollout_that_sampled_nothing_has_no_version(tmp_path, reverse):
+    nothing = Rollout(1, 0, None, "game/1", "game", "dropped", "failed", None, failure=BROKEN, said=())
+    reader = RunReader(*open_run(make_run(tmp_path / "some", [nothing, Rollout(0)])))
+    assert [r.version_max for r in reader.listing(Filters(), "version", reverse).rows] == [0, -1]
+
+
 @given(st.sampled_from(["newest", "step", "reward", "tokens", "turns", "replays", "version"]), st.booleans())
 @settings(max_examples=20)
 def test_a_limit_takes_the_first_of_the_whole_order(reader, sort, reverse):

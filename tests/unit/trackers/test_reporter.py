@@ -16,6 +16,7 @@ from pipeline.cli.replay import open_run
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigurationError, StoreError
 from pipeline.runtime.run_directory import FileLock, RunDirectory, write_bytes_atomically
+from pipeline.store import tables
 from pipeline.trackers import records as records_module
 from pipeline.trackers import reporter as reporter_module
 from pipeline.trackers.delivery import DeliveryFile
@@ -278,6 +279,35 @@ def test_what_is_behind_is_told_with_the_command_that_completes_it(
     assert "has 0 of 2 steps" in describe_delivery(run.directory, "mlflow")
 
 
+def count_updates(store: Path, updates: int) -> None:
+    connection = tables.STORE.connect(store)
+    connection.execute("INSERT OR REPLACE INTO meta VALUES ('consumed', ?)", (str(updates),))
+    connection.close()
+
+
+def test_a_table_waits_until_the_store_has_its_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner writes the line of an update before the replay stage counts it."""
+    path = make_run(tmp_path / "some", [Rollout(0, 0, 0.5, "sums/1", step=1, traced=True)])
+    config, directory = open_run(path)
+    directory.metrics_file.write_text('{"step": 1, "time": 5.0, "finished": 5.0}\n')
+    store, fuse = TrackerStore(), Fuse()
+    monkeypatch.setattr(RunRecords, "curves", lambda self: None)
+
+    def open_reporter() -> Reporter:
+        return Reporter("trackio", config, directory, lambda name, run: FakeTracker(store, fuse, run))
+
+    open_reporter().close()
+    assert store.keys == ["step/1"]
+    reporter = open_reporter()
+    reporter.advance()
+    with directory.metrics_file.open("a") as file:  # it is made again
+        file.write('{"step": 1, "time": 7.0, "finished": 7.0}\n')
+    reporter.advance()
+    count_updates(directory.store_file, 1)
+    reporter.close()
+    assert store.keys == ["step/1", "rollouts/step/1"]
+
+
 def test_rollouts_of_a_step_and_of_an_evaluation_become_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = (("what is 1+1?", "two"), ("are you sure?", "2"))
     rollouts = [
@@ -288,15 +318,16 @@ def test_rollouts_of_a_step_and_of_an_evaluation_become_tables(tmp_path: Path, m
     config, directory = open_run(path, ["trackers.rollouts=3"])
     directory.metrics_file.write_text('{"step": 1, "time": 5.0, "reward_mean": 0.5}\n')
     directory.evaluations_file.write_text('{"evaluation": 0, "updates": 0, "score": 1.0}\n')
+    count_updates(directory.store_file, 1)
     store, fuse = TrackerStore(), Fuse()
     monkeypatch.setattr(RunRecords, "curves", lambda self: None)
     reporter = Reporter("trackio", config, directory, lambda name, run: FakeTracker(store, fuse, run))
     reporter.advance()
     reporter.close()
-    tables = {record.key: record.table for record, _ in store.records if record.table is not None}
-    assert set(tables) == {"rollouts/step/1", "rollouts/evaluation/0"}
-    (row,) = tables["rollouts/step/1"].rows
-    found = dict(zip(tables["rollouts/step/1"].columns, row, strict=True))
+    made = {record.key: record.table for record, _ in store.records if record.table is not None}
+    assert set(made) == {"rollouts/step/1", "rollouts/evaluation/0"}
+    (row,) = made["rollouts/step/1"].rows
+    found = dict(zip(made["rollouts/step/1"].columns, row, strict=True))
     assert found["task"] == "sums/1" and found["reward"] == 0.5 and found["step"] == 1
     assert found["text"] == "[user]\nwhat is 1+1?\n\n[assistant]\ntwo\n\n[user]\nare you sure?\n\n[assistant]\n2"
     assert delivery_path(directory, "trackio").exists()
