@@ -163,7 +163,7 @@ class LearnerMetrics(MetricSet):
     shared_tokens_total = counter("Tokens of shared prefixes that were not computed again.")
     overlong_trajectories_total = counter("Trained trajectories with an overlong penalty.")
 
-    weight_publish_duration_seconds = histogram("Time to publish one policy version.", LONG)
+    weight_publish_duration_seconds = histogram("Time to publish one policy version, until an engine serves it.", LONG)
     weight_publish_bytes_total = counter("Bytes of published weights.")
     weight_sent_bytes_total = counter("Bytes sent by NCCL: those of a version, once for each group of engines.")
     weight_load_duration_seconds = histogram("Time in which one engine got one version, over all engines.", LONG)

@@ -43,7 +43,7 @@ async def test_load_of_an_engine_is_exported_only_while_it_is_up_and_in_the_run(
 
     async def exported(*values: float) -> None:
         gauges = (metrics.engine_requests, metrics.engine_kv_used_ratio)
-        while [sample.value for gauge in gauges for sample in gauge.collect()[0].samples] != [*values]:
+        while [s.value for gauge in gauges for family in gauge.collect() for s in family.samples] != [*values]:
             await anyio.sleep(0.001)
 
     async with anyio.create_task_group() as group:
@@ -65,4 +65,5 @@ def test_sessions_count_from_their_first_request_on(metrics: ActorMetrics) -> No
     pool = EnginePool([StubEngine("stub://a")], wait_seconds_max=5, metrics=metrics)
     pool.router.probed("stub://a", 0.0, healthy=True, version=0)
     pool.router.acquire("s", 0, 0.0)
-    assert metrics.sticky_sessions.collect()[0].samples[0].value == 1
+    [family] = metrics.sticky_sessions.collect()
+    assert [sample.value for sample in family.samples] == [1]
