@@ -163,11 +163,13 @@ class LearnerMetrics(MetricSet):
     shared_tokens_total = counter("Tokens of shared prefixes that were not computed again.")
     overlong_trajectories_total = counter("Trained trajectories with an overlong penalty.")
 
-    weight_publish_duration_seconds = histogram("Time to publish one policy version.", LONG)
+    weight_publish_duration_seconds = histogram("Time to publish one policy version, until an engine serves it.", LONG)
     weight_publish_bytes_total = counter("Bytes of published weights.")
     weight_sent_bytes_total = counter("Bytes sent by NCCL: those of a version, once for each group of engines.")
     weight_load_duration_seconds = histogram("Time in which one engine got one version, over all engines.", LONG)
-    weight_publish_failures_total = counter("Engines that did not load a published version.")
+    weight_publish_failures_total = counter(
+        "Engines that did not load a published version; one that takes no connections yet does not count."
+    )
     weight_probe_diff_nats = latest("Mean |learner - engine log-probability| of the last weight probe.")
     weight_probes_total = counter(
         "Probes of published weights; result = proven, refuted (the engine serves other weights) or unanswered.",

@@ -160,6 +160,7 @@ class EnginePool:
         self._may_sleep = patience is not None
         self._asleep: set[str] = set()
         self._metrics = metrics
+        metrics.sticky_sessions.set_function(lambda: len(self.router.sessions))
         self._placements = {p: metrics.sticky_placements_total.labels(kind=p.value) for p in Placement}
         self._changed = anyio.Event()
         self._waiting: Counter[int] = Counter()
@@ -309,7 +310,6 @@ class EnginePool:
     def finish(self, session: str) -> None:
         """The conversation is over."""
         self.router.finish(session)
-        self._metrics.sticky_sessions.set(len(self.router.sessions))
 
     def sampled_with(self, engine: str, version: int, tokens: int = 0) -> None:
         """A reply of so many ``tokens`` bore this policy version: newer knowledge than the last probe's."""
@@ -510,6 +510,11 @@ class EnginePool:
         self._metrics.engines.labels(state="unfit").set(len(states) - fit)
         known = [e.version for e in states if e.alive and e.version != UNSTAMPED]
         self._metrics.policy_version.set(max(known, default=math.nan))
+        for engine in self.router.engines.values():
+            if engine.leaving or not engine.alive:  # nobody knows its load
+                self._metrics.engine_kv_used_ratio.remove(engine.name)
+                for kind in ENGINE_REQUESTS:
+                    self._metrics.engine_requests.remove(engine.name, kind)
 
     async def _read_loads(self) -> None:
         """Ask one engine after another, each once in ``report_seconds``, without waiting for the answers. Close the
@@ -528,14 +533,7 @@ class EnginePool:
                 if not states:
                     await anyio.sleep(seconds)
                 for name in self.router.forget_drained():
-                    await self._forget(name)
-
-    async def _forget(self, name: str) -> None:
-        """The engine has left, and nothing is under way there."""
-        await self._members.pop(name).engine.close()
-        self._metrics.engine_kv_used_ratio.remove(name)
-        for kind in ENGINE_REQUESTS:
-            self._metrics.engine_requests.remove(name, kind)
+                    await self._members.pop(name).engine.close()
 
     async def _read_load(self, state: EngineState, member: _Member) -> None:
         member.reading, asked_at, report = True, _now(), None
@@ -564,7 +562,9 @@ class EnginePool:
 
     def _count_prefixes(self, before: EngineReport | None, now: EngineReport) -> None:
         """Add what an engine's counters rose by since its last report (they restart with the engine)."""
-        if before is None or now.prefix_queries < before.prefix_queries or now.prefix_hits < before.prefix_hits:
+        if before is None:
+            return  # it has served others before this actor came
+        if now.prefix_queries < before.prefix_queries or now.prefix_hits < before.prefix_hits:
             before = EngineReport()
         queries, hits = now.prefix_queries - before.prefix_queries, now.prefix_hits - before.prefix_hits
         self._metrics.prefix_tokens_total.labels(result="hit").inc(hits)

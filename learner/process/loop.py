@@ -310,30 +310,32 @@ class LearnerLoop:
         initial: bool,
         done: anyio.Event,
     ) -> None:
+        began = time.perf_counter()
         try:
             publication = await self.publisher.publish(version, tensors, expected, initial)
             if not publication.live:
                 log.warning("no engine serves version %d yet: %s", version, dict(publication.lagging))
                 self._unserved = version
                 await self.publisher.until_live(version)
-            live = self.publisher.live(version)
+            live, seconds = self.publisher.live(version), time.perf_counter() - began
+            loads = {} if initial else {url: self.publisher.keepers[url].state.load_seconds for url in live}
             await self.session.announce(version, updates)
             if self._witness is not None:
                 self._witness.write("published", version=version, updates=updates)
         finally:
             self._unserved = None
             done.set()
-        self._last_publication = {"policy_version": version, "seconds": publication.seconds, "live": len(live),
+        self._last_publication = {"policy_version": version, "seconds": seconds, "live": len(live),
                            "lagging": len(self.publisher.reason()), "finished": time.time()}  # fmt: skip
-        if loads := publication.load_seconds:
+        if loads:
             slowest = max(loads, key=loads.__getitem__)
             self._last_publication |= {"slowest": slowest, "slowest_seconds": loads[slowest]}
         self.metrics.policy_version.set(version)
-        self.metrics.weight_publish_duration_seconds.observe(publication.seconds)
+        self.metrics.weight_publish_duration_seconds.observe(seconds)
         self.metrics.weight_publish_bytes_total.inc(publication.n_bytes)
-        for seconds in publication.load_seconds.values():
-            self.metrics.weight_load_duration_seconds.observe(seconds)
-        log.info("version %d is live in %d engines after %.1f s", version, len(live), publication.seconds)
+        for load_seconds in loads.values():
+            self.metrics.weight_load_duration_seconds.observe(load_seconds)
+        log.info("version %d is live in %d engines after %.1f s", version, len(live), seconds)
 
     async def _checkpoint(self) -> None:
         """Copy everything and hand it to the writer, which tells the stage once it is durable."""

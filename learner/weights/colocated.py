@@ -55,6 +55,8 @@ class DeviceArbiter:
     def __init__(self, engines: Iterable[str]) -> None:
         self.holder = Holder.ENGINES
         self._asleep_since: dict[str, float | None] = dict.fromkeys(engines)
+        self._said: set[str] = set()
+        """Engines that have said since the request that they sleep."""
 
     @property
     def granted(self) -> bool:
@@ -62,8 +64,8 @@ class DeviceArbiter:
 
     @property
     def awake(self) -> tuple[str, ...]:
-        """Engines that have not said that they sleep."""
-        return tuple(name for name, since in self._asleep_since.items() if since is None)
+        """Engines that have not said since the request that they sleep."""
+        return tuple(name for name in self._asleep_since if name not in self._said)
 
     @property
     def engines_sleep(self) -> bool:
@@ -74,6 +76,7 @@ class DeviceArbiter:
         """The learner asks for the device; True where it has it. Idempotent."""
         if self.holder is Holder.ENGINES:
             self.holder = Holder.ASKED
+            self._said.clear()
         return self._grant()
 
     def withdraw(self) -> None:
@@ -85,10 +88,12 @@ class DeviceArbiter:
         """``engine`` sleeps; True where the learner has the device. Idempotent."""
         if self._asleep_since[engine] is None:
             self._asleep_since[engine] = now
+        self._said.add(engine)
         return self._grant()
 
     def woke(self, engine: str, now: float) -> float:
         """``engine`` is awake, restarted or gone; seconds that it slept, 0 if it did not."""
+        self._said.discard(engine)
         since, self._asleep_since[engine] = self._asleep_since[engine], None
         return 0.0 if since is None else max(0.0, now - since)
 
@@ -212,8 +217,8 @@ class ColocatedKeeper(EngineKeeper):
             self._asleep = False
             self._device.failed("sleep", url, reason)
         else:
-            if not self._asleep:
-                self._asleep = True
+            self._asleep = True
+            if url in self._device.arbiter.awake:
                 self._device.fell_asleep(url)
 
     @property

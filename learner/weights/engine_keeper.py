@@ -34,7 +34,7 @@ from learner.metrics import LearnerMetrics
 from learner.policy.reference import encoded_check_text, prompt_logprobs
 from learner.weights.engine_client import EngineControl
 from pipeline.config import RunConfig
-from pipeline.errors import EngineError, EngineProtocolError, EngineRefused, EngineUnavailable
+from pipeline.errors import EngineError, EngineGone, EngineProtocolError, EngineRefused, EngineUnavailable
 from pipeline.runtime.progress import TICK_SECONDS
 from pipeline.runtime.weights import UNSTAMPED, write_stamp
 
@@ -295,7 +295,7 @@ class EngineKeeper:
         except TimeoutError:
             self._failed(target, f"took longer than publish.timeout_seconds={self._timeout_seconds:g}")
         except EngineError as error:
-            self._failed(target, str(error))
+            self._failed(target, str(error), starting=isinstance(error, EngineGone) and not self._served)
         else:
             if self.state.reason:
                 log.info("engine %s serves version %d", self.control.url, target.version)
@@ -503,12 +503,13 @@ class EngineKeeper:
             f"learner's (publish.probe_nats_max: {self._probe.nats_max:g})"
         )
 
-    def _failed(self, target: Target, reason: str) -> None:
+    def _failed(self, target: Target, reason: str, *, starting: bool = False) -> None:
+        """``starting``: it takes no connections yet, which is no failure to count."""
         if self.state.reason != reason:
             log.warning("engine %s does not serve version %d: %s", self.control.url, target.version, reason)
         self.state.live, self.state.reason = None, reason
         self.state.failures += 1
-        if target.version > self.state.attempted:
+        if target.version > self.state.attempted and not starting:
             self._on_failure()
         self._attempted(target)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -60,10 +59,7 @@ class Publication:
     """Engines that serve it."""
     lagging: Mapping[str, str] = field(default_factory=dict)
     """Engines that do not yet, and why; their keepers keep trying."""
-    seconds: float = 0.0
     n_bytes: int = 0
-    load_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Time in which each engine of ``live`` loaded it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +227,6 @@ class Publisher:
         Returns when each engine has it or has failed once, at most ``publish.timeout_seconds`` after the weights are
         written.
         """
-        start = time.perf_counter()
         folder, n_bytes = self._directory.weights(version), 0
         weights, tensors = (tensors, None) if isinstance(tensors, DeviceWeights) else (None, tensors)
         initial = initial or (tensors is None and weights is None)
@@ -264,8 +259,7 @@ class Publisher:
             for url, keeper in self.keepers.items()
             if url not in live
         }
-        loads = {} if initial else {url: self.keepers[url].state.load_seconds for url in live}
-        return Publication(version, live, lagging, time.perf_counter() - start, n_bytes, loads)
+        return Publication(version, live, lagging, n_bytes)
 
     @asynccontextmanager
     async def _digesting(self, target: Target) -> AsyncIterator[None]:

@@ -125,6 +125,8 @@ class Count(StrEnum):
         )
 
 
+FALLEN = "fallen."
+"""Prefix of counters by counter that has metrics: how far it fell in all when groups were rolled back."""
 INSERTED = "inserted."
 """Prefix of counters by environment: trajectories that were stored (:meth:`Journal.inserted`)."""
 SUCCEEDED, FAILED = "succeeded.", "failed."

@@ -26,7 +26,7 @@ from pipeline.runtime.metrics import (
     latest,
 )
 from pipeline.runtime.progress import AdaptiveLimit
-from pipeline.schema.counters import INSERTED, Count
+from pipeline.schema.counters import FALLEN, INSERTED, Count
 from pipeline.scorer.verdict import REASONS
 from pipeline.stage.core import StageCore
 from pipeline.tasks.source import TASK_ROWS
@@ -273,12 +273,14 @@ class Observer:
 
     def update(self, core: StageCore) -> None:
         """Publish what changed since the last call."""
-        for name, value in core.journal.counters.items():
-            change = value - self._seen.get(name, 0)
+        counters = core.journal.counters
+        for name, value in counters.items():
+            # a rollback lowers "trained": what is trained again is exported again, by later processes too
+            total = value + counters.get(FALLEN + name, 0)
+            change = total - self._seen.get(name, 0)
             if change:
-                # a rollback lowers "trained": what is trained again is counted again, as rolled_back says
-                self._seen[name] = value
-                for metric, *labels in _metrics(name) if change > 0 else ():
+                self._seen[name] = total
+                for metric, *labels in _metrics(name):
                     getattr(M, metric).record(self.metrics, labels, change)
         for (metric, *labels), values in core.journal.take_observations().items():
             getattr(M, metric).record(self.metrics, labels, values)

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from pipeline.schema.counters import FAILED, INSERTED, SUCCEEDED, Count
+from pipeline.schema.counters import FAILED, FALLEN, INSERTED, SUCCEEDED, Count
 from pipeline.schema.orders import task_header
 from pipeline.schema.record_file import Frames, n_bytes
 from pipeline.store.effects import Effect, Send
@@ -140,6 +140,8 @@ class Journal:
 
     def count(self, counter: Count, amount: int = 1) -> None:
         self._count(counter._value_, amount)  # ``value`` is a descriptor in Python, ten times as slow
+        if amount < 0 and counter.metrics:
+            self._count(f"{FALLEN}{counter._value_}", -amount)
 
     def inserted(self, environment: str) -> None:
         """Count a trajectory of ``environment`` that was stored."""

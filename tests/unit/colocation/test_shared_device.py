@@ -107,15 +107,16 @@ async def engine():
 class Learner:
     """Publisher and shared device of one learner process."""
 
-    def __init__(self, engine, kit, tmp_path, level=1):
+    def __init__(self, engine, kit, tmp_path, level=1, others=(), timeout_seconds=2.0):
         self.registry = CollectorRegistry()
         self.metrics = LearnerMetrics(self.registry)
-        self.device = SharedDevice([engine.url], self.metrics, level)
+        urls = [engine.url, *(other.url for other in others)]
+        self.device = SharedDevice(urls, self.metrics, level)
         policy = kit.tiny_policy()
         self.weights = policy.snapshot("bfloat16")
-        config = PublishConfig(timeout_seconds=2.0)
+        config = PublishConfig(timeout_seconds=timeout_seconds)
         self.publisher = Publisher(
-            [engine.url],
+            urls,
             RunDirectory(tmp_path).create(),
             config,
             partial(write_weights, policy.model),
@@ -222,6 +223,31 @@ async def test_an_engine_that_is_down_blocks_the_turn_until_it_is_back(kit, tmp_
             await learner.publish(0)
             assert engine.serves
     assert engine.broken == []
+
+
+async def test_an_engine_that_is_late_to_wake_is_waited_for_until_it_sleeps_again(engine, kit, tmp_path, monkeypatch):
+    """It has slept since the turn before, and may wake at any moment."""
+    late, handle, late_one, answers = Engine(), Engine.handle, anyio.Event(), anyio.Event()
+
+    async def held(engine, request):
+        if engine is late and engine.asleep and request.path == "/weight_info":
+            late_one.set()
+            await answers.wait()
+        return await handle(engine, request)
+
+    monkeypatch.setattr(Engine, "handle", held)
+    async with late.serving(), Learner(engine, kit, tmp_path, others=[late], timeout_seconds=60.0) as learner:
+        await learner.take()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(learner.publisher.publish, 1, learner.weights)
+            await settled(lambda: engine.serves and late_one.is_set())
+            tasks.start_soon(learner.take)
+            await settled(lambda: engine.url not in learner.device.arbiter.awake)
+            assert not learner.device.arbiter.granted
+            answers.set()
+            await settled(lambda: learner.device.arbiter.granted)
+            assert engine.asleep == late.asleep == {"weights", "kv_cache"}
+    assert late.broken == []
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -422,6 +422,31 @@ async def test_a_learner_without_engines_says_what_it_waits_for(world, monkeypat
             ctx.stopping.set()
 
 
+async def test_a_publication_lasts_until_an_engine_serves_it(world, monkeypatch):
+    monkeypatch.setattr("learner.weights.engine_keeper.RETRY_SECONDS_MAX", 0.1)
+    handle, until_live, began, waits = Engine.handle, publisher_module.Publisher.until_live, anyio.Event(), []
+
+    async def failing(engine, request):
+        if request.path == "/pause" and not began.is_set():
+            return web.json_response({}, status=503)
+        return await handle(engine, request)
+
+    async def timed(publisher, version):
+        start = time.perf_counter()
+        began.set()
+        await until_live(publisher, version)
+        waits.append(time.perf_counter() - start)
+
+    monkeypatch.setattr(Engine, "handle", failing)
+    monkeypatch.setattr(publisher_module.Publisher, "until_live", timed)
+    async with world(total_steps=2, staleness={"max": 0}) as w:
+        ctx = await w.learn()
+    [waited] = waits
+    published = w.lines()[1]["published"]
+    assert published["policy_version"] == 1 and published["seconds"] >= waited
+    assert ctx.registry.get_sample_value("afterplay_learner_weight_load_duration_seconds_count") == 2
+
+
 @pytest.mark.slow
 async def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_says_so(world):
     """The replay stage has freed the groups of updates 3 and 4, which the damaged checkpoint had: others are played."""

@@ -450,6 +450,29 @@ async def test_an_engine_that_is_still_starting_is_asked_at_short_intervals(engi
             await keeper.until_served(0)
 
 
+async def test_an_engine_counts_as_failed_only_once_it_takes_connections(engines, weights, tmp_path):
+    for engine in engines:
+        await engine.stop()
+    failures = []
+    urls = [engine.url for engine in engines]
+    publisher, _ = publisher_of(urls, tmp_path, weights[0], on_failure=lambda: failures.append(1))
+    async with running(publisher):
+        with anyio.fail_after(30):
+            assert not (await publisher.publish(0, None)).live
+            assert not failures
+            engines[0].faults["/weight_info"] = 404  # it has started, without the control routes
+            await engines[0].start(engines[0].port)
+            await publisher.publish(1, weights[1])
+            await publisher.keepers[urls[0]].until_attempted(1)
+            assert len(failures) == 1
+            engines[0].faults.clear()
+            await publisher.keepers[urls[0]].until_served(1)
+            await engines[0].stop()  # it has served, and is gone
+            await publisher.publish(2, weights[1])
+            await publisher.keepers[urls[0]].until_attempted(2)
+    assert len(failures) == 2
+
+
 @pytest.mark.parametrize(("sections", "files"), [({}, []), ({"checkpoint": {"at_end": False}}, ["model.safetensors"])])
 def test_weights_that_travel_between_gpus_pass_through_no_file(kit, weights, tmp_path, monkeypatch, sections, files):
     """Unless the run shall leave them."""

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from pipeline.config import RunConfig
+from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.schema import SCHEMA_VERSION, Order, TrajectoryStatus
 from pipeline.schema.codec import encode_trajectory
 from pipeline.schema.orders import decode_request
 from pipeline.scorer.verdict import combine
 from pipeline.stage.core import StageCore
+from pipeline.stage.metrics import Observer, ReplayMetrics
 from pipeline.store.effects import Score, Send
 from pipeline.store.journal import Changes
 from pipeline.store.ledger import Ledger, build_ledger
@@ -331,6 +333,32 @@ def test_a_learner_that_starts_again_trains_the_same_groups_for_the_same_updates
     assert [s.header["policy_version"] for s in sent if s.kind is Kind.WELCOME] == [3]
     ledger = stage.ledger()
     assert ledger.trajectories["rolled_back"] == 8 and ledger.trajectories["trained"] == 4
+
+
+def test_what_is_exported_does_not_fall_where_the_stage_starts_again_after_a_roll_back() -> None:
+    def exporting() -> tuple[Observer, CollectorRegistry]:
+        return Observer(ReplayMetrics(registry := CollectorRegistry())), registry
+
+    def trained(registry: CollectorRegistry) -> list[float | None]:
+        labels = {"groups_total": "outcome", "terminal_trajectories_total": "state"}
+        return [registry.get_sample_value(f"afterplay_replay_{n}", {of: "trained"}) for n, of in labels.items()]
+
+    stage = started(staleness={"max": 1})
+    observer, registry = exporting()
+    for update in (0, 1):
+        stage.answer_all()
+        train(stage, update)
+    observer.update(stage.core)
+    assert trained(registry) == [4, 8]
+    stage.core.peer_down("learner", left=False)
+    stage.learner(session="t", updates=1, version=None, durable_updates=1)
+    observer.update(stage.core)
+    train(stage, 1)
+    observer.update(stage.core)
+    assert trained(registry) == [6, 12], "two groups were trained twice"
+    other, registry = exporting()
+    other.update(stage.core)
+    assert trained(registry) == [6, 12]
 
 
 def test_the_same_session_gets_only_what_it_misses() -> None:
