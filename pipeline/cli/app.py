@@ -294,8 +294,8 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint on held-out tasks and print a table.
 
-    Options default to the section `evaluation` of the run file. Without --checkpoint, the newest checkpoint of a run
-    directory is evaluated, or the initial model of a run file or of a run without checkpoints. The command starts its
+    Options default to the section `evaluation` of the run file. Without --checkpoint, the newest checkpoint of the run
+    is evaluated, also where its run file is given, or the initial model where there is none. The command starts its
     own engines, actors and replay stage in a folder below the run, so a live run is not affected. The exit code is 0 if
     every environment has a score, else 1.
 
