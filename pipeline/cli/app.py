@@ -367,9 +367,9 @@ def config_show(
 
 NO_WRITES = (
     *(errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS),
-    *(errno.EEXIST, errno.EISDIR, errno.ENOTDIR),
+    *(errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
 )
-"""Errors of a folder that may not be written, of a disk that is full, and of a path that is something else."""
+"""Errors of a folder that may not be written, of a disk that is full, and of a path that is something else, or none."""
 
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.mro()[1]
@@ -443,7 +443,7 @@ def entry() -> None:
             raise
         from pipeline.runtime.process import ExitCode
 
-        print(f"afterplay: expected to write {error.filename}, got: {error.strerror}", file=sys.stderr)
+        print(f"afterplay: expected to use {error.filename}, got: {error.strerror}", file=sys.stderr)
         sys.exit(ExitCode.FAILED)
 
 

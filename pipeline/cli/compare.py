@@ -235,6 +235,8 @@ def plan_jobs(
     from pipeline.config.load import dump, load
     from pipeline.supervisor.history import difference
 
+    if sets and all(Path(source).is_dir() for source in sources.values()):
+        raise ConfigurationError(f"--set {sets[0]}: expected a run file among the arms, got folders of runs alone")
     kept: dict[str, tuple[Path, RunConfig]] = {}
     for name, source in sources.items():
         if Path(source).is_dir():

@@ -375,6 +375,9 @@ def sentence(problem: Any, path: Path_, model: type[BaseModel] | None = None) ->
         return f"{key}: expected a value, got none"
     if kind == "model_type":
         return f"{key}: expected a section (keys and values){came}"
+    if kind == "string_type" and isinstance(problem["input"], int | float):
+        text = str(problem["input"]).lower() if isinstance(problem["input"], bool) else problem["input"]
+        return f'{key}: expected text{came}: write it in quotes, "{text}", and in a shell \'"{text}"\''
     if kind.endswith("_type"):
         came = came or ", got a section"
     if kind == "tuple_type":

@@ -131,6 +131,8 @@ def test_merged_keys_are_those_that_a_section_does_not_have_itself():
         ("engine: {kind: tpu}", "engine.kind: expected one of 'vllm', 'embedded' or 'external', got 'tpu'"),
         ("engine: {kind: external}", "give engine.urls"),
         ("engine: 3", "engine: expected a section (keys and values), got 3"),
+        ("run: {name: 123}", 'run.name: expected text, got 123: write it in quotes, "123", and in a shell \'"123"\''),
+        ("run: {name: true}", 'run.name: expected text, got True: write it in quotes, "true"'),
         ("run: {total_steps: many}", "run.total_steps: expected a valid integer"),
         ("sampling: {max_tokens: 4000}", "must be below model.max_length"),
         ("sampling: {temperature: 0.7}\nlearner: {reference: {url: http://a:1}}", "set sampling.temperature: 1, or"),

@@ -347,9 +347,9 @@ def test_fresh_removes_a_run_and_nothing_else(tmp_path):
         empty_directory(RunDirectory(tmp_path / "mine"))
     (tmp_path / "mine" / "config.yaml").write_text("defaults: [model]\n")
     (tmp_path / "mine" / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigurationError, match="no config.yaml of a run"):
+    with pytest.raises(ConfigurationError, match=r"no config\.yaml of a run"):
         empty_directory(RunDirectory(tmp_path / "mine"))
-    with pytest.raises(ConfigurationError, match="got one with a config.yaml of another program"):
+    with pytest.raises(ConfigurationError, match=r"got one with a config\.yaml of another program"):
         compare(RunDirectory(tmp_path / "mine"), RunConfig())
     assert (tmp_path / "mine" / "thesis.tex").exists()
     for left in ("source", "logs", "evaluations", "model", ".model.x"):
