@@ -500,6 +500,11 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         lambda p: ["replay", "import", "@tiny", p.write("rows.jsonl", "")],
         "expected a run with replay.enabled: true, got false",
     ),
+    "changed steps into a run": (
+        lambda p: ["retrain", *p.resumes()[:0], str(p.run.path), "--set", "loss.kl=1", "--out", str(p.run.path)],
+        "--out: expected a folder of its own, got the run directory",
+    ),
+    "a folder for nothing": (lambda p: ["retrain", ".", "--out", "mine"], "--out: expected --set beside it"),
     "status of no run": (lambda p: ["status", "."], "expected a run directory, got ., which has no config.yaml"),
     "curves of no run": (lambda p: ["plot", "."], "expected a run directory, got ., which has no config.yaml"),
     "rollouts of no run": (lambda p: ["show", "nowhere"], "expected a run directory"),
