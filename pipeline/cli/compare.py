@@ -261,6 +261,9 @@ def plan_jobs(
 def run_jobs(jobs: Sequence[Job], at_once: int, is_enough: Callable[[Job], bool], stop: threading.Event) -> list[str]:
     """Run all jobs that are not finished; sentences about those that failed. ``is_enough`` ends a run early, ``stop``
     all of them."""
+    from pipeline.supervisor.processes import child_environment
+
+    environment = child_environment({}, ends_with_us=False)  # the run file of an arm has the values of variables
     waiting, live, faults = deque(jobs), dict[int, tuple[Job, ChildGroup]](), list[str]()
     ending: set[int] = set()
     with OrphanReaper(DRAIN_SECONDS_MAX) as reaper:
@@ -272,7 +275,7 @@ def run_jobs(jobs: Sequence[Job], at_once: int, is_enough: Callable[[Job], bool]
                 typer.echo(f"{job.name}: {'continues' if job.directory.path.exists() else 'starts'}")
                 job.log_file.parent.mkdir(parents=True, exist_ok=True)
                 with job.log_file.open("ab") as output:
-                    child = ChildGroup(job.command, reaper, output=output)
+                    child = ChildGroup(job.command, reaper, environment=environment, output=output)
                 live[child.pid] = job, child
             futures.wait([c.end for _, c in live.values()], LOOK_SECONDS, return_when=futures.FIRST_COMPLETED)
             for pid, (job, child) in list(live.items()):
