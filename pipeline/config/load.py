@@ -47,7 +47,7 @@ _RESOLVERS = (
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (PyYAML's own form)
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Checks the keys as they are written, before those that ``<<`` merges come among them."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: dict[str, int] = {}
