@@ -104,8 +104,9 @@ def evaluate(
     pass_at: int | Sequence[int] = (),
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Run ``afterplay eval`` on a checkpoint of a run (a handle or its directory), or on the initial model of a
-    configuration, and return its result: ``score``, ``se``, ``pass_at`` and ``environments``.
+    """Run ``afterplay eval`` on a checkpoint of a run (a handle or its directory; the newest unless ``checkpoint``
+    names one), or on the initial model of a configuration, and return its result: ``score``, ``se``, ``pass_at`` and
+    ``environments``.
 
     Blocks until it is done. Raises :class:`RunFailed` with the reason when it fails, and :class:`ConfigurationError`.
     """
@@ -123,6 +124,7 @@ def evaluate(
         with _locked(run_file.directory):
             command.append(str(run_file.write()))
         variables = run_file.variables
+        checkpoint = "initial" if checkpoint is None else checkpoint  # its directory may hold a run with checkpoints
     options = {"--checkpoint": checkpoint, "--split": split, "--tasks": tasks, "--samples": samples}
     command += [f"{option}={value}" for option, value in options.items() if value is not None]
     command += [] if greedy is None else ["--greedy" if greedy else "--sampled"]

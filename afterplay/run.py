@@ -176,13 +176,16 @@ class Run:
         Parts of the reward are columns ``reward_NAME``. ``messages``, ``reply`` and ``sampled_ids`` (token ids by turn)
         are None where the tokens are not kept (``traces.trained``). ``step`` and the fields of
         :class:`pipeline.store.queries.Filters` choose among them: ``environment``, ``task``, ``reward_min``, …
-        ``step``, ``version`` and ``evaluation`` are numbers, or ranges of numbers. Raises :class:`ConfigurationError`.
+        ``kept=True`` takes those whose tokens are kept. ``step``, ``version`` and ``evaluation`` are numbers, or ranges
+        of numbers. Raises :class:`ConfigurationError`.
         """
         known = [field.name for field in fields(Filters)]
         if unknown := filters.keys() - {*known}:
             raise ConfigurationError(f"rollouts: expected filters among {', '.join(known)}, got {', '.join(unknown)}")
         if (reader := self._reader()) is None:
             return []
+        if isinstance(kept := filters.get("kept"), bool):
+            filters["kept"] = reader.traced if kept else None
         spans = {name: _span(name, filters.pop(name, None)) for name in ("version", "evaluation")}
         try:
             chosen = TypeAdapter(Filters).validate_python({"step": _span("step", step), **spans, **filters})

@@ -188,10 +188,10 @@ def _put(at: dict[str, Any], keys: list[str], value: Any) -> None:
     """Set one value as YAML has it; a mapping is merged into the section that it names."""
     *sections, last = keys
     for key in sections:
-        if not isinstance(at.get(key), dict):
-            at[key] = {}
+        at[key] = dict(at[key]) if isinstance(at.get(key), dict) else {}  # others may be aliases of it
         at = at[key]
     if isinstance(value, Mapping) and isinstance(at.get(last), dict):
+        at[last] = dict(at[last])
         for key, inner in value.items():
             _put(at[last], [key], inner)
     else:

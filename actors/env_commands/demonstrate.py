@@ -87,32 +87,36 @@ class Demonstrator:
         return render(self._renderer, messages, tools)
 
 
-def demonstrate(name: str, options: dict[str, Any], section: str, seeds: Sequence[int], path: Path) -> tuple[int, int]:
+def demonstrate(
+    name: str, options: dict[str, Any], section: str, seeds: Sequence[int], path: Path
+) -> tuple[int, int, int]:
     """Write one line for each of ``seeds`` that the expert solves; ``section`` is the environment's name in the run
-    file. Returns the numbers of written and of unsolved episodes. ``path`` is written completely or not at all.
+    file. Returns the numbers of written episodes, of unsolved ones, and of seeds that are left out because a run does
+    not train on them. ``path`` is written completely or not at all.
 
-    Raises :class:`ConfigurationError` for wrong options, an environment without an expert, seeds that are not trained
-    on, or a path that cannot be written.
+    Raises :class:`ConfigurationError` for wrong options, an environment without an expert, seeds of which none is
+    trained on, or a path that cannot be written.
     """
     host = EnvironmentHost(section, EnvironmentConfig(name=name, options=options, step_seconds_max=600))
     part = path.with_name(f"{path.name}.part")
-    written = left_out = 0
+    written = unsolved = 0
     try:
         expert = expert_of(host.environment)
         splits = getattr(host.environment, "splits", None) or {}
         trained = splits.get(TRAIN, range(HELD_OUT_SEED))
-        if other := [seed for seed in seeds if seed not in trained or is_held_out(splits, seed)]:
+        chosen = [seed for seed in seeds if seed in trained and not is_held_out(splits, seed)]
+        if not chosen:
             raise ConfigurationError(
                 f"--first, --count: expected seeds of the split train, because a run learns from demonstrations, got "
-                f"{other[0]}: afterplay env show {name} lists the seeds of each split"
+                f"{seeds[0]} to {seeds[-1]}: afterplay env show {name} lists the seeds of each split"
             )
         with part.open("wb") as file:
-            for seed in seeds:
+            for seed in chosen:
                 task = Task(f"{section}/{seed}", section, seed)
                 replies = expert(task)
                 line = anyio.run(_line, host, task, replies) if replies else None
                 if line is None:
-                    left_out += 1
+                    unsolved += 1
                 else:
                     file.write(orjson.dumps(line) + b"\n")
                     written += 1
@@ -122,7 +126,7 @@ def demonstrate(name: str, options: dict[str, Any], section: str, seeds: Sequenc
     finally:
         part.unlink(missing_ok=True)
         end_environment(host)
-    return written, left_out
+    return written, unsolved, len(seeds) - len(chosen)
 
 
 async def _line(host: EnvironmentHost, task: Task, replies: list[str]) -> dict[str, Any] | None:

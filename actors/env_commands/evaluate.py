@@ -36,7 +36,7 @@ from pipeline.errors import ConfigurationError, leaves
 from pipeline.runtime.engine_keys import key_at
 from pipeline.runtime.metrics import CollectorRegistry
 from pipeline.runtime.plugin_limits import interrupting_blocks
-from pipeline.runtime.run_directory import FileLock, write_bytes_atomically
+from pipeline.runtime.run_directory import FileLock, read_json, write_bytes_atomically
 from pipeline.schema import Order, Task, Trajectory
 from pipeline.scorer.scorer import Scorer
 from pipeline.scorer.verdict import ScoreFailure
@@ -212,8 +212,9 @@ class _Evaluation:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(folder / ".lock", f"another afterplay env eval writes to {folder}: wait, or give --out")
         file, settings = folder / SETTINGS, orjson.loads(dumps(self._stated()))
-        with suppress(FileNotFoundError):
-            before = orjson.loads(file.read_bytes())
+        if file.exists():
+            if (before := read_json(file)) is None:
+                raise ConfigurationError(f"{file} holds no settings of an evaluation: give another --out, or remove it")
             if other := [name for name in settings if before.get(name) != settings[name]]:
                 raise ConfigurationError(
                     f"{folder} holds an evaluation with another {', '.join(other)}: give the same options, or another "

@@ -294,8 +294,8 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint on held-out tasks and print a table.
 
-    Options default to the section `evaluation` of the run file. Without --checkpoint, the newest checkpoint of a run
-    directory is evaluated, or the initial model of a run file or of a run without checkpoints. The command starts its
+    Options default to the section `evaluation` of the run file. Without --checkpoint, the newest checkpoint of the run
+    is evaluated, also where its run file is given, or the initial model where there is none. The command starts its
     own engines, actors and replay stage in a folder below the run, so a live run is not affected. The exit code is 0 if
     every environment has a score, else 1.
 
@@ -367,9 +367,9 @@ def config_show(
 
 NO_WRITES = (
     *(errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS),
-    *(errno.EEXIST, errno.EISDIR, errno.ENOTDIR),
+    *(errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
 )
-"""Errors of a folder that may not be written, of a disk that is full, and of a path that is something else."""
+"""Errors of a folder that may not be written, of a disk that is full, and of a path that is something else, or none."""
 
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.mro()[1]
@@ -443,7 +443,7 @@ def entry() -> None:
             raise
         from pipeline.runtime.process import ExitCode
 
-        print(f"afterplay: expected to write {error.filename}, got: {error.strerror}", file=sys.stderr)
+        print(f"afterplay: expected to use {error.filename}, got: {error.strerror}", file=sys.stderr)
         sys.exit(ExitCode.FAILED)
 
 

@@ -241,6 +241,8 @@ def plan_jobs(
     from pipeline.config.load import dump, load
     from pipeline.supervisor.history import difference
 
+    if sets and all(Path(source).is_dir() for source in sources.values()):
+        raise ConfigurationError(f"--set {sets[0]}: expected a run file among the arms, got folders of runs alone")
     kept: dict[str, tuple[Path, RunConfig]] = {}
     for name, source in sources.items():
         if Path(source).is_dir():
@@ -265,6 +267,9 @@ def plan_jobs(
 def run_jobs(jobs: Sequence[Job], at_once: int, is_enough: Callable[[Job], bool], stop: threading.Event) -> list[str]:
     """Run all jobs that are not finished; sentences about those that failed. ``is_enough`` ends a run early, ``stop``
     all of them."""
+    from pipeline.supervisor.processes import child_environment
+
+    environment = child_environment({}, ends_with_us=False)  # the run file of an arm has the values of variables
     waiting, live, faults = deque(jobs), dict[int, tuple[Job, ChildGroup]](), list[str]()
     ending: set[int] = set()
     console = plain_console()  # the runs continue when nobody reads any more
@@ -277,7 +282,7 @@ def run_jobs(jobs: Sequence[Job], at_once: int, is_enough: Callable[[Job], bool]
                 console.print(f"{job.name}: {'continues' if job.directory.path.exists() else 'starts'}")
                 job.log_file.parent.mkdir(parents=True, exist_ok=True)
                 with job.log_file.open("ab") as output:
-                    child = ChildGroup(job.command, reaper, output=output)
+                    child = ChildGroup(job.command, reaper, environment=environment, output=output)
                 live[child.pid] = job, child
             futures.wait([c.end for _, c in live.values()], LOOK_SECONDS, return_when=futures.FIRST_COMPLETED)
             for pid, (job, child) in list(live.items()):

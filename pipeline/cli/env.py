@@ -247,14 +247,18 @@ def demonstrate(
 ) -> None:
     """Write episodes of an environment's expert as demonstrations, one per line.
 
-    `afterplay replay import` and loss.supervised read the file.
+    `afterplay replay import` and loss.supervised read the file. Seeds outside the split train are left out.
 
     afterplay env demonstrate babyai --count 200 --out babyai.jsonl
     """
-    written, skipped = load_main(f"{_COMMANDS}.demonstrate:demonstrate")(
+    written, unsolved, held_out = load_main(f"{_COMMANDS}.demonstrate:demonstrate")(
         name, _options(sets), section or name, range(first, first + count), out
     )
-    typer.echo(f"{written} episodes in {out}" + (f"; the expert did not solve {skipped}" if skipped else ""))
+    typer.echo(
+        f"{written} episodes in {out}"
+        + (f"; the expert did not solve {unsolved}" if unsolved else "")
+        + (f"; seeds that are not of the split train: {held_out}" if held_out else "")
+    )
 
 
 @app.command()

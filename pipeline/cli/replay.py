@@ -242,7 +242,7 @@ def open_run(path: Path, overrides: Sequence[str] = (), *, or_file: bool = False
     """
     from pipeline.config.load import load
 
-    if path.is_file() and or_file:
+    if or_file and (path.is_file() or str(path).startswith("@")):
         config = load(path, [])
         directory = RunDirectory(config.run.path)
         if directory.config_file.exists():

@@ -14,6 +14,7 @@ from pipeline.cli.options import Json, Sets
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import wait_passively
 from pipeline.runtime.plugins import load_main
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.views.tables import plain_console, table
 
 COMPARED = ("loss", "grad_norm", "ratio_mean", "ess_ratio", "kl_k3", "entropy", "clip_fraction")
@@ -76,6 +77,10 @@ def retrain(
     """
     if as_json and (sets or bundle is not None):
         raise ConfigurationError("--json: expected neither --set, whose numbers are in a file, nor --bundle beside it")
+    if out is not None and not sets:
+        raise ConfigurationError("--out: expected --set beside it, whose metrics and picture it takes")
+    if out is not None and RunDirectory(out).config_file.exists():
+        raise ConfigurationError(f"--out: expected a folder of its own, got the run directory {out}, which has metrics")
     wait_passively()
     with load_main("learner.process.bundle:open_source")(run) as source:
         if bundle is not None:

@@ -13,6 +13,7 @@ import re
 import typing
 import unicodedata
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from types import UnionType
@@ -28,6 +29,7 @@ from pipeline.errors import ConfigurationError
 Lines = dict[tuple[str | int, ...], int]
 """Path of keys and list positions to the line, from 1, where its value begins."""
 
+_MERGE = "tag:yaml.org,2002:merge"
 _RESOLVERS = (
     ("tag:yaml.org,2002:bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
     (
@@ -38,26 +40,28 @@ _RESOLVERS = (
     ),
     ("tag:yaml.org,2002:int", r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", "-+0123456789"),
     ("tag:yaml.org,2002:null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
-    ("tag:yaml.org,2002:merge", r"^(?:<<)$", "<"),
+    (_MERGE, r"^(?:<<)$", "<"),
 )
 
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (PyYAML's own form)
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, int] = {}
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Checks the keys as they are written, before those that ``<<`` merges come among them."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: dict[str, int] = {}
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
                 raise _refusal(key_node, f"expected a text as key, got {key!r}")
-            if key in seen and key != "<<":
+            if key in seen and key_node.tag != _MERGE:
                 raise _refusal(
                     key_node, f"expected each key once, got {key!r} on line {seen[key]} and again on line {line}"
                 )
             seen[key] = line
-        return super().construct_mapping(node, deep)
+        return node
 
     def construct_yaml_str(self, node: yaml.ScalarNode) -> str:
         text = str(self.construct_scalar(node))  # JSON, which is YAML, may write one character as a pair of escapes
@@ -86,7 +90,8 @@ for _tag, _pattern, _first in _RESOLVERS:
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_tag, re.compile(_pattern), list(_first))
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-_Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_yaml_str)
+for _tag in ("tag:yaml.org,2002:str", _MERGE):
+    _Loader.add_constructor(_tag, _Loader.construct_yaml_str)
 
 
 def _refusal(node: yaml.Node, problem: str) -> yaml.YAMLError:
@@ -311,6 +316,7 @@ def _assign(data: dict[str, Any], parts: list[str], value: Any, place: str, sour
         elif (at.get(key) if isinstance(at, dict) else at[typing.cast(int, key)]) is None:
             at[key] = {}
         if following is not None:
+            at[key] = copy(at[key])  # another section may be an alias of this one
             at = at[key]
     sources.overrides[path] = place
 
@@ -369,6 +375,9 @@ def sentence(problem: Any, path: Path_, model: type[BaseModel] | None = None) ->
         return f"{key}: expected a value, got none"
     if kind == "model_type":
         return f"{key}: expected a section (keys and values){came}"
+    if kind == "string_type" and isinstance(problem["input"], int | float):
+        text = str(problem["input"]).lower() if isinstance(problem["input"], bool) else problem["input"]
+        return f'{key}: expected text{came}: write it in quotes, "{text}", and in a shell \'"{text}"\''
     if kind.endswith("_type"):
         came = came or ", got a section"
     if kind == "tuple_type":

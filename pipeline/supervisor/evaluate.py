@@ -137,6 +137,8 @@ def evaluation_config(
 ) -> RunConfig:
     """The run file of the evaluation. Raises :class:`ConfigurationError` where the options do not fit."""
     raw = config.model_dump()
+    if request.greedy and request.samples is None:
+        request = replace(request, samples=1)  # all greedy rollouts of a task are the same
     given = {key: getattr(request, key) for key in ("split", "tasks", "samples") if getattr(request, key) is not None}
     section = raw["evaluation"] | given
     if request.greedy:

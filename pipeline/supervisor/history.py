@@ -76,7 +76,12 @@ class Resumed:
 
 def compare(directory: RunDirectory, config: RunConfig) -> Resumed:
     """Compare a resolved configuration with that of the last start. Raises :class:`ConfigurationError` for a change
-    that the run cannot make."""
+    that the run cannot make, and for a folder whose ``config.yaml`` is no run's."""
+    if is_foreign(directory):
+        raise ConfigurationError(
+            f"run.directory: expected a folder for the run at {directory.path}, got one with a config.yaml of another "
+            "program, which the run would replace: give the run another name (--set run.name=NAME) or directory"
+        )
     found = complete_checkpoints(directory)
     step = max(found, default=0)
     if not found or not directory.config_file.exists():
@@ -125,6 +130,17 @@ def compare(directory: RunDirectory, config: RunConfig) -> Resumed:
     if any(key in changes for key in ("groups.n_rollout", "groups.groups_per_step")):
         notes.append("rollouts of unfinished groups are dropped, because the size of a batch has changed")
     return Resumed(step, changes, tuple(notes))
+
+
+def is_foreign(directory: RunDirectory) -> bool:
+    """True where another program has written ``config.yaml``, as many name theirs. That of a run begins with its
+    section ``run``."""
+    try:
+        text = directory.config_file.read_bytes()
+    except FileNotFoundError:
+        return False
+    begun = directory.history_file.exists() or directory.store_file.exists()
+    return not begun and not text.startswith(b"run:")
 
 
 def code_digests(config: RunConfig) -> dict[str, str]:

@@ -31,7 +31,14 @@ from pipeline.store.ledger import read_ledger
 from pipeline.store.store import store_path
 from pipeline.supervisor.cluster import Cluster
 from pipeline.supervisor.display import Display, clock
-from pipeline.supervisor.history import compare, describe_disk, newest_checkpoint, remove_published, write_start
+from pipeline.supervisor.history import (
+    compare,
+    describe_disk,
+    is_foreign,
+    newest_checkpoint,
+    remove_published,
+    write_start,
+)
 from pipeline.supervisor.inventory import local_inventory
 from pipeline.supervisor.plan import Place, plan, preflight_place
 from pipeline.supervisor.preflight import check_before_run, check_directory
@@ -106,14 +113,16 @@ def empty_directory(directory: RunDirectory) -> None:
 def require_run_directory(directory: RunDirectory) -> None:
     """Raise :class:`ConfigurationError` for a folder with other files, which ``--fresh`` must not remove. A start that
     was ended early leaves empty folders."""
-    if any(p.exists() for p in (directory.config_file, directory.metrics_file, directory.store_file)):
+    if not is_foreign(directory) and any(
+        p.exists() for p in (directory.config_file, directory.history_file, directory.store_file)
+    ):
         return
     others = [path for path in directory.path.iterdir() if not BEFORE_A_RUN.fullmatch(path.name)]
     foreign = [path.name for path in others if not path.is_dir() or any(path.iterdir())]
     if foreign:
         raise ConfigurationError(
             f"--fresh: expected a run directory of Afterplay at {directory.path}, got a folder with "
-            f"{foreign[0]} and no config.yaml. Nothing was removed; give the run another name or directory"
+            f"{foreign[0]} and no config.yaml of a run. Nothing was removed; give the run another name or directory"
         )
 
 

@@ -77,6 +77,15 @@ def test_another_evaluation_does_not_get_into_the_folder(tmp_path):
             run(server.url, tmp_path, temperature=0.5)
 
 
+@pytest.mark.parametrize("text", ["", "{// of an editor\n}", "[1]"])
+def test_settings_of_another_program_are_left_alone(text, tmp_path):
+    file = tmp_path / "settings.json"
+    file.write_text(text)
+    with chat_server(right) as server, pytest.raises(ConfigurationError, match="holds no settings of an evaluation"):
+        run(server.url, tmp_path, out=tmp_path)
+    assert file.read_text() == text
+
+
 def test_a_busy_endpoint_is_asked_again(tmp_path):
     answers = iter([BUSY, BUSY])
     with chat_server(lambda body: next(answers, None) or right(body)) as server:

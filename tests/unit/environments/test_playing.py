@@ -81,12 +81,23 @@ def test_a_demonstration_that_fails_leaves_the_file_that_was_there(monkeypatch, 
     with pytest.raises(ConfigurationError, match=r"--out: .* cannot be written"):
         demonstrate("number_guess", {}, "guess", range(3), tmp_path / "no" / "x.jsonl")
     monkeypatch.setattr(NumberGuess, "splits", {"train": range(4), "eval": range(4, 8)}, raising=False)
-    with pytest.raises(ConfigurationError, match=r"--first, --count: expected seeds of the split train, .* got 4: "):
-        demonstrate("number_guess", {}, "guess", range(2, 6), out)
+    with pytest.raises(ConfigurationError, match=r"--first, --count: expected seeds of the split train, .* got 4 to 5"):
+        demonstrate("number_guess", {}, "guess", range(4, 6), out)
     monkeypatch.setattr(NumberGuess, "splits", {"eval": [3]})
-    with pytest.raises(ConfigurationError, match="got 3: afterplay env show number_guess lists"):
-        demonstrate("number_guess", {}, "guess", range(2, 6), out)
+    with pytest.raises(ConfigurationError, match="got 3 to 3: afterplay env show number_guess lists"):
+        demonstrate("number_guess", {}, "guess", range(3, 4), out)
     assert out.read_text() == "precious" and list(tmp_path.iterdir()) == [out]
+
+
+def test_demonstrations_are_of_trained_seeds_though_held_out_ones_lie_between_them(monkeypatch, tmp_path):
+    guesses = [str(guess) for guess in range(8)]
+    monkeypatch.setattr(NumberGuess, "expert", lambda self, task: guesses, raising=False)
+    splits = {"train": tuple(seed for seed in range(20) if seed % 5), "eval": range(0, 20, 5)}  # as bfcl has them
+    monkeypatch.setattr(NumberGuess, "splits", splits, raising=False)
+    out = tmp_path / "demonstrations.jsonl"
+    found = demonstrate("number_guess", {"high": 7, "turns": 8}, "guess", range(4, 12), out)
+    assert found == (6, 0, 2)
+    assert [json.loads(line)["seed"] for line in out.read_text().splitlines()] == [4, 6, 7, 8, 9, 11]
 
 
 @pytest.mark.slow

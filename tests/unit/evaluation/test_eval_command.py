@@ -125,6 +125,16 @@ def test_its_engines_are_looked_up_where_it_starts_them(run: RunDirectory, engin
     assert made(others).addresses() == ("http://node-1:8100",), "those of others are where they are"
 
 
+def test_greedy_takes_one_rollout_of_each_task_whatever_the_run_file_samples(run: RunDirectory) -> None:
+    evaluation = {"temperature": 1, "samples": 4, "pass_at": [1, 4], "keep_best": "pass@4"}
+    config = RunConfig.model_validate({"environments": {"a": {"held_out": {"eval": 9}}}, "evaluation": evaluation})
+    weights, folder = Weights("initial", None), RunDirectory(run.evaluations / "initial-1")
+    made = evaluation_config(config, weights, EvaluationRequest(greedy=True), folder).evaluation
+    assert (made.temperature, made.samples, made.pass_at) == (0, 1, (1,))
+    with pytest.raises(ConfigurationError, match="all greedy rollouts of a task are the same"):
+        evaluation_config(config, weights, EvaluationRequest(greedy=True, samples=4), folder)
+
+
 def test_options_that_do_not_fit_are_refused_and_leave_no_folder(run: RunDirectory) -> None:
     run.config_file.write_text(dump(RunConfig()))
     with pytest.raises(ConfigurationError, match="from 1 to samples"):

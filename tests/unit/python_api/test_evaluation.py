@@ -65,7 +65,9 @@ def test_the_initial_model_of_a_configuration_is_evaluated(child: type[Child], t
     afterplay.evaluate("@tiny", "babyai", run__directory=str(tmp_path))
     afterplay.evaluate("@tiny", "babyai", run__directory=str(tmp_path), pass_at=4)
     file = str(tmp_path / "tiny" / "source" / "run.yaml")
-    assert child.asked == [[file], [file, "--pass-at=4"]]
+    afterplay.evaluate("@tiny", "babyai", run__directory=str(tmp_path), checkpoint="best")
+    initial = [file, "--checkpoint=initial"]
+    assert child.asked == [initial, [*initial, "--pass-at=4"], [file, "--checkpoint=best"]]
 
 
 def test_a_run_of_this_process_keeps_its_run_file_before_it_has_the_lock(

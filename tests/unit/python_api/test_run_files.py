@@ -173,6 +173,14 @@ def test_overrides_are_sections_or_paths_and_keep_what_they_do_not_name() -> Non
     assert SECTIONS["run"] == {"name": "bank", "total_steps": 3}, "the caller's mapping is unchanged"
 
 
+def test_an_override_changes_no_section_that_shares_an_anchor(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("environments:\n  a: &a {name: number_guess, options: {high: 9}}\n  b: *a\n")
+    overrides = {"environments__a__weight": 0, "environments": {"b": {"options": {"high": 5}}}}
+    found = read_run_file(file, overrides=overrides).config.environments
+    assert [(section.weight, section.options["high"]) for section in found.values()] == [(0, 9), (1, 5)]
+
+
 def test_overrides_are_also_arguments_of_a_command() -> None:
     given = {
         "run": {"name": "x"},

@@ -102,6 +102,8 @@ def test_rollouts_are_flat_rows(run: Run) -> None:
     assert [row["trajectory_id"] for row in run.rollouts(step=3)] == ["g000003.0.0"]
     assert {row["environment"] for row in run.rollouts(environment="arithmetic")} == {"arithmetic"}
     assert len(run.rollouts(limit=2)) == 2
+    assert {row["trajectory_id"] for row in run.rollouts(kept=True)} == {i for i, row in rows.items() if row["reply"]}
+    assert run.rollouts(kept=False) == run.rollouts()
     assert run.rollouts(reward_min=np.float32(0.5)) == run.rollouts(reward_min=0.5)
 
 

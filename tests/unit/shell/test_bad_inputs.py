@@ -487,6 +487,24 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         lambda p: ["run", p.check()[2], "--fresh", "--set", p.write("runs/mine/x.tex", "") and "run.name=mine"],
         "--fresh: expected a run directory of Afterplay",
     ),
+    "run in a folder of others": (
+        lambda p: ["run", p.check()[2], "--set", p.write("runs/mine/config.yaml", "seed: 1") and "run.name=mine"],
+        "expected a folder for the run at",
+    ),
+    "path is too long": (lambda p: ["status", "x" * 300], "got: File name too long"),
+    "folders of runs are not set": (
+        lambda p: ["compare", "a=.", "b=.", "--reach", "1", "--set", "run.seed=1"],
+        "--set run.seed=1: expected a run file among the arms, got folders of runs alone",
+    ),
+    "import into an example without replay": (
+        lambda p: ["replay", "import", "@tiny", p.write("rows.jsonl", "")],
+        "expected a run with replay.enabled: true, got false",
+    ),
+    "changed steps into a run": (
+        lambda p: ["retrain", *p.resumes()[:0], str(p.run.path), "--set", "loss.kl=1", "--out", str(p.run.path)],
+        "--out: expected a folder of its own, got the run directory",
+    ),
+    "a folder for nothing": (lambda p: ["retrain", ".", "--out", "mine"], "--out: expected --set beside it"),
     "status of no run": (lambda p: ["status", "."], "expected a run directory, got ., which has no config.yaml"),
     "curves of no run": (lambda p: ["plot", "."], "expected a run directory, got ., which has no config.yaml"),
     "rollouts of no run": (lambda p: ["show", "nowhere"], "expected a run directory"),

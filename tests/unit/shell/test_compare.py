@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -183,6 +184,25 @@ def test_arms_of_a_seed_run_together_and_differ_in_what_was_set(tmp_path):
     assert jobs[3].command[-3:] == ["--set=run.name=seed-5", "--set=run.seed=5", "--set=model.tiny.seed=5"]
     assert [job.config.learner.learning_rate for job in jobs[:2]] == [0.003, 0.01]
     assert load(jobs[1].file, environment={}).run.total_steps == 3
+
+
+def test_a_run_has_what_was_set_for_its_arm_whatever_the_variables_say(tmp_path, monkeypatch):
+    monkeypatch.setenv("AFTERPLAY__LEARNER__LEARNING_RATE", "0.5")
+    monkeypatch.setenv("AFTERPLAY__LEARNER__GRAD_CLIP", "0.25")
+    jobs = plan_jobs({"a": TINY}, [1], [], {"a": ["learner.learning_rate=0.01"]}, tmp_path)
+    started = []
+
+    class Child:
+        pid = 7
+
+        def __init__(self, command, reaper, environment=None, output=None):
+            started.append(load(jobs[0].file, environment=environment).learner)
+            self.end = Future()
+            self.end.set_result(1)
+
+    monkeypatch.setattr("pipeline.cli.compare.ChildGroup", Child)
+    assert "ended before its last update" in run_jobs(jobs, 1, lambda job: False, threading.Event())[0]
+    assert (started[0].learning_rate, started[0].grad_clip) == (0.01, 0.25)
 
 
 def test_settings_of_an_earlier_call_are_not_mixed_with_others(tmp_path):

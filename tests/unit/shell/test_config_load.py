@@ -97,6 +97,22 @@ def test_a_list_element_can_be_set():
     assert "from 0 to 0" in refusal("scorer: {functions: [{path: 'a:b'}]}", ["scorer.functions.7.weight=2"])
 
 
+def test_an_override_changes_its_section_alone_and_not_what_shares_its_anchor():
+    text = "environments:\n  a: &a {name: number_guess, options: {high: 9}}\n  b: *a\n  c: {<<: *a, weight: 2}\n"
+    environment = {"AFTERPLAY__ENVIRONMENTS__A__WEIGHT": "0"}
+    found = loads(text, overrides=["environments.c.options.high=5"], environment=environment).environments
+    assert [section.weight for section in found.values()] == [0, 1, 2]
+    assert [section.options["high"] for section in found.values()] == [9, 9, 5]
+
+
+def test_merged_keys_are_those_that_a_section_does_not_have_itself():
+    text = "a: {b: &b {<<: &c {x: 1, y: 1}, y: 2}}\nd: {<<: *b, x: 3}\ne: {<<: [*b, {z: 4}]}\n"
+    merged = {"a": {"b": {"x": 1, "y": 2}}, "d": {"x": 3, "y": 2}, "e": {"x": 1, "y": 2, "z": 4}}
+    assert parse_yaml(text, "text") == merged
+    with pytest.raises(ConfigurationError, match="line 2: expected each key once, got 'x' on line 2"):
+        parse_yaml("a: &a {x: 1}\nb: {<<: *a, x: 2, x: 3}", "text")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -115,6 +131,8 @@ def test_a_list_element_can_be_set():
         ("engine: {kind: tpu}", "engine.kind: expected one of 'vllm', 'embedded' or 'external', got 'tpu'"),
         ("engine: {kind: external}", "give engine.urls"),
         ("engine: 3", "engine: expected a section (keys and values), got 3"),
+        ("run: {name: 123}", 'run.name: expected text, got 123: write it in quotes, "123", and in a shell \'"123"\''),
+        ("run: {name: true}", 'run.name: expected text, got True: write it in quotes, "true"'),
         ("run: {total_steps: many}", "run.total_steps: expected a valid integer"),
         ("sampling: {max_tokens: 4000}", "must be below model.max_length"),
         ("sampling: {temperature: 0.7}\nlearner: {reference: {url: http://a:1}}", "set sampling.temperature: 1, or"),

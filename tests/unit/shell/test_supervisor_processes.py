@@ -23,6 +23,7 @@ from pipeline.runtime.process import ExitCode
 from pipeline.runtime.run_directory import RunDirectory, read_json
 from pipeline.store.journal import Changes
 from pipeline.store.store import ReplayStore
+from pipeline.supervisor.history import compare
 from pipeline.supervisor.processes import HealthAnswer, ProcessSpec, check_health
 from pipeline.supervisor.restarts import RestartLimits, Rule
 from pipeline.supervisor.run import RunIsAlive, empty_directory, require_unused_store, run_lock
@@ -350,7 +351,7 @@ def can_lock(root: Path) -> bool:
 
 def test_fresh_removes_a_run_and_nothing_else(tmp_path):
     directory = RunDirectory(tmp_path / "r").create()
-    directory.config_file.write_text("")
+    directory.config_file.write_text("run: {name: r}\n")
     directory.model.mkdir()
     empty_directory(directory)
     assert list(directory.path.iterdir()) == []
@@ -358,6 +359,12 @@ def test_fresh_removes_a_run_and_nothing_else(tmp_path):
     (tmp_path / "mine" / "thesis.tex").write_text("")
     with pytest.raises(ConfigurationError, match=r"thesis\.tex"):
         empty_directory(RunDirectory(tmp_path / "mine"))
+    (tmp_path / "mine" / "config.yaml").write_text("defaults: [model]\n")
+    (tmp_path / "mine" / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigurationError, match=r"no config\.yaml of a run"):
+        empty_directory(RunDirectory(tmp_path / "mine"))
+    with pytest.raises(ConfigurationError, match=r"got one with a config\.yaml of another program"):
+        compare(RunDirectory(tmp_path / "mine"), RunConfig())
     assert (tmp_path / "mine" / "thesis.tex").exists()
     for left in ("source", "logs", "evaluations", "model", ".model.x"):
         (directory.path / left).mkdir()
