@@ -4,10 +4,12 @@
 #
 # TORCH       what to install as torch, with any pip options it needs (another index, a version, a CPU build).
 # EXTRAS      extras of the package, for example [quickstart] or [vllm].
+# APT         Debian packages to add: vLLM on a GPU compiles kernels while it runs and needs g++.
 # PIP_EXTRA   options for every pip call, for example --no-index --find-links=/wheels.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 
+ARG APT=""
 ARG PIP_EXTRA=""
 ARG TORCH="torch>=2.10"
 ARG EXTRAS=""
@@ -18,6 +20,9 @@ ENV PIP_NO_CACHE_DIR=1 \
     PYTHONUNBUFFERED=1 \
     PATH=/opt/afterplay/bin:$PATH
 
+RUN if [ -n "${APT}" ]; then \
+      apt-get update && apt-get install -y --no-install-recommends ${APT} && rm -rf /var/lib/apt/lists/*; \
+    fi
 RUN python -m venv /opt/afterplay \
  && useradd --system --uid 10001 --user-group --home-dir /home/afterplay --create-home afterplay \
  && install -d -o afterplay -g afterplay /runs /keys /peers/learner /peers/actor /secrets \

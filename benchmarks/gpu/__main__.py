@@ -192,7 +192,10 @@ def table(cases: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def about(machine: Machine) -> Facts:
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    revision = ""
+    with suppress(OSError):  # a machine that was lent may have no git
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        revision = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
         "device": torch.cuda.get_device_name() if machine.cuda else platform.processor() or platform.machine(),
         "shapes": "small" if machine.small else "full",
@@ -200,7 +203,7 @@ def about(machine: Machine) -> Facts:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
-        "revision": git.stdout.strip() or "unknown",
+        "revision": revision or "unknown",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
     }
 

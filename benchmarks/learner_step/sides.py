@@ -87,7 +87,8 @@ def bare_steps(case: Case, side: str, model: Any, rows: Sequence[Row]) -> Iterat
     model = model.to(case.device).train()
     if case.checkpointing:
         model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0)
+    fused = case.device == "cuda" or None  # the default there holds a copy of the gradients besides
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=fused)
     budget = 1 if side == "bare_rows" else case.tokens_per_microbatch
     while True:
         for chosen in plan_microbatches([len(row) for row in rows], budget):

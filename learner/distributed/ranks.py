@@ -149,6 +149,12 @@ def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A copy of ``array`` on a GPU, for which the host does not wait; on a CPU the array itself."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def free_cached(device: torch.device) -> None:
     """Give memory that torch keeps for later back to the device, also that of tensors that others have had open."""
     if device.type == "cuda":

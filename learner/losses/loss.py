@@ -134,7 +134,7 @@ def corrections(tokens: LossTokens, proximal: Tensor, recorded: Tensor, rules: L
             outside |= maskable & (ratio > mask.high)
         if mask.level == "any_token":
             outside = maskable & RowSums(tokens.rows, maskable).any(outside)
-        reasons = torch.where((reasons == 0) & outside, reasons.new_tensor(_CODES[mask.level]), reasons)
+        reasons = torch.where((reasons == 0) & outside, reasons.new_full((), _CODES[mask.level]), reasons)
     return Correction(weights.detach(), truncated, reasons)
 
 
@@ -142,8 +142,8 @@ def soft_weights(ratios_S: Tensor, advantages_S: Tensor, form: SoftCorrection) -
     """``W^k exp(lambda (1 - W))``, k and lambda by the sign of A, ``[S]``: 1 at W = 1, largest at ``W = k / lambda``
     (VESPO, arXiv:2602.10693)."""
     up = advantages_S >= 0
-    k = torch.where(up, ratios_S.new_tensor(form.k_positive), ratios_S.new_tensor(form.k_negative))
-    rate = torch.where(up, ratios_S.new_tensor(form.lambda_positive), ratios_S.new_tensor(form.lambda_negative))
+    k = torch.where(up, ratios_S.new_full((), form.k_positive), ratios_S.new_full((), form.k_negative))
+    rate = torch.where(up, ratios_S.new_full((), form.lambda_positive), ratios_S.new_full((), form.lambda_negative))
     return (torch.xlogy(k, ratios_S) + rate * (1.0 - ratios_S)).exp()
 
 
@@ -281,7 +281,7 @@ def _scored(tokens: LossTokens, anchor: Tensor, mask: Tensor, rules: LossRules) 
 
     def by_policy(off: float, fresh: float) -> Tensor:
         kind = tokens.logprobs
-        return torch.where(tokens.off_policy, kind.new_tensor(off), kind.new_tensor(fresh))
+        return torch.where(tokens.off_policy, kind.new_full((), off), kind.new_full((), fresh))
 
     return Scored(
         logprobs=inside(tokens.logprobs),

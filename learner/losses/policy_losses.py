@@ -130,7 +130,7 @@ def sapo(tokens: Scored, rules: LossRules) -> TokenLosses:
     which it is below 1/2 count as clipped.
     """
     options, ratio, a = rules.options_of(Sapo), tokens.log_ratio.exp(), tokens.advantages
-    temperature = torch.where(a > 0, ratio.new_tensor(options.positive), ratio.new_tensor(options.negative))
+    temperature = torch.where(a > 0, ratio.new_full((), options.positive), ratio.new_full((), options.negative))
     gate = torch.sigmoid(temperature * (ratio - 1.0))
     p, moved = gate.detach(), ratio.detach()
     faded = (a != 0) & (4.0 * p * (1.0 - p) < 0.5)

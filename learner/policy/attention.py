@@ -30,6 +30,7 @@ from transformers.masking_utils import sdpa_mask
 
 from learner.data.microbatch import Layout
 from learner.distributed.context import ContextGroup, Exchange
+from learner.distributed.ranks import on_device
 from learner.policy.activations import recomputed
 
 NAME = "afterplay_packed"
@@ -61,7 +62,7 @@ class Runs:
             layout.key_lengths_R.tolist(),
             _starts(layout.query_lengths_R, device),
             _starts(layout.key_lengths_R, device),
-            None if layout.keys_K is None else torch.from_numpy(layout.keys_K).to(device),
+            None if layout.keys_K is None else on_device(layout.keys_K, device),
             varlen,
             None if context is None else context.exchange(len(layout.token_ids_N)),
         )
@@ -206,8 +207,8 @@ def packed_inputs(
     it."""
     part = slice(None) if context is None else context.part(len(layout.token_ids_N))
     return {
-        "input_ids": torch.from_numpy(layout.token_ids_N[part]).to(device)[None],
-        "position_ids": torch.from_numpy(layout.positions_N[part]).to(device)[None],
+        "input_ids": on_device(layout.token_ids_N[part], device)[None],
+        "position_ids": on_device(layout.positions_N[part], device)[None],
         "attention_mask": torch.zeros(1, 1, 1, 1, device=device),
         "runs": Runs.of(layout, device, varlen=varlen, context=context),
         "use_cache": False,
@@ -285,7 +286,7 @@ def _varlen(
 
 
 def _starts(lengths: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+    return on_device(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), device)
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -25,7 +25,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from learner.data.microbatch import Form, MicroBatch, PassCost, collate, plan_rows, token_offsets
 from learner.data.rows import Row, TokenArray
-from learner.distributed.ranks import ALONE, IDLE, Interrupt, Ranks
+from learner.distributed.ranks import ALONE, IDLE, Interrupt, Ranks, on_device
 from learner.models.model_folder import is_empty
 from learner.observability.timing import Stopwatch
 from learner.policy.activations import keep_little
@@ -132,12 +132,6 @@ def peak_of(chip: str) -> float | None:
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The longest list of modules: the decoder layers of every architecture in transformers."""
     return max((list(m) for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len, default=[])
-
-
-def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A copy of ``array`` on a GPU, for which the host does not wait; on a CPU the array itself."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Backbone:

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from learner.data.microbatch import MicroBatch
 from learner.data.rows import Row, TokenArray
+from learner.distributed.ranks import on_device
 from learner.losses.auxiliary import value_loss
 from learner.observability.timing import Stopwatch
-from learner.policy.policy import Backbone, on_device
+from learner.policy.policy import Backbone
 from learner.training.optimizer import clip_and_step, gradient_norm, load_moments, make_optimizer
 from learner.training.report import AppliedStep, CriticReport
 from pipeline.config.learner import LearnerConfig

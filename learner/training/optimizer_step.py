@@ -17,13 +17,14 @@ from torch import Tensor
 from learner.data.demonstrations import Demonstrations
 from learner.data.microbatch import MicroBatch, token_weights
 from learner.data.rows import Row, TokenArray
+from learner.distributed.ranks import on_device
 from learner.losses.auxiliary import cross_entropy, imported_share, is_imported
 from learner.losses.base import LossRules
 from learner.losses.loss import LossTokens, OtherRows, policy_loss, second_moment_mask, step_factor
 from learner.losses.options import SecondMoment
 from learner.observability.statistics import LOG_RATIO_MAX, TokenValues
 from learner.observability.timing import Stopwatch
-from learner.policy.policy import Policy, on_device
+from learner.policy.policy import Policy
 from learner.training.optimizer import clip_and_step, gradient_norm
 from learner.training.report import AppliedStep, NonFinite, StepSums, StepTotals
 from pipeline.config import RunConfig

@@ -15,8 +15,9 @@ from pipeline.errors import ConfigurationError
 from pipeline.runtime.processor import cores
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-LIST_SECONDS_MAX = 5.0
-"""For ``nvidia-smi -L``, which takes a fraction of a second unless the driver hangs."""
+LIST_SECONDS_MAX = 60.0
+"""For ``nvidia-smi``, which takes a fraction of a second where the driver is loaded. Without ``nvidia-persistenced``
+each call loads it, for seconds on each GPU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ _ACROSS = {"aten::copy_", "aten::_to_copy"}
 """Operations that read one device and write another."""
 _INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_index_put_impl_"}
 """Operations with indices that may lie on the host."""
+_AWAITED = {"aten::_local_scalar_dense", "aten::nonzero", "aten::bincount", "aten::masked_select"}
+"""Operations whose result depends on values that the host must know."""
 
 
 class Marks:
@@ -34,6 +36,8 @@ class Marks:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self.operations = 0
         """Operations on the GPU so far."""
+        self.waits = 0
+        """Calls so far in which the host waits for the GPU: values read, and copies that are not ``non_blocking``."""
         self.inside = False
         """Within a call that got a tensor of the GPU: PyTorch takes the device of what it makes from that tensor."""
 
@@ -72,6 +76,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         there = [marks.has(t) for t in tensors]
         if any(there) and name not in _ACROSS:
             marks.operations += 1
+            marks.waits += name in _AWAITED
             for tensor, on_gpu in zip(tensors, there, strict=True):
                 if not on_gpu and tensor.dim():
                     raise RuntimeError(
@@ -99,7 +104,9 @@ class _Calls(TorchFunctionMode):
             Tensor.to: self._to,
             Tensor.cpu: lambda t, **_: self._to(t, "cpu"),
             Tensor.cuda: lambda t, *_, **__: self._to(t, GPU),
+            Tensor.new_tensor: self._new_tensor,
             Tensor.numpy: self._numpy,
+            Tensor.tolist: lambda t: self._to(t, "cpu").tolist(),
             Tensor.pin_memory: lambda t, *_: t,
             Tensor.backward: self._backward,
             torch.tensor: self._made(torch.tensor),
@@ -122,6 +129,7 @@ class _Calls(TorchFunctionMode):
         if device is not None and device.type == "meta":
             return tensor.to(*args, **kwargs)
         was, will = self._marks.has(tensor), self._marks.has(tensor) if device is None else _is_gpu(device)
+        self._marks.waits += was != will and not given[2]
         with _disable_current_modes():
             moved = tensor.to(dtype=dtype or tensor.dtype, copy=was != will or bool(kwargs.get("copy")))
         return self._marks.add(moved) if will else moved
@@ -133,6 +141,9 @@ class _Calls(TorchFunctionMode):
             return self._to(make(data, **kwargs), device)
 
         return on_device
+
+    def _new_tensor(self, tensor: Tensor, data: Any, **kwargs: Any) -> Tensor:
+        return self._to(tensor.new_tensor(data, **kwargs), GPU if self._marks.has(tensor) else "cpu")
 
     def _numpy(self, tensor: Tensor, **kwargs: Any) -> Any:
         if self._marks.has(tensor):

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from benchmarks.gpu import learner
-from benchmarks.gpu.__main__ import CASES, COMPILED, MODELS, Results, Walk, main, table
+from benchmarks.gpu.__main__ import CASES, COMPILED, MODELS, Results, Walk, about, main, table
 from benchmarks.gpu.case import Case, Machine, attempt
 from benchmarks.learner_step.model import SHAPES, make_config
 from learner.policy.memory import GIB
@@ -109,6 +109,11 @@ def test_results_of_two_machines_do_not_share_a_file(walk, tmp_path):
     walk(case("working"))
     with pytest.raises(SystemExit, match="another device"):
         Results(tmp_path / "gpu.json", {**ABOUT, "device": "other"})
+
+
+def test_a_machine_without_git_has_an_unknown_revision(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert about(SMALL)["revision"] == "unknown"
 
 
 def test_a_part_that_fails_says_why():

@@ -124,6 +124,14 @@ def test_grafana_has_no_password_that_is_known() -> None:
     assert environment["GF_SECURITY_ADMIN_PASSWORD__FILE"] == "/secrets/grafana-password"
 
 
+def test_the_image_takes_every_argument_and_that_for_gpus_has_a_compiler() -> None:
+    """Triton, which vLLM calls on a GPU, builds its launcher with a C compiler; slim images have none."""
+    taken = set(re.findall(r"^ARG (\w+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
+    arguments = {**COMPOSE["services"]["prepare"]["build"]["args"], **GPU["services"]["prepare"]["build"]["args"]}
+    assert arguments.keys() == taken
+    assert arguments["APT"] == "${APT:-g++}"
+
+
 def test_images_of_others_have_a_version() -> None:
     for name in ("prometheus", "alertmanager", "grafana"):
         assert re.search(r":-[\w/]+:v?\d+\.\d+\.\d+\}$", COMPOSE["services"][name]["image"]), name

@@ -13,6 +13,7 @@ from tests.support.quick import slow_but
 from tests.support.second_device import GPU, second_device
 
 GAE = {"advantage": {"estimator": "gae"}, "loss": {"kl": "loss"}}
+MASKED = {"masks": [{"level": "token", "low": 0.5, "high": 2.0}]}
 CASES = {
     "padded": ({"packing": "padded"}, {}),
     "packed": ({"packing": "packed"}, {}),
@@ -55,6 +56,22 @@ def test_updates_on_a_gpu_are_those_on_a_cpu(on, case):
     np.testing.assert_allclose(found, losses, rtol=1e-4)
     for name, array in weights.items():
         np.testing.assert_allclose(others[name], array, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_the_host_waits_for_the_gpu_as_often_however_many_microbatches(initial, resume, config_of, train, monkeypatch):
+    monkeypatch.setattr("learner.process.build.resolve_device", lambda _: GPU)
+
+    def waits(tokens):
+        config = config_of({"packing": "packed", "tokens_per_microbatch": tokens}, importance=MASKED)
+        with second_device() as marks:
+            trainer = resume(config, initial)
+            before = marks.waits
+            (report,) = train(trainer, 1)
+        return report.n_microbatches, marks.waits - before
+
+    (many, often), (one, once) = waits(16), waits(1000)
+    assert many > one == 1
+    assert often == once > 0
 
 
 @pytest.mark.parametrize("name", slow_but(("Qwen3 (experts)", "Qwen3.5"), families.FAMILIES))
