@@ -145,11 +145,9 @@ class ProgramCommand:
     def _variables(self, sandbox: Sandbox, session: Session) -> dict[str, str]:
         host = self._address.netloc if sandbox.inherits else f"127.0.0.1:{self._address.port}"
         url, task = f"http://{host}/sessions/{session.id}", orjson.dumps(session.task).decode()
-        unproxied = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOOPBACK)))
         return {
             **self._environment,
-            "NO_PROXY": unproxied,
-            "no_proxy": unproxied,
+            **unproxied(),
             "OPENAI_BASE_URL": f"{url}/v1",
             "OPENAI_API_KEY": session.id,
             "ANTHROPIC_BASE_URL": url,
@@ -172,6 +170,13 @@ async def taken(sandbox: Sandbox, paths: Iterable[str]) -> dict[str, str]:
             data = await sandbox.take([path], FILES_BYTES_MAX)
             found[path] = data[path].decode(errors="replace")
     return found
+
+
+def unproxied() -> dict[str, str]:
+    """Variables with which clients reach this machine without the proxy of the environment."""
+    others = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
+    names = ",".join(dict.fromkeys(filter(None, (*others, *LOOPBACK))))
+    return {"NO_PROXY": names, "no_proxy": names}
 
 
 def hung(session: Session) -> PlugInTimeout:

