@@ -121,7 +121,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 def counts(report: Path) -> tuple[Counter[str], Counter[str], list[str]]:
     """Numbers of tests by outcome, and of skipped tests by reason, and names of failed ones, in a JUnit file."""
     tests, skipped, failed = Counter(), Counter(), []
-    if report.exists():
+    with contextlib.suppress(FileNotFoundError, ElementTree.ParseError):  # not written, or not to its end
         for case in ElementTree.parse(report).iter("testcase"):
             found = {child.tag: child for child in case}
             outcome = next((tag for tag in ("failure", "error", "skipped") if tag in found), "passed")

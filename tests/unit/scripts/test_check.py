@@ -141,6 +141,16 @@ def test_a_failure_that_a_repetition_does_not_show_is_listed_as_unstable(
     assert ("==> 1 UNSTABLE: failed, and passed when repeated\n  test_sample::test_rare" in table) == repeats
 
 
+def test_a_report_that_is_missing_or_cut_off_counts_no_test(check: Any, tmp_path: Path) -> None:
+    """The part failed already; a full disk, say, keeps pytest from writing it."""
+    report = tmp_path / "tests.xml"
+    for text in ('<testsuites><testsuite><testcase name="a"/></testsuite></testsuites>', "<testsuites><tests", ""):
+        report.write_text(text)
+        assert check.counts(report)[0].total() == (1 if text.endswith("suites>") else 0)
+    report.unlink()
+    assert check.counts(report)[0].total() == 0
+
+
 def test_both_commands_together_run_each_test_once(check: Any) -> None:
     """A test is in ``quick`` or in ``added``; only properties are in both, with more examples."""
     for folder, parts in {"integration": ("smoke", "integration"), "end_to_end": ("smoke", "end_to_end")}.items():
