@@ -307,7 +307,7 @@ class Machine:
             why = f"after {len(process.restarted_at)} restarts within an hour"
         elif process.idle_starts > most:
             why = f"{process.idle_starts} times in a row before it did any work"
-        if why:
+        if why and not (process.rule.optional and process.restarted_at):
             reason = f"{name} failed ({describe_exit(code)}) {why} (supervisor.restarts_max={most})"
             return self._give_up(process, ExitCode.GAVE_UP, reason, now)
         steady = process.running_since is not None and now - process.running_since >= STEADY_SECONDS
@@ -317,6 +317,8 @@ class Machine:
             process.restarted_at.append(now)
         doubled = self.limits.backoff_seconds * 2.0 ** min(process.failures - 1, 60)
         process.phase, process.wake_at = Phase.BACKOFF, now + min(self.limits.backoff_seconds_max, doubled)
+        if why:  # optional: the server of a tracker may be away for hours
+            process.wake_at = max(process.wake_at, process.restarted_at[0] + BUDGET_SECONDS)
         actions: list[Action] = []
         for other in self._others(process):
             if other.phase is Phase.DONE and self.draining_since is None:

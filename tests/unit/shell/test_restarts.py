@@ -54,18 +54,29 @@ def test_the_start_limit_counts_from_when_what_a_process_awaits_is_ready():
 
 def test_the_run_goes_on_without_an_optional_process():
     rules = (*RULES, Rule("report-wandb", 4, depends=("replay",), stateless=True, optional=True))
-    for code in (ExitCode.CONFIGURATION, ExitCode.FAILED):
-        machine = Machine(rules, LIMITS)
-        machine.begin(0)
-        machine.healthy("replay", 0)
-        now = 0.0
-        for _ in range(LIMITS.restarts_max + 1):
-            machine.healthy("report-wandb", now)
-            machine.exited("report-wandb", code, now)
-            now += 10
-            machine.tick(now)
-        assert machine.processes["report-wandb"].phase is Phase.DONE
-        assert machine.draining_since is None and machine.culprit is None
+    machine = Machine(rules, LIMITS)
+    machine.begin(0)
+    machine.healthy("replay", 0)
+    machine.exited("report-wandb", ExitCode.CONFIGURATION, 0)
+    assert machine.processes["report-wandb"].phase is Phase.DONE
+    assert machine.draining_since is None and machine.culprit is None
+
+
+def test_an_optional_process_comes_back_as_often_as_allowed_within_an_hour_for_as_long_as_the_run():
+    rules = (Rule("replay", 2), Rule("report-wandb", 4, depends=("replay",), stateless=True, optional=True))
+    machine = Machine(rules, LIMITS)
+    machine.begin(0)
+    machine.healthy("replay", 0)
+    now, starts = 0.0, []
+    while now < 24 * 3600:
+        machine.healthy("report-wandb", now)
+        machine.exited("report-wandb", ExitCode.FAILED, now)
+        now = machine.next_wake()
+        assert machine.tick(now) == [Start("report-wandb")]
+        starts.append(now)
+    assert len(starts) >= 24 * LIMITS.restarts_max
+    assert all(sum(at - 3600 < other <= at for other in starts) <= LIMITS.restarts_max + 1 for at in starts)
+    assert machine.draining_since is None and machine.culprit is None
 
 
 def test_one_death_restarts_one_process():
