@@ -17,6 +17,7 @@ kill the announced and unconfirmed ones are in doubt: the tracker is asked which
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ import orjson
 
 from pipeline.runtime.disk import whole_or_nothing
 from pipeline.schema import record_file as frames
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +149,15 @@ class DeliveryFile:
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):  # a kill cut the last line off
             os.ftruncate(self._file.fileno(), len(whole))
-        self.delivery = Delivery(orjson.loads(line) for line in whole.splitlines())
+        try:
+            self.delivery = Delivery(orjson.loads(line) for line in whole.splitlines())
+        except (ValueError, TypeError, KeyError):  # nobody knows what was sent: a new run at the tracker gets all
+            damaged = path.with_name(f"{path.name}.damaged")
+            log.warning("%s is damaged and now %s: all is sent again, as a new run", path, damaged.name)
+            path.replace(damaged)
+            self._file.close()
+            self._file = path.open("ab+", buffering=0)
+            self.delivery = Delivery()
 
     def write(self, line: Mapping[str, Any]) -> None:
         with whole_or_nothing(self._file.fileno()):

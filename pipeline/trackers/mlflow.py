@@ -18,7 +18,7 @@ from pipeline.trackers.tracker import MARKS, TrackedRun, Tracker
 ID_TAG = "afterplay.id"
 METRICS_MAX, PARAMS_MAX = 1000, 100
 """Most in one request, by MLflow's own limits."""
-PARAM_CHARACTERS_MAX = 6000
+NAME_CHARACTERS_MAX, PARAM_CHARACTERS_MAX = 250, 6000
 _FOREIGN = re.compile(r"[^\w\-. :/]", re.ASCII)
 """Characters that MLflow allows in no name."""
 
@@ -36,10 +36,11 @@ class MLflow(Tracker):
         self._id = found.info.run_id
         self._place = f"{get_tracking_uri()}: experiment {run.project}, run {self._id}"
         self._client.update_run(self._id, status="RUNNING")
-        if not found.data.params:  # they cannot be changed; the artifact is the newest configuration
-            params = [Param(_name(key), str(value)[:PARAM_CHARACTERS_MAX]) for key, value in run.settings.items()]
-            for at in range(0, len(params), PARAMS_MAX):
-                self._client.log_batch(self._id, params=params[at : at + PARAMS_MAX])
+        # Those that it has cannot be changed, and may be a part of them; the artifact is the newest configuration.
+        wanted = {_name(key): str(value)[:PARAM_CHARACTERS_MAX] for key, value in run.settings.items()}
+        params = [Param(name, value) for name, value in wanted.items() if name not in found.data.params]
+        for at in range(0, len(params), PARAMS_MAX):
+            self._client.log_batch(self._id, params=params[at : at + PARAMS_MAX])
         self._client.log_text(self._id, run.run_file, "config.yaml")
 
     @property
@@ -70,8 +71,8 @@ class MLflow(Tracker):
                     path.write_bytes(record.picture)
                     self._client.log_artifact(self._id, str(path), record.name)
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    def close(self, finished: bool = True) -> None:
+        self._client.set_terminated(self._id, "FINISHED" if finished else "KILLED")
 
     def _experiment(self, name: str) -> str:
         found = self._client.get_experiment_by_name(name)
@@ -104,4 +105,6 @@ def _requests(records: Iterator[TrackerRecord]) -> Iterator[list[Metric]]:
 
 
 def _name(key: str) -> str:
-    return _FOREIGN.sub("_", key)
+    """A name that MLflow allows: also a path, none of whose parts is empty or dots alone."""
+    parts = _FOREIGN.sub("_", key)[:NAME_CHARACTERS_MAX].split("/")
+    return "/".join(part if part.strip(".") else "_" + part[1:] for part in parts)

@@ -19,7 +19,6 @@ and rollout, so what is sent twice, after a kill, has the same ones.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -35,7 +34,6 @@ from opentelemetry.trace import StatusCode, set_span_in_context
 from pipeline.errors import TrackerError
 from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema import Timings
-from pipeline.store.ledger import read_ledger
 from pipeline.store.queries import Filters, Span, orders_of_update
 from pipeline.store.store import store_path
 from pipeline.trackers.delivery import SentEntry, TrackerRecord
@@ -44,8 +42,6 @@ from pipeline.views.reader import Found, RunReader
 
 SPANS_MAX = 512
 """Spans of one request to the collector."""
-LATE_SECONDS_MAX = 10.0
-"""For the stage to count an update that the learner has written to ``metrics.jsonl``."""
 Piece = tuple[str, float, float]
 """Name, begin and end of a span, Unix seconds."""
 
@@ -53,6 +49,8 @@ Piece = tuple[str, float, float]
 class OpenTelemetry(Tracker):
     """Sends traces to a collector by OTLP over HTTP. Where to, how many and under which name is said by the variables
     of OpenTelemetry: ``OTEL_EXPORTER_OTLP_ENDPOINT``, ``OTEL_TRACES_SAMPLER``, ``OTEL_SERVICE_NAME``."""
+
+    reads_store = True
 
     def __init__(self, run: TrackedRun, exporter: SpanExporter | None = None) -> None:
         self._run, self._ids = run, _Ids()
@@ -83,14 +81,11 @@ class OpenTelemetry(Tracker):
             if record.name == "step":
                 self._trace(record)
 
-    def close(self) -> None:
+    def close(self, finished: bool = True) -> None:
         self._provider.shutdown()
         self._exporter.shutdown()
 
     def _trace(self, record: TrackerRecord) -> None:
-        deadline = time.monotonic() + LATE_SECONDS_MAX
-        while read_ledger(self._path).updates < record.step and time.monotonic() < deadline:
-            time.sleep(0.2)
         begin, end = (record.numbers.get(f"time/{name}", record.time) for name in ("started", "finished"))
         orders = orders_of_update(self._path, record.step - 1)
         reader = RunReader(self._run.config, RunDirectory(self._run.directory))

@@ -21,7 +21,7 @@ from pipeline.store.store import store_path
 from pipeline.trackers.delivery import Table, TrackerRecord
 from pipeline.views.plots import figure, png_of
 from pipeline.views.reader import RunReader, Transcript
-from pipeline.views.step_lines import MetricsTail
+from pipeline.views.step_lines import MetricsTail, step_of
 from pipeline.views.terminal import truncate
 
 BATCH = 100
@@ -36,11 +36,13 @@ COLUMNS = ("step", "trajectory", "environment", "task", "reward", "status", "tur
 
 
 class RunRecords:
-    """Reads one run directory; it writes nothing, so the run may be alive."""
+    """Reads one run directory; it writes nothing, so the run may be alive. ``counted``: steps, too, wait until the
+    replay stage has counted them."""
 
-    def __init__(self, config: RunConfig, directory: RunDirectory) -> None:
+    def __init__(self, config: RunConfig, directory: RunDirectory, counted: bool = False) -> None:
         self._config = config
         self._directory = directory
+        self._counted = counted
         self.restart()
 
     def restart(self) -> None:
@@ -49,30 +51,56 @@ class RunRecords:
         self._evaluations = MetricsTail(self._directory.evaluations_file, READ_BYTES_MAX)
         self._tables: dict[str, tuple[TrackerRecord, Filters]] = {}
         """By key: tables to make at the next call at which the replay stage has counted their updates."""
+        self._early: dict[str, TrackerRecord] = {}
+        """By key: steps that wait to be counted."""
 
     def new(self, is_known: Callable[[TrackerRecord], bool]) -> Iterator[list[TrackerRecord]]:
         """New records since the last call. A step that was made again comes again; tables of rollouts that
         are known do not."""
-        due = self._due_tables()
+        updates = self._updates() if self._tables or self._counted else 0
+        due = self._due_tables(updates)
         for at in range(0, len(due), TABLES):
             try:
                 reader = RunReader(self._config, self._directory)
                 yield [self._filled(table, reader, filters) for table, filters in due[at : at + TABLES]]
             except StoreError:
                 yield [table for table, _ in due[at : at + TABLES]]
+        waiting, self._early = [*self._early.values()], {}
+        for at in range(0, len(waiting), BATCH):
+            yield self._ready(waiting[at : at + BATCH], updates)
         for tail, record in ((self._steps, step_record), (self._evaluations, evaluation_record)):
             while lines := tail.read():
                 for at in range(0, len(lines), BATCH):
                     found = [made for line in lines[at : at + BATCH] if (made := record(line)) is not None]
                     tables = [self._table_of(made) for made in found]
                     self._tables |= {t[0].key: t for t in tables if t is not None and not is_known(t[0])}
-                    yield found
+                    yield self._ready(found, updates)
 
-    def _due_tables(self) -> list[tuple[TrackerRecord, Filters]]:
-        """Tables whose rollouts the store has; the others wait, for this reporter or the next one."""
+    @property
+    def finished(self) -> bool:
+        """True if the newest step that was read is the run's last one."""
+        return step_of(self._steps.last) >= self._config.run.total_steps
+
+    def _updates(self) -> int | None:
+        """Updates that the replay stage has counted; None without a store, where only tables are missing then."""
         try:
-            updates = read_ledger(store_path(self._config, self._directory)).updates if self._tables else 0
+            return read_ledger(store_path(self._config, self._directory)).updates
         except StoreError:
+            if self._counted:
+                raise
+            return None
+
+    def _ready(self, records: list[TrackerRecord], updates: int | None) -> list[TrackerRecord]:
+        """Without the steps that the replay stage has not counted, which come with a later call."""
+        if not self._counted:
+            return records
+        early = {made.key: made for made in records if made.name == "step" and made.step > (updates or 0)}
+        self._early |= early
+        return [made for made in records if made.key not in early]
+
+    def _due_tables(self, updates: int | None) -> list[tuple[TrackerRecord, Filters]]:
+        """Tables whose rollouts the store has; the others wait, for this reporter or the next one."""
+        if updates is None:
             return []
         due = {k: t for k, t in self._tables.items() if t[1].step is None or t[0].step <= updates}
         self._tables = {key: table for key, table in self._tables.items() if key not in due}

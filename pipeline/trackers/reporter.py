@@ -41,7 +41,6 @@ class Reporter:
         if name not in ADAPTERS:
             raise ConfigurationError(f"--to: expected one of {', '.join(ADAPTERS)}, got {name!r}")
         self._name = name
-        self._records = RunRecords(config, directory)
         path = delivery_path(directory, name)
         path.parent.mkdir(exist_ok=True)
         self._lock = FileLock(path.with_suffix(".lock"), f"another process reports {directory.path} to {name}")
@@ -52,11 +51,17 @@ class Reporter:
         title, project = config.trackers.name or config.run.name, config.trackers.project
         run = TrackedRun(str(self._delivery.run), title, project, directory.path.absolute(), config)
         self._tracker = open_(name, run)
-        if (before := self._delivery.place) != self._tracker.place:
-            if before is not None and self._tracker.is_empty():
-                log.info("%s has nothing of this run, which was sent to %s: all is sent", self._tracker.place, before)
-                self._file.write({"rewind": 0})
-            self._file.write({"place": self._tracker.place})
+        self._records = RunRecords(config, directory, self._tracker.reads_store)
+        before, place, rewinds = self._delivery.place, self._tracker.place, self._tracker.rewinds
+        asks = before is not None and (before != place or (rewinds and self._delivery.last_step > 0))
+        empty = asks and self._tracker.is_empty()
+        if rewinds and (before is None or empty):
+            self._tracker.rewind(0)  # it may have what a journal that is gone had sent
+        if empty:
+            log.info("%s has nothing of this run, which was sent to %s: all is sent", place, before)
+            self._file.write({"rewind": 0})
+        if before != place:
+            self._file.write({"place": place})
         if doubtful := self._delivery.doubtful:  # of a reporter that was killed
             held = self._tracker.held(doubtful)
             self._file.write({"held": sorted(held)})
@@ -84,7 +89,7 @@ class Reporter:
             curves = self._records.curves()
             if curves is not None and not self._delivery.knows(curves):
                 self._send([curves])
-        self._tracker.close()
+        self._tracker.close(self._records.finished)
         if self._delivery.doubtful:
             self._file.write({"sent": True})
         self._file.close()
@@ -121,8 +126,13 @@ def report(name: str, config: RunConfig, directory: RunDirectory, alive: Callabl
     Raises :class:`ConfigurationError`, :class:`pipeline.errors.StoreError` and :class:`TrackerError`.
     """
     ended = threading.Event()
+
+    def end(number: int, _: object) -> None:
+        ended.set()
+        signal.signal(number, signal.default_int_handler)  # a second one does not wait for the tracker
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
+        signal.signal(number, end)
     try:
         reporter = Reporter(name, config, directory)
         while alive() and not ended.is_set():

@@ -53,6 +53,9 @@ class TensorBoard(Tracker):
         found = {str(value.tensor.string_val[0].decode()) for value in values if value.tag == _KEY}
         return found & {entry.key for entry in entries}
 
+    def is_empty(self) -> bool:
+        return not self._files()
+
     def rewind(self, step: int) -> None:
         self.close()
         self._open(Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START)))
@@ -68,7 +71,7 @@ class TensorBoard(Tracker):
             os.fsync(self._file.fileno())
         return True
 
-    def close(self) -> None:
+    def close(self, finished: bool = True) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -76,7 +79,8 @@ class TensorBoard(Tracker):
     def _open(self, *first: Event) -> IO[bytes]:
         """A new file, which appears whole with its first events."""
         files = self._files()
-        path = self._folder / f"events.out.tfevents.{len(files):010d}.afterplay"
+        number = int(files[-1].suffixes[-2][1:]) + 1 if files else 0  # TensorBoard reads them by name
+        path = self._folder / f"events.out.tfevents.{number:010d}.afterplay"
         begin = [Event(wall_time=time.time(), file_version="brain.Event:2"), *first]
         if not files:
             settings = _text("configuration", [[f"<pre>{html.escape(self._run.run_file)}</pre>"]])
@@ -86,7 +90,7 @@ class TensorBoard(Tracker):
         return self._file
 
     def _files(self) -> list[Path]:
-        return sorted(self._folder.glob("events.out.tfevents.*"))
+        return sorted(self._folder.glob("events.out.tfevents.*.afterplay"))
 
 
 def _event(record: TrackerRecord) -> Event:

@@ -61,6 +61,8 @@ class Tracker(ABC):
     rewinds = False
     """True if it can drop what it has from a step on. Then a step that was made again replaces the first one; else
     the first one stays."""
+    reads_store = False
+    """True if it looks for rollouts in the store. Then a step waits until the replay stage has counted its update."""
 
     @abstractmethod
     def __init__(self, run: TrackedRun) -> None:
@@ -76,7 +78,8 @@ class Tracker(ABC):
         """Keys of those ``entries`` that it has. Asked once, after a kill, before anything is sent."""
 
     def is_empty(self) -> bool:
-        """True if it has nothing of the run, for certain. Asked where its :attr:`place` is another one than before."""
+        """True if it has nothing of the run, for certain. Asked where its :attr:`place` is another one than before, and
+        of a tracker that rewinds."""
         return False
 
     def rewind(self, step: int) -> None:
@@ -92,8 +95,8 @@ class Tracker(ABC):
         return True
 
     @abstractmethod
-    def close(self) -> None:
-        """Make everything durable."""
+    def close(self, finished: bool = True) -> None:
+        """Make everything durable. ``finished``: the run has made all its steps."""
 
 
 def trace_id(run: str, trajectory_id: str) -> str:

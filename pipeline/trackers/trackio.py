@@ -66,7 +66,7 @@ class Trackio(Tracker):
     def flush(self) -> bool:
         return False
 
-    def close(self) -> None:
+    def close(self, finished: bool = True) -> None:
         """Raises :class:`TrackerError` if rows are missing: trackio only warns where it could not write."""
         self._run.finish()
         if self._sent and (missing := {entry.key for entry in self._sent} - self.held(self._sent)):

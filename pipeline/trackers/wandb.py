@@ -70,8 +70,8 @@ class WeightsAndBiases(Tracker):
     def flush(self) -> bool:
         return False
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, finished: bool = True) -> None:
+        self._run.finish(exit_code=0 if finished else 1)
 
 
 def _rows(file: Path) -> Iterator[int]:

@@ -17,9 +17,10 @@ import pytest
 
 from pipeline.config.load import dump, loads
 from pipeline.runtime.run_directory import RunDirectory, write_bytes_atomically
-from pipeline.trackers.delivery import DeliveryFile
+from pipeline.trackers.delivery import DeliveryFile, TrackerRecord
 from pipeline.trackers.records import SECTIONS, numbers_of, step_numbers
 from pipeline.trackers.reporter import delivery_path
+from pipeline.trackers.tracker import TrackedRun
 
 Rows = Iterator[tuple[int, str, float]]
 """Step, name and value of each number in a store."""
@@ -148,3 +149,33 @@ def test_the_store_of_a_tracker_has_each_step_once_after_a_kill(
     file = DeliveryFile(path)
     assert file.delivery.doubtful == () and file.delivery.last_step == 24
     file.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_has_all_parameters_after_a_kill_takes_any_name_and_knows_how_the_run_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="NO MLFLOW HERE: pip install '.[mlflow]'")
+    from pipeline.trackers.mlflow import MLflow
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    config = loads("environments: {guess: {name: number_guess}}")
+    run = TrackedRun("a" * 32, "name", "project", tmp_path, config)
+    with monkeypatch.context() as patch:
+        send = mlflow.MlflowClient.log_batch
+        answers = iter([send])
+        patch.setattr(mlflow.MlflowClient, "log_batch", lambda *a, **named: next(answers)(*a, **named))
+        with pytest.raises(StopIteration):  # killed after the first request
+            MLflow(run)
+    tracker = MLflow(run)
+    names = ("acc/", "a//b", "../a", "", ".", "x" * 300, "\u2265 0,5")
+    numbers = {f"episode/signals/{name}": 0.5 for name in names}
+    tracker.send([(TrackerRecord("step/1", 1, 1.8e9, numbers), 0)])
+    for finished, status in ((False, "KILLED"), (True, "FINISHED")):
+        tracker.close(finished)
+        client = mlflow.MlflowClient()
+        (found,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
+        assert found.info.status == status
+    assert len(found.data.params) == len(run.settings)
+    assert len(found.data.metrics) == len(names)

@@ -89,6 +89,6 @@ class FakeTracker(Tracker):
             self._store.durable = len(self._store.records)
         return not self._store.buffers
 
-    def close(self) -> None:
+    def close(self, finished: bool = True) -> None:
         self._fuse.tick()
         self._store.durable = len(self._store.records)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -21,10 +22,11 @@ from typer.testing import CliRunner
 from pipeline.cli.app import app
 from pipeline.cli.replay import open_run
 from pipeline.errors import TrackerError
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.schema import Failure
-from pipeline.trackers import otel
+from pipeline.store import tables
 from pipeline.trackers.otel import OpenTelemetry
-from pipeline.trackers.reporter import Reporter
+from pipeline.trackers.reporter import Reporter, describe_delivery
 from pipeline.trackers.tracker import trace_id
 from tests.unit.show.making import Rollout, make_run
 
@@ -41,12 +43,17 @@ ROLLOUTS = [
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path: Path) -> Path:
     path = make_run(tmp_path / "some", ROLLOUTS, trackers={"rollouts": 0})
     line = {"step": 1, "time": 1e9 + 30, "started": 1e9 + 20, "finished": 1e9 + 30}
     (path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    monkeypatch.setattr(otel, "LATE_SECONDS_MAX", 0)  # this store has no counters
+    count_updates(path, 1)
     return path
+
+
+def count_updates(run: Path, updates: int) -> None:
+    with closing(tables.STORE.connect(run / "replay.sqlite")) as connection:
+        connection.execute("INSERT OR REPLACE INTO meta VALUES ('consumed', ?)", (str(updates),))
 
 
 def report(run: Path, exporter: SpanExporter) -> str:
@@ -98,6 +105,18 @@ def test_a_failed_attempt_is_an_error_that_no_update_follows(run: Path) -> None:
     (failed,) = [s for s in exporter.get_finished_spans() if s.status.status_code is StatusCode.ERROR]
     assert failed.status.description == "environment step: ValueError: no"
     assert traces(exporter)["g000001.3.0"].keys() == {"rollout", "order", "episode", "generate", "delivery"}
+
+
+def test_traces_of_an_update_wait_until_the_stage_has_counted_it(run: Path) -> None:
+    count_updates(run, 0)
+    report(run, InMemorySpanExporter())
+    exporter = InMemorySpanExporter()
+    assert describe_delivery(RunDirectory(run), "otel").startswith("otel has 0 of 1 steps")
+    with closing(Reporter("otel", *open_run(run), lambda _, tracked: OpenTelemetry(tracked, exporter))) as reporter:
+        assert reporter.advance() == 0
+        count_updates(run, 1)
+        assert reporter.advance() == 1
+    assert len(traces(exporter)) == 4
 
 
 class Collector(BaseHTTPRequestHandler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -279,6 +280,33 @@ def test_what_is_behind_is_told_with_the_command_that_completes_it(
     assert "has 0 of 2 steps" in describe_delivery(run.directory, "mlflow")
 
 
+@pytest.mark.parametrize("line", [b"\0" * 8, b"3", b'{"send": [["step/1"]]}', b'{"send": [["st'])
+def test_a_damaged_journal_loses_nothing(line: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, first, second = RunOnDisk(tmp_path), TrackerStore(), TrackerStore()
+    process = ReporterProcess(run, first, monkeypatch)
+    run.step()
+    process.advance(None, 0, complete=True)
+    journal = delivery_path(run.directory, "wandb")
+    journal.write_bytes(journal.read_bytes().replace(b"\n", b"\n" + line + b"\n", 1))
+    process.store = second
+    run.step()
+    process.advance(None, 0, complete=True)
+    assert second.keys == ["step/1", "step/2"] and first.ids.isdisjoint(second.ids)
+    assert describe_delivery(run.directory, "wandb") == "wandb has all 2 steps: memory"
+
+
+def test_a_tracker_that_rewinds_drops_what_a_journal_that_is_gone_had_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, store = RunOnDisk(tmp_path), TrackerStore(rewinds=True)
+    process = ReporterProcess(run, store, monkeypatch)
+    for _ in range(2):
+        run.step()
+        process.advance(None, 0, complete=True)
+        delivery_path(run.directory, "wandb").unlink()
+    assert store.keys == ["step/1", "step/2"]
+
+
 def count_updates(store: Path, updates: int) -> None:
     connection = tables.STORE.connect(store)
     connection.execute("INSERT OR REPLACE INTO meta VALUES ('consumed', ?)", (str(updates),))
@@ -338,3 +366,28 @@ def test_a_folder_without_code_is_no_package(tmp_path: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigurationError, match="expected the package offline_runs, which is not installed"):
         require_package("offline_runs")
+
+
+def test_a_second_signal_ends_a_reporter_that_waits_for_its_tracker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, raised = RunOnDisk(tmp_path), []
+
+    class Waiting(Reporter):
+        def __init__(self, *arguments) -> None:
+            """The server is away."""
+
+        def close(self, complete: bool = True) -> None:
+            for _ in range(3):
+                signal.raise_signal(signal.SIGTERM)
+                raised.append(1)
+
+    monkeypatch.setattr(reporter_module, "Reporter", Waiting)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            reporter_module.report("wandb", run.config, run.directory)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert len(raised) == 1
