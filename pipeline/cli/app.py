@@ -262,7 +262,7 @@ def report(
     from pipeline.trackers import reporter
 
     config, directory = open_run(run_directory, sets or ())
-    reporter.report(to, config, directory, lambda: follow and is_alive(directory))
+    reporter.report(to, config, directory, lambda: is_alive(directory), follow)
     typer.echo(reporter.describe_delivery(directory, to))
 
 

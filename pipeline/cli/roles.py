@@ -192,7 +192,7 @@ def reporter(file: File, index: Index = 0, sets: Sets = None) -> None:
     name = config.report_to[index]
     configure_logging(f"report-{name}", config.run.name)
     os.nice(REPORTER_NICENESS)
-    report(name, config, RunDirectory(config.run.path), lambda: True)
+    report(name, config, RunDirectory(config.run.path))
 
 
 def prepare(file: File, sets: Sets = None) -> None:

@@ -81,15 +81,15 @@ class Reporter:
             sent += self._send([r for r in records if not self._delivery.knows(r)])
         return sent
 
-    def close(self, complete: bool = True) -> None:
-        """``complete``: also send what is still new, and the curves."""
+    def close(self, complete: bool = True, goes_on: bool = False) -> None:
+        """``complete``: also send what is still new, and the curves. ``goes_on``: the run is alive."""
         if complete:
             self.advance()
             self.advance()  # tables of rollouts come a call after their steps
             curves = self._records.curves()
             if curves is not None and not self._delivery.knows(curves):
                 self._send([curves])
-        self._tracker.close(self._records.finished)
+        self._tracker.close(goes_on or self._records.finished)
         if self._delivery.doubtful:
             self._file.write({"sent": True})
         self._file.close()
@@ -120,8 +120,11 @@ class Reporter:
         return len(full)
 
 
-def report(name: str, config: RunConfig, directory: RunDirectory, alive: Callable[[], bool] = lambda: False) -> None:
-    """Send everything that the run directory has, and what is added while ``alive``, until SIGTERM or SIGINT.
+def report(
+    name: str, config: RunConfig, directory: RunDirectory, alive: Callable[[], bool] | None = None, follow: bool = True
+) -> None:
+    """Send everything that the run directory has, and with ``follow`` what is added while the run is ``alive``, until
+    SIGTERM or SIGINT. With None this process is a part of the run, which ends with it.
 
     Raises :class:`ConfigurationError`, :class:`pipeline.errors.StoreError` and :class:`TrackerError`.
     """
@@ -135,10 +138,10 @@ def report(name: str, config: RunConfig, directory: RunDirectory, alive: Callabl
         signal.signal(number, end)
     try:
         reporter = Reporter(name, config, directory)
-        while alive() and not ended.is_set():
+        while follow and (alive is None or alive()) and not ended.is_set():
             reporter.advance()
             ended.wait(INTERVAL_SECONDS)
-        reporter.close()
+        reporter.close(goes_on=alive is not None and alive())
     except AfterplayError:
         raise
     except Exception as error:

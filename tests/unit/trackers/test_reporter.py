@@ -368,6 +368,27 @@ def test_a_folder_without_code_is_no_package(tmp_path: Path, monkeypatch: pytest
         require_package("offline_runs")
 
 
+@pytest.mark.parametrize(("total", "goes_on", "finished"), [(2, False, True), (3, False, False), (3, True, True)])
+def test_a_tracker_is_told_whether_the_run_made_all_its_steps(
+    total: int, goes_on: bool, finished: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, told = RunOnDisk(tmp_path), []
+
+    class Told(FakeTracker):
+        def close(self, finished: bool = True) -> None:
+            super().close()
+            told.append(finished)
+
+    monkeypatch.setattr(RunRecords, "curves", lambda self: None)
+    run.config = RunConfig.model_validate({**run.config.model_dump(), "run": {"total_steps": total}})
+    run.step()
+    run.step()
+    store, fuse = TrackerStore(), Fuse()
+    reporter = Reporter("wandb", run.config, run.directory, lambda name, tracked: Told(store, fuse, tracked))
+    reporter.close(goes_on=goes_on)
+    assert told == [finished]
+
+
 def test_a_second_signal_ends_a_reporter_that_waits_for_its_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,7 +398,10 @@ def test_a_second_signal_ends_a_reporter_that_waits_for_its_tracker(
         def __init__(self, *arguments) -> None:
             """The server is away."""
 
-        def close(self, complete: bool = True) -> None:
+        def advance(self) -> int:
+            return 0
+
+        def close(self, complete: bool = True, goes_on: bool = False) -> None:
             for _ in range(3):
                 signal.raise_signal(signal.SIGTERM)
                 raised.append(1)
@@ -386,7 +410,7 @@ def test_a_second_signal_ends_a_reporter_that_waits_for_its_tracker(
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with pytest.raises(KeyboardInterrupt):
-            reporter_module.report("wandb", run.config, run.directory)
+            reporter_module.report("wandb", run.config, run.directory, lambda: False)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
