@@ -77,18 +77,18 @@ class OpenTelemetry(Tracker):
 
     def send(self, records: Sequence[tuple[TrackerRecord, int]]) -> None:
         """Raises :class:`TrackerError` if the collector does not take the spans."""
+        reader = RunReader(self._run.config, RunDirectory(self._run.directory))  # once: it looks at every trace file
         for record, _ in records:
             if record.name == "step":
-                self._trace(record)
+                self._trace(record, reader)
 
     def close(self, finished: bool = True) -> None:
         self._provider.shutdown()
         self._exporter.shutdown()
 
-    def _trace(self, record: TrackerRecord) -> None:
+    def _trace(self, record: TrackerRecord, reader: RunReader) -> None:
         begin, end = (record.numbers.get(f"time/{name}", record.time) for name in ("started", "finished"))
         orders = orders_of_update(self._path, record.step - 1)
-        reader = RunReader(self._run.config, RunDirectory(self._run.directory))
         rows = reader.listing(Filters(among=frozenset(orders)), "oldest", limit=len(orders)).rows
         for found in reader.find(rows, Span(record.step, record.step)):
             self._rollout(found, list(pieces(found, *orders[found.listed.trajectory_id], begin, end)))
