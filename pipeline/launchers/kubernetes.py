@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import ssl
 import sys
 import tempfile
@@ -101,8 +102,15 @@ def launch(request: Launch) -> int:
             sets = [f"statefulset/{name}-{role}", "--current-replicas=0", f"--replicas={values[role].get('pods', 1)}"]
             run_program([kubectl, *place, "scale", *sets], check=False)
         print(run_program(install).stdout, end="")
-    print(f"kubectl get pods -l app.kubernetes.io/instance={name} shows the pods; helm uninstall {name} ends the run")
+    there = shlex.join([*place, "-l", f"app.kubernetes.io/instance={name}"])
+    print(f"`kubectl get pods {there}` shows the pods; `{_uninstall(name, place)}` ends the run")
     return ExitCode.FINISHED
+
+
+def _uninstall(name: str, place: Iterable[str]) -> str:
+    """The command that ends a run; ``place``: options of kubectl that choose the cluster and namespace."""
+    options = [re.sub("^--context=", "--kube-context=", option) for option in place]
+    return shlex.join(["helm", "uninstall", name, *options])
 
 
 def _make_secrets(kubectl: list[str], name: str, actors: int) -> None:
@@ -121,8 +129,9 @@ def _make_secrets(kubectl: list[str], name: str, actors: int) -> None:
     if keys < actors:
         raise ConfigurationError(
             f"expected keys for {actors} actors ({SCALE_MAX} times actor.replicas), got {keys} in the secret "
-            f"{name}-actor-keys: set actor.replicas to at most {keys // SCALE_MAX}, or end the run with `helm "
-            f"uninstall {name}`, remove its keys with `kubectl delete secret {' '.join(owners)}`, and repeat this"
+            f"{name}-actor-keys: set actor.replicas to at most {keys // SCALE_MAX}, or end the run with "
+            f"`{_uninstall(name, kubectl[1:])}`, remove its keys with "
+            f"`{shlex.join(['kubectl', 'delete', 'secret', *kubectl[1:], *owners])}`, and repeat this"
         )
 
 
@@ -132,8 +141,9 @@ def write_files(config: RunConfig, values: dict[str, Any], folder: Path) -> list
     write_bytes_atomically(folder / VALUES, dump_yaml(values).encode())
     texts = {"config": folder / FILE, "alerts": GRAFANA / "prometheus" / "alerts.yml"}
     texts |= {f"dashboards.{path.stem}": path for path in sorted((GRAFANA / "dashboards").glob("*.json"))}
-    named = (("--set-file", f"{name}={path}") for name, path in texts.items())
-    return ["--values", str(folder / VALUES), *itertools.chain.from_iterable(named)]
+    named = (("--set-file", name + "=" + re.sub(r"[\\,]", r"\\\g<0>", str(path))) for name, path in texts.items())
+    values_file = str(folder / VALUES).replace('"', '""')  # helm splits lists of files at commas, as those of a CSV
+    return ["--values", f'"{values_file}"', *itertools.chain.from_iterable(named)]
 
 
 def _show(config: RunConfig, values: dict[str, Any], request: Launch) -> int:

@@ -187,6 +187,17 @@ def test_a_namespace_that_helm_is_to_make_is_there_before_the_keys(monkeypatch: 
     assert made[0] == ["kubectl", "--namespace=rl", "create", "namespace", "rl"]
 
 
+def test_printed_commands_are_for_the_cluster_and_namespace_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Cluster(monkeypatch)
+    config = load(ROOT / "configs" / "tiny.yaml", environment={})
+    kubernetes.launch(Launch(config, arguments=("-n", "rl", "--kube-context=my lab")))
+    shown, ends = capsys.readouterr().out.split("`")[1::2]
+    assert shown == "kubectl get pods --namespace=rl '--context=my lab' -l app.kubernetes.io/instance=tiny"
+    assert ends == "helm uninstall tiny --namespace=rl '--kube-context=my lab'"
+
+
 class Api(BaseHTTPRequestHandler):
     """The scale of stateful sets, of which there is none of an engine."""
 
