@@ -14,12 +14,22 @@ from typing import Any
 
 from afterplay.run import Run, Supervised, reason_in
 from afterplay.run_file import Config, EnvironmentName, assignments, read_run_file
+from pipeline.config.explain import resolve as resolve_run
 from pipeline.errors import ConfigurationError, RunFailed
 from pipeline.runtime.children import ChildGroup, OrphanReaper, module_command, wait_passively
 from pipeline.runtime.plugins import load_main, resolve
 from pipeline.runtime.run_directory import RunDirectory, read_json
 from pipeline.store.evaluation_results import read_results
-from pipeline.supervisor.run import RunIsAlive, empty_directory, require_unused_store, run_lock
+from pipeline.supervisor.inventory import local_inventory
+from pipeline.supervisor.plan import plan
+from pipeline.supervisor.preflight import check_before_run
+from pipeline.supervisor.run import (
+    RunIsAlive,
+    empty_directory,
+    require_run_directory,
+    require_unused_store,
+    run_lock,
+)
 
 OUTPUT_BYTES_MAX = 1 << 16
 _RESULTS = re.compile(r"^written to (.+)$", re.MULTILINE)
@@ -54,8 +64,11 @@ def train(
     directory, run = run_file.directory, run_file.config.run
     with _locked(directory):
         if fresh:
+            require_run_directory(directory)
             require_unused_store(run_file.config, directory, fresh=True)
-            empty_directory(directory)
+            fitting = plan(load_main("learner.process.preflight:with_options")(run_file.config), local_inventory())
+            check_before_run(resolve_run(fitting.fitting().config), fresh=True)
+            empty_directory(directory)  # after all that may refuse the run
         if (finished := read_json(directory.finished_file)) and finished["steps"] >= run.total_steps:
             warnings.warn(
                 f"{directory.path} is finished: {finished['steps']} steps. Continue it with a larger run.total_steps, "

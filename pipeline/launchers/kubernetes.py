@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import ssl
 import sys
 import tempfile
@@ -52,8 +53,32 @@ KEYS_MIN = 64
 """Actors that get keys from the start, so that a run can be given more of them."""
 START_SECONDS = 300
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
-HELM_VARIABLES = {"HELM_NAMESPACE": "--namespace", "HELM_KUBECONTEXT": "--kube-context"}
+HELM_VARIABLES = {
+    "HELM_NAMESPACE": "--namespace",
+    "HELM_KUBECONTEXT": "--kube-context",
+    "HELM_KUBEAPISERVER": "--kube-apiserver",
+    "HELM_KUBETOKEN": "--kube-token",
+    "HELM_KUBECAFILE": "--kube-ca-file",
+    "HELM_KUBEASUSER": "--kube-as-user",
+    "HELM_KUBETLS_SERVER_NAME": "--kube-tls-server-name",
+    "HELM_KUBEINSECURE_SKIP_TLS_VERIFY": "--kube-insecure-skip-tls-verify",
+}
 """Environment variables that helm reads and kubectl does not, and the options that they stand for."""
+SWITCH = "--kube-insecure-skip-tls-verify"
+KUBECTL_OPTIONS = {
+    "-n": "--namespace",
+    "--namespace": "--namespace",
+    "--kubeconfig": "--kubeconfig",
+    "--kube-context": "--context",
+    "--kube-apiserver": "--server",
+    "--kube-token": "--token",
+    "--kube-ca-file": "--certificate-authority",
+    "--kube-as-user": "--as",
+    "--kube-as-group": "--as-group",
+    "--kube-tls-server-name": "--tls-server-name",
+    SWITCH: "--insecure-skip-tls-verify",
+}
+"""Options of helm that choose a cluster, and those of kubectl."""
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 API, API_SECONDS_MAX = "https://kubernetes.default.svc", 30.0
@@ -101,8 +126,20 @@ def launch(request: Launch) -> int:
             sets = [f"statefulset/{name}-{role}", "--current-replicas=0", f"--replicas={values[role].get('pods', 1)}"]
             run_program([kubectl, *place, "scale", *sets], check=False)
         print(run_program(install).stdout, end="")
-    print(f"kubectl get pods -l app.kubernetes.io/instance={name} shows the pods; helm uninstall {name} ends the run")
+    there = shlex.join([*_shown(place), "-l", f"app.kubernetes.io/instance={name}"])
+    print(f"`kubectl get pods {there}` shows the pods; `{_uninstall(name, place)}` ends the run")
     return ExitCode.FINISHED
+
+
+def _shown(place: Iterable[str]) -> list[str]:
+    """The options of kubectl in ``place`` that may be printed: no tokens."""
+    return [option for option in place if option.startswith(("--namespace=", "--context=", "--kubeconfig="))]
+
+
+def _uninstall(name: str, place: Iterable[str]) -> str:
+    """The command that ends a run; ``place``: options of kubectl that choose the cluster and namespace."""
+    options = [re.sub("^--context=", "--kube-context=", option) for option in _shown(place)]
+    return shlex.join(["helm", "uninstall", name, *options])
 
 
 def _make_secrets(kubectl: list[str], name: str, actors: int) -> None:
@@ -121,8 +158,9 @@ def _make_secrets(kubectl: list[str], name: str, actors: int) -> None:
     if keys < actors:
         raise ConfigurationError(
             f"expected keys for {actors} actors ({SCALE_MAX} times actor.replicas), got {keys} in the secret "
-            f"{name}-actor-keys: set actor.replicas to at most {keys // SCALE_MAX}, or end the run with `helm "
-            f"uninstall {name}`, remove its keys with `kubectl delete secret {' '.join(owners)}`, and repeat this"
+            f"{name}-actor-keys: set actor.replicas to at most {keys // SCALE_MAX}, or end the run with "
+            f"`{_uninstall(name, kubectl[1:])}`, remove its keys with "
+            f"`{shlex.join(['kubectl', 'delete', 'secret', *_shown(kubectl[1:]), *owners])}`, and repeat this"
         )
 
 
@@ -132,8 +170,9 @@ def write_files(config: RunConfig, values: dict[str, Any], folder: Path) -> list
     write_bytes_atomically(folder / VALUES, dump_yaml(values).encode())
     texts = {"config": folder / FILE, "alerts": GRAFANA / "prometheus" / "alerts.yml"}
     texts |= {f"dashboards.{path.stem}": path for path in sorted((GRAFANA / "dashboards").glob("*.json"))}
-    named = (("--set-file", f"{name}={path}") for name, path in texts.items())
-    return ["--values", str(folder / VALUES), *itertools.chain.from_iterable(named)]
+    named = (("--set-file", name + "=" + re.sub(r"[\\,]", r"\\\g<0>", str(path))) for name, path in texts.items())
+    values_file = str(folder / VALUES).replace('"', '""')  # helm splits lists of files at commas, as those of a CSV
+    return ["--values", f'"{values_file}"', *itertools.chain.from_iterable(named)]
 
 
 def _show(config: RunConfig, values: dict[str, Any], request: Launch) -> int:
@@ -292,18 +331,16 @@ def cluster_options(arguments: Iterable[str]) -> list[str]:
     >>> cluster_options(["-n", "rl", "--kube-context=lab", "--set", "a=b"])
     ['--namespace=rl', '--context=lab']
     """
-    names = {"-n": "--namespace", "--namespace": "--namespace", "--kubeconfig": "--kubeconfig"}
-    names["--kube-context"] = "--context"
     found, name = [], ""
     for argument in arguments:
         option, _, value = re.sub(r"^-n(?=[^=])", "-n=", argument).partition("=")  # -nrl is -n rl
         if name:
             found.append(f"{name}={argument}")
             name = ""
-        elif option in names and value:
-            found.append(f"{names[option]}={value}")
+        elif option in KUBECTL_OPTIONS and (value or option == SWITCH):
+            found.append(f"{KUBECTL_OPTIONS[option]}={value or 'true'}")
         else:
-            name = names.get(option, "")
+            name = KUBECTL_OPTIONS.get(option, "")
     return found
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +33,7 @@ from pipeline.runtime.engine_keys import find_digests
 from pipeline.runtime.process import ADDRESS, ExitCode
 from pipeline.runtime.run_directory import RunDirectory, write_bytes_atomically
 from pipeline.store.store import store_path
-from pipeline.supervisor.cluster import Cluster
+from pipeline.supervisor.cluster import Cluster, Found
 from pipeline.supervisor.inventory import Inventory, Node
 from pipeline.supervisor.plan import Place, plan
 from pipeline.supervisor.processes import PROBE_SECONDS_MAX, HealthAnswer, ProcessLost, ProcessSpec, Waiting
@@ -106,6 +106,21 @@ class RayCluster(Cluster):
     """Addresses of a run whose engines may move: they are in a file of the run directory."""
 
     replay_port: int = 0
+    ray: Any = None
+    store_node: str = ""
+    """Ray's name of the node with ``stage.store``; empty: the store is in the run directory."""
+
+    def at_store(self, look: Callable[[], Found]) -> Found:
+        """As for any cluster."""
+        if not self.store_node:
+            return look()
+        try:
+            found: Found = self.ray.get(_on_node(self.ray, _call, self.store_node).remote(look))
+        except ConfigurationError as error:  # Ray's has a traceback in its words
+            raise ConfigurationError(
+                f"node {self.inventory.nodes[0].name}: {getattr(error, 'cause', error)}"
+            ) from error
+        return found
 
     def addressed(self, config: RunConfig) -> RunConfig:
         """As for any cluster; the replay stage gets its address later, for its node may be another than ours."""
@@ -149,7 +164,8 @@ def cluster_of(ray: Any, config: RunConfig, directory: RunDirectory) -> RayClust
     if not port:
         host = inventory.nodes[0].address
         port = ray.get(_on_node(ray, free_ports, str(found[0]["NodeID"])).remote(host, 1))
-    return RayCluster(inventory, lambda place, command: command, port)
+    store_node = str(found[0]["NodeID"]) if config.stage.store is not None else ""
+    return RayCluster(inventory, lambda place, command: command, port, ray, store_node)
 
 
 def inventory_of(nodes: Sequence[Mapping[str, Any]]) -> Inventory:
@@ -168,6 +184,10 @@ def lost(node: Node, error: Exception) -> ProcessLost:
     """For a keeper that has ended. Ray's last words tell whether its node did, or why it could not be started there."""
     *_, said = str(error).strip().splitlines() or [type(error).__name__]
     return ProcessLost(f"its node {node.name} is lost, or Ray's process for it: {said.strip()}")
+
+
+def _call(look: Callable[[], Found]) -> Found:
+    return look()
 
 
 def _on_node(ray: Any, function: Any, node: str) -> Any:

@@ -13,6 +13,7 @@ keeps a job that has lost its first node; a step on the others (:func:`watch`) p
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import re
@@ -39,17 +40,20 @@ from pipeline.runtime.children import module_command
 from pipeline.runtime.process import ADDRESS, ExitCode
 from pipeline.runtime.run_directory import RunDirectory, write_bytes_atomically
 from pipeline.supervisor.cluster import Cluster
+from pipeline.supervisor.history import compare
 from pipeline.supervisor.inventory import Inventory, Node, given_inventory, local_inventory
 from pipeline.supervisor.plan import Place, Plan, plan
-from pipeline.supervisor.run import empty_directory, require_unused_store, run, run_lock
+from pipeline.supervisor.run import empty_directory, require_run_directory, require_unused_store, run, run_lock
 
 JOB = "SLURM_JOB_ID"
 NOTICE_SECONDS = 60
 """SLURM sends the signal up to a minute late, so the notice is so much longer than the drain."""
 COMMAND_SECONDS_MAX = 60.0
 """For one command of SLURM."""
-RETRY_SECONDS = 1.0
-"""Between two attempts to ask SLURM's controller."""
+AWAY_SECONDS_MAX, RETRY_SECONDS = 3600.0, 1.0
+"""SLURM's controller may be away for so long, as for its update; time between two attempts to ask it."""
+SIGNAL_SECONDS_MAX = 5.0
+"""For each question to the controller in a drain, which has little time."""
 WATCH = "watch"
 WATCH_SECONDS = 30.0
 """Name of the step that watches the first node, and the time between two looks."""
@@ -76,8 +80,9 @@ def submit(request: Launch) -> int:
     the original have no effect on it."""
     if not re.fullmatch(r"\d*", request.nodes):
         raise ConfigurationError(f"--nodes: expected a number, for SLURM chooses the nodes, got {request.nodes!r}")
-    if not request.dry_run:
-        require_program("sbatch", "run this on a login node of the cluster, or see the job with --dry-run")
+    sbatch = (
+        "" if request.dry_run else require_program("sbatch", "run this on a login node, or see the job with --dry-run")
+    )
     inventory = given_inventory(request.gpus, request.nodes or "1", Inventory((Node("here"),)))
     chosen = plan(request.config, inventory).fitting()
     directory = RunDirectory(request.config.run.path.absolute())
@@ -87,10 +92,14 @@ def submit(request: Launch) -> int:
         print(text, end="")
         return ExitCode.FINISHED
     if not request.dry_run:
-        with run_lock(directory, mark=False):
+        with run_lock(directory, mark=False):  # what is refused is refused before anything is changed
             if request.fresh:
+                require_run_directory(directory)
                 require_unused_store(request.config, directory, fresh=True)
+                run_program([sbatch, "--test-only"], stdin=text, seconds_max=COMMAND_SECONDS_MAX)
                 empty_directory(directory)
+            else:
+                compare(directory, request.config)
     placed = request.config.updated(run={"directory": directory.path.parent})
     write_bytes_atomically(folder / FILE, dump(placed).encode())
     write_bytes_atomically(folder / SCRIPT, text.encode())
@@ -142,30 +151,34 @@ def run_job(job: str, request: Launch) -> int:
     facts = job_facts(job)
     os.environ[RESTARTS] = restarts = facts.get("Restarts", "0")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    code, lost = ExitCode.FINISHED, set[str]()
+    code, nodes = ExitCode.FINISHED, tuple[Node, ...]()
     try:
         inventory = job_inventory()
         if facts.get("BatchFlag") == "1" and len(inventory.nodes) > 1:
             start_watch(inventory, directory.path / LOG)
         cluster = Cluster(inventory, partial(step_command, inventory, directory.path))
         code = run(request.config, request.fresh and restarts == "0", cluster=cluster)
-        lost = {node.name for node in inventory.nodes} - set(nodes_of(job))
+        nodes = inventory.nodes
     except SystemExit:  # SIGTERM, before the supervisor listens to it
         print("stopped by SIGTERM before the run began", flush=True)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # only the queue is left
-    stopped = (lost or code in (ExitCode.FINISHED, ExitCode.FORCED)) and not directory.finished_file.exists()
     # The start before, on a first node that hangs, may hold the lock until that node is back or given up.
     waits = code == ExitCode.BUSY and restarts != "0"
-    if (stopped or waits) and goes_back(job_facts(job)):
+    if directory.finished_file.exists() and not waits:
+        return code
+    facts = job_facts(job)
+    lost = {node.name for node in nodes} - set(node_names(facts))
+    if (lost or waits or code in (ExitCode.FINISHED, ExitCode.FORCED)) and goes_back(facts):
         print(f"job {job} goes back into the queue, and continues from {directory.path}", flush=True)
         command_output("scontrol", "requeue", job)
     return code
 
 
-def job_facts(job: str) -> dict[str, str]:
+def job_facts(job: str, seconds_max: float | None = None) -> dict[str, str]:
     """Facts of ``scontrol show job``; none if SLURM has started the job again, for which this process, on a node that
     hung and came back, must do nothing."""
-    facts = dict(re.findall(r"(\w+)=(\S*)", command_output("scontrol", "-o", "show", "job", job)))
+    shown = command_output("scontrol", "-o", "show", "job", job, seconds_max=seconds_max)
+    facts = dict(re.findall(r"(\w+)=(\S*)", shown))
     restarts = facts.get("Restarts")
     return facts if os.environ.get(RESTARTS, restarts) == restarts else {}
 
@@ -246,21 +259,27 @@ def step_command(inventory: Inventory, folder: Path, place: Place, command: Sequ
     ]
 
 
-def command_output(name: str, *arguments: str) -> str:
+def command_output(name: str, *arguments: str, seconds_max: float | None = None) -> str:
     """Standard output of a program of SLURM. Raises :class:`ConfigurationError` with what it said if it fails: one that
-    asks the controller only after ``COMMAND_SECONDS_MAX``, for that may be starting again."""
-    program, begun = require_program(name, "run this where SLURM is installed"), time.monotonic()
+    asks the controller only after ``seconds_max``; None: as long as that may be starting again or away."""
+    program, begun, waits = require_program(name, "run this where SLURM is installed"), time.monotonic(), False
     while True:
         try:
-            return run_program([program, *arguments], seconds_max=COMMAND_SECONDS_MAX).stdout
-        except ConfigurationError:
-            if name not in ("scontrol", "squeue") or time.monotonic() - begun > COMMAND_SECONDS_MAX:
+            return run_program([program, *arguments], seconds_max=seconds_max or COMMAND_SECONDS_MAX).stdout
+        except ConfigurationError as error:
+            away = "Unable to contact" in str(error)
+            limit = seconds_max or (AWAY_SECONDS_MAX if away else COMMAND_SECONDS_MAX)
+            if name not in ("scontrol", "squeue") or time.monotonic() - begun > limit:
                 raise
+            if away and not waits:
+                print(f"waiting for SLURM's controller: {error}", flush=True)
+            waits = away
         time.sleep(RETRY_SECONDS)
 
 
 PASSED_ON = (signal.SIGTERM, signal.SIGCHLD)
 """Signals that a step waits for: the supervisor's, and the end of ``srun``."""
+PR_SET_PDEATHSIG = 1
 PORTS_A_LINE = 100
 
 
@@ -285,46 +304,60 @@ def run_step(name: str, addresses: dict[str, str], pinned: bool, command: Sequen
     supervisor drains, and the job goes back into the queue for another node.
     """
     job = os.environ["SLURM_JOB_ID"]
-    node = choose_node(tuple(addresses), nodes_of(job), pinned)
+    node = choose_node(tuple(addresses), node_names(job_facts(job)), pinned)
     if node is None:
         print(f"{name}: its node {next(iter(addresses))} is lost, and it cannot move: ending the run", flush=True)
         return ExitCode.CONFIGURATION
-    signal_steps(job, name, "KILL")  # srun can be killed without its process
+    with suppress(ConfigurationError):  # they have ended meanwhile
+        signal_steps(job, name, "KILL")  # srun can be killed without its process
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     step = subprocess.Popen(
         [
-            "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", f"--job-name={name}",
-            "--cpu-bind=none", "--mem=0", "--input=none", "--quiet", "env", f"{ADDRESS}={addresses[node]}", *command,
+            "srun", "--disable-status", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}",
+            f"--job-name={name}", "--cpu-bind=none", "--mem=0", "--input=none", "--quiet", "env",
+            f"{ADDRESS}={addresses[node]}", *command,
         ],
-        preexec_fn=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, PASSED_ON),
+        process_group=0,  # whoever kills our group ends srun by its parent's death, which ends the step
+        preexec_fn=partial(begin_srun, ctypes.CDLL(None)),
     )  # fmt: skip
     while (code := step.poll()) is None:
-        # On SIGTERM srun itself would kill the step.
-        if signal.sigwait(PASSED_ON) == signal.SIGTERM and not signal_steps(job, name, "TERM"):
-            step.terminate()
+        if signal.sigwait(PASSED_ON) == signal.SIGTERM:
+            pass_on(step, job, name)
     return code if code >= 0 else 128 - code
 
 
-def nodes_of(job: str) -> list[str]:
-    """Nodes that this start of a job has now. One that is lost leaves the list."""
-    return node_names(job_facts(job))
+def begin_srun(libc: ctypes.CDLL) -> None:
+    """Let ``srun`` get signals again, and SIGTERM when this process is killed."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+
+
+def pass_on(step: subprocess.Popen[bytes], job: str, name: str) -> None:
+    """Send SIGTERM to the process of the step ``name``, which ``srun`` in ``step`` runs. Without the controller it gets
+    SIGINT, which means the same to roles: srun passes that on by itself once the process runs."""
+    try:
+        if not signal_steps(job, name, "TERM", SIGNAL_SECONDS_MAX):
+            step.terminate()  # a step that has begun would be killed
+    except ConfigurationError:
+        step.send_signal(signal.SIGINT)
 
 
 def node_names(facts: Mapping[str, str]) -> list[str]:
-    """The nodes in facts of a job."""
+    """The nodes that a job has, by its facts. One that is lost leaves the list."""
     nodes = facts.get("NodeList")
     return command_output("scontrol", "show", "hostnames", nodes).splitlines() if nodes else []
 
 
-def signal_steps(job: str, name: str, kind: str) -> bool:
-    """Send a signal to the steps of this name; False if there is none."""
-    if not job_facts(job):
+def signal_steps(job: str, name: str, kind: str, seconds_max: float | None = None) -> bool:
+    """Send a signal to the steps of this name; False if there is none. Raises :class:`ConfigurationError` if that
+    fails, as :func:`command_output` does."""
+    if not job_facts(job, seconds_max):
         return False
-    shown = command_output("squeue", "-h", "-s", "-j", job, "-o", "%i %j").splitlines()
+    shown = command_output("squeue", "-h", "-s", "-j", job, "-o", "%i %j", seconds_max=seconds_max).splitlines()
     found = [line.split(maxsplit=1) for line in shown]
     steps = [step for step, of in found if of.strip() == name]
     if steps:
-        subprocess.run(["scancel", f"--signal={kind}", *steps], check=False, capture_output=True)
+        command_output("scancel", f"--signal={kind}", *steps)
     return bool(steps)
 
 

@@ -172,7 +172,6 @@ WITH replayed AS (
     FROM trajectories t LEFT JOIN groups g ON g.group_number = t.group_number LEFT JOIN pool p ON p.row_id = t.row_id
     LEFT JOIN tasks k ON k.task_id = p.task_id LEFT JOIN replayed x ON x.row_id = t.row_id
 )"""
-_FAILURE = "lower(coalesce(CAST(failure AS TEXT), '') || ' ' || reason)"
 _TASK = "json_extract(CAST(task AS TEXT), '$.{}')"
 
 
@@ -261,6 +260,7 @@ def list_store(path: Path, filters: Filters, sort: Sort, reverse: bool, limit: i
     where, values = _conditions(filters)
     down = "DESC" if largest_first != reverse else "ASC"
     with reading(path) as connection:
+        connection.create_function("failed_with", 3, _failed_with, deterministic=True)
         (count,) = connection.execute(f"{_ROWS} SELECT count(*) FROM rows {where}", values).fetchone()
         rows = connection.execute(
             f"{_ROWS} SELECT * FROM rows {where} ORDER BY {column} IS NULL, {column} {down}, row_id {down} LIMIT ?",
@@ -324,7 +324,7 @@ def _conditions(f: Filters) -> tuple[str, list[Any]]:
     if f.failure is not None:
         add("(failure IS NOT NULL OR (state = 'dropped' AND reason IN ('failed', 'unscored', 'aborted')))")
         if f.failure:
-            add(f"instr({_FAILURE}, ?) > 0", f.failure.lower())
+            add("failed_with(failure, reason, ?)", f.failure)
     if f.kept is not None:
         add(
             "(trajectory_id IN (SELECT value FROM json_each(?)) OR row_id IN (SELECT row_id FROM payloads))",
@@ -335,6 +335,13 @@ def _conditions(f: Filters) -> tuple[str, list[Any]]:
     if f.replayed:
         add("n_replays > 0")
     return (f"WHERE {' AND '.join(parts)}" if parts else ""), values
+
+
+def _failed_with(failure: bytes | None, reason: str, text: str) -> bool:
+    """True if ``text`` is in the parts of a failure, as they are listed, or in the reason. SQLite itself knows neither
+    JSON's escapes nor capital letters beyond ASCII."""
+    said = (*orjson.loads(failure or b"{}").values(), reason)
+    return text.casefold() in ": ".join(map(str, said)).casefold()
 
 
 def _bounds(span: Span) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pipeline.config import RunConfig
 from pipeline.config.explain import bracketed, split_address
@@ -21,6 +22,7 @@ from pipeline.supervisor.inventory import Inventory
 from pipeline.supervisor.plan import Place
 
 ANY_HOST = "0.0.0.0"
+Found = TypeVar("Found")
 
 
 def require_own_addresses(engine: EngineConfig) -> None:
@@ -55,6 +57,10 @@ class Cluster:
             everywhere = "::" if any(":" in node.address for node in nodes) else ANY_HOST
             changed |= {name: {"host": everywhere} for name, host in hosts.items() if is_loopback(host)}
         return config.updated(**changed)
+
+    def at_store(self, look: Callable[[], Found]) -> Found:
+        """``look``, called on the node with the store."""
+        return look()
 
     def taken_ports(self, places: Iterable[Place]) -> frozenset[int] | None:
         """Ports in use on the nodes of the engines in ``places``; None where a node does not know its own."""

@@ -192,7 +192,8 @@ def run(
                 config = resolve(cluster.addressed(chosen.config), cluster.taken_ports(chosen.places))
                 config = cluster.located(config, chosen.places)
             resumed = None if fresh else compare(directory, config)
-            require_unused_store(config, directory, fresh)
+            asks = partial(require_unused_store, config, directory, fresh)
+            asks() if cluster is None else cluster.at_store(asks)
             # else other machines prepare the model and reach the engines
             notes = check_before_run(config, fresh) if cluster is None else []
             if fresh:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config.load import load
+from pipeline.config.load import load, loads
 from pipeline.launchers.kubernetes import CHART, KEEPING, launch, values_of, write_files
 from pipeline.launchers.launcher import Launch
 from tests.support.helm import find_helm
@@ -93,6 +93,15 @@ def test_every_manifest_is_valid_and_every_container_without_rights(scene: str, 
     written = next(m["data"]["run.yaml"] for m in manifests if m["metadata"]["name"].endswith("-config"))
     (tmp_path / "written.yaml").write_text(written)
     assert load(tmp_path / "written.yaml", environment={}) == config, "the pods read the same configuration"
+
+
+def test_helm_reads_run_file_alerts_and_dashboards_from_any_folder(helm: Path, tmp_path: Path) -> None:
+    config, values = values_of(request_of("tiny"))
+    folder = tmp_path / "a, b\\c=[0]"
+    folder.mkdir()
+    text = call(helm, "template", "tiny", CHART, *write_files(config, values, folder))
+    written = (manifest.get("data", {}).get("run.yaml") for manifest in yaml.safe_load_all(text) if manifest)
+    assert [loads(text, "the pods") for text in written if text] == [config]
 
 
 def oldest_version() -> str:

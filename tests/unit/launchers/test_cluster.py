@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +20,14 @@ from pipeline.launchers.launcher import LAUNCHERS, Launch, launch, require_progr
 from pipeline.runtime.plugins import load_main
 from pipeline.runtime.process import ADDRESS
 from pipeline.runtime.run_directory import RunDirectory
-from pipeline.supervisor.cluster import Cluster
+from pipeline.store.journal import Changes
+from pipeline.store.store import ReplayStore
+from pipeline.supervisor.cluster import Cluster, Found
+from pipeline.supervisor.history import Resumed, write_start
 from pipeline.supervisor.inventory import Inventory, Node
 from pipeline.supervisor.plan import plan
 from pipeline.supervisor.processes import ProcessSpec, health_url, specs_of
-from pipeline.supervisor.run import with_keys
+from pipeline.supervisor.run import run, with_keys
 
 TINY = Path(__file__).resolve().parents[3] / "configs" / "tiny.yaml"
 GPU = TINY.with_name("gpu.yaml")
@@ -127,6 +131,24 @@ def test_a_process_elsewhere_is_found_by_its_record_under_any_process_id(tmp_pat
     assert health_url(directory, "actor-0", None) == "http://10.0.0.2:9402/healthz"
     directory.process_file("actor-0").write_bytes(orjson.dumps(record | {"metrics_host": "fd00::2"}))
     assert health_url(directory, "actor-0", None) == "http://[fd00::2]:9402/healthz"
+
+
+def test_the_store_of_another_node_is_asked_before_a_run_begins_anew(tmp_path: Path) -> None:
+    class Elsewhere(Cluster):
+        def at_store(self, look: Callable[[], Found]) -> Found:
+            with ReplayStore(tmp_path / "s.sqlite") as store:
+                store.commit(Changes(meta={"consumed": 3}))
+            try:
+                return look()
+            finally:
+                (tmp_path / "s.sqlite").unlink()
+
+    directory = RunDirectory(tmp_path / "tiny").create()
+    config = config_of(tmp_path, f"stage.store={tmp_path / 's.sqlite'}")
+    write_start(directory, config, Resumed(0, {}))
+    with pytest.raises(ConfigurationError, match="a run with 3 updates"):
+        run(config, fresh=True, cluster=Elsewhere(Inventory((Node("n0"),)), lambda place, command: command))
+    assert directory.config_file.exists()
 
 
 def test_every_launcher_can_be_loaded() -> None:

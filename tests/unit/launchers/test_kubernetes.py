@@ -187,6 +187,17 @@ def test_a_namespace_that_helm_is_to_make_is_there_before_the_keys(monkeypatch: 
     assert made[0] == ["kubectl", "--namespace=rl", "create", "namespace", "rl"]
 
 
+def test_printed_commands_are_for_the_cluster_and_namespace_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Cluster(monkeypatch)
+    config = load(ROOT / "configs" / "tiny.yaml", environment={})
+    kubernetes.launch(Launch(config, arguments=("-n", "rl", "--kube-context=my lab", "--kube-token=a")))
+    shown, ends = capsys.readouterr().out.split("`")[1::2]
+    assert shown == "kubectl get pods --namespace=rl '--context=my lab' -l app.kubernetes.io/instance=tiny"
+    assert ends == "helm uninstall tiny --namespace=rl '--kube-context=my lab'"
+
+
 class Api(BaseHTTPRequestHandler):
     """The scale of stateful sets, of which there is none of an engine."""
 
@@ -305,7 +316,11 @@ def test_secrets_go_to_the_cluster_and_namespace_that_helm_is_given(monkeypatch:
     given = ["-n", "rl", "--kube-context=lab", "--set", "a=b", "--kubeconfig", "k"]
     assert cluster_options(given) == ["--namespace=rl", "--context=lab", "--kubeconfig=k"]
     assert cluster_options(["-nrl", "--no-hooks", "-n=rl"]) == ["--namespace=rl", "--namespace=rl"]
+    given = ["--kube-insecure-skip-tls-verify", "--kube-token", "secret", "--kube-as-user=me"]
+    assert cluster_options(given) == ["--insecure-skip-tls-verify=true", "--token=secret", "--as=me"]
     monkeypatch.setenv("HELM_NAMESPACE", "mine")
+    monkeypatch.setenv("HELM_KUBEAPISERVER", "https://b")
     cluster = Cluster(monkeypatch)
     launch_tiny()
-    assert all(call[1] == "--namespace=mine" for call in cluster.calls if call[0] == "kubectl")
+    there = ["--namespace=mine", "--server=https://b"]
+    assert all(call[1:3] == there for call in cluster.calls if call[0] == "kubectl")

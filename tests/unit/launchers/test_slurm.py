@@ -27,7 +27,9 @@ from pipeline.launchers.launcher import Launch
 from pipeline.launchers.slurm import JOB, choose_node, goes_back, job_script, step_command
 from pipeline.runtime.children import module_command
 from pipeline.runtime.process import ExitCode
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.supervisor.cluster import Cluster
+from pipeline.supervisor.history import Resumed, compare, write_start
 from pipeline.supervisor.inventory import Inventory, Node
 from pipeline.supervisor.plan import plan
 
@@ -99,13 +101,34 @@ def test_without_sbatch_one_sentence_says_what_to_do(tmp_path: Path, monkeypatch
         invoke(TINY)
 
 
+def stand_in_for_sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    sbatch = folder / "sbatch"
+    sbatch.write_text(f"#!/bin/sh\n{text}\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_job_that_is_refused_leaves_the_run_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: bool
+) -> None:
+    stand_in_for_sbatch(tmp_path, monkeypatch, "echo Invalid partition name specified >&2; exit 1")
+    directory = RunDirectory(tmp_path / "runs" / "tiny").create()
+    config = load(TINY, [f"run.directory={tmp_path / 'runs'}"], environment={})
+    write_start(directory, config, Resumed(0, {}))
+    (directory.checkpoints / "u000001").mkdir()
+    (directory.checkpoints / "u000001" / "state.json").write_text("{}")
+    more = ["--fresh"] if fresh else ["--set", "learner.optimizer=adamw_8bit"]
+    said = "Invalid partition" if fresh else "learner.optimizer is adamw_8bit, but"
+    with pytest.raises(ConfigurationError, match=said):
+        invoke(TINY, "--set", f"run.directory={tmp_path / 'runs'}", *more)
+    assert not list(directory.path.glob("slurm*")) and compare(directory, config).step == 1
+
+
 def test_a_submitted_run_is_a_copy_that_later_changes_do_not_touch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sbatch = tmp_path / "sbatch"
-    sbatch.write_text("#!/bin/sh\necho 17\n")
-    sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    stand_in_for_sbatch(tmp_path, monkeypatch, "echo 17")
     output = invoke(TINY, "--set", f"run.directory={tmp_path / 'runs'}")
     run = tmp_path / "runs" / "tiny"
     assert "submitted as job 17" in output and "scancel 17" in output
@@ -141,9 +164,8 @@ class Controller:
         monkeypatch.setenv(slurm.RESTARTS, "")  # whatever a job sets is undone
         monkeypatch.delenv(slurm.RESTARTS)
         monkeypatch.setattr(slurm, "command_output", self.answer)
-        monkeypatch.setattr(subprocess, "run", lambda command, **_: self.told.append(tuple(command)))
 
-    def answer(self, name: str, *arguments: str) -> str:
+    def answer(self, name: str, *arguments: str, seconds_max: float | None = None) -> str:
         if "job" in arguments:
             return f"JobState=RUNNING {self.facts} Restarts={self.restarts} ReqNodeList=n9 NodeList=n[1-2]"
         self.told.append((name, *arguments))
@@ -181,10 +203,11 @@ def test_a_start_of_a_job_that_hung_leaves_the_next_start_alone(
     controller = Controller(monkeypatch, restarts=0)
 
     def hangs() -> ExitCode:
-        assert slurm.nodes_of("7") == ["n1", "n2"] and slurm.signal_steps("7", "actor-1@/runs/a", "TERM")
+        assert slurm.node_names(slurm.job_facts("7")) == ["n1", "n2"]
+        assert slurm.signal_steps("7", "actor-1@/runs/a", "TERM")
         assert [told for told in controller.told if told[0] == "scancel"] == [("scancel", "--signal=TERM", "7.3")]
         controller.restarts, controller.told = 1, []
-        assert slurm.nodes_of("7") == [] and not slurm.signal_steps("7", "actor-1@/runs/a", "KILL")
+        assert slurm.job_facts("7") == {} and not slurm.signal_steps("7", "actor-1@/runs/a", "KILL")
         return ExitCode.FINISHED
 
     assert not run_as(controller, monkeypatch, hangs, tmp_path)
@@ -216,6 +239,49 @@ def test_a_job_that_was_started_again_waits_for_the_lock_of_its_first_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, waits: bool
 ) -> None:
     assert run_as(Controller(monkeypatch, restarts), monkeypatch, lambda: ExitCode.BUSY, tmp_path) == waits
+
+
+def test_a_run_that_has_finished_ends_its_job_without_the_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finishes() -> ExitCode:
+        directory = RunDirectory(tmp_path / "tiny").create()
+        directory.finished_file.write_text("{}")
+        monkeypatch.setattr(slurm, "command_output", unreachable)
+        return ExitCode.FINISHED
+
+    assert not run_as(Controller(monkeypatch, restarts=0), monkeypatch, finishes, tmp_path)
+
+
+def unreachable(*_: Any, **__: Any) -> Any:
+    raise ConfigurationError("scontrol -o show failed: slurm_load_jobs error: Unable to contact slurm controller")
+
+
+@pytest.mark.parametrize(("away", "answers"), [(0.9, True), (1.1, False)])
+def test_the_controller_of_a_job_is_awaited_while_it_is_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], away: float, answers: bool
+) -> None:
+    clock = [0.0]
+
+    def ask(*_: Any, **__: Any) -> Any:
+        if clock[0] < away * slurm.AWAY_SECONDS_MAX:
+            unreachable()
+        return subprocess.CompletedProcess([], 0, "JobState=RUNNING", "")
+
+    monkeypatch.setattr(slurm, "require_program", lambda name, _: name)
+    monkeypatch.setattr(slurm, "run_program", ask)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + 60 * seconds))
+    if answers:
+        assert slurm.command_output("scontrol", "show", "job", "7") == "JobState=RUNNING"
+    else:
+        with pytest.raises(ConfigurationError, match="Unable to contact"):
+            slurm.command_output("scontrol", "show", "job", "7")
+    assert capsys.readouterr().out.count("waiting for SLURM's controller") == 1
+    clock[0] = 0.0
+    with pytest.raises(ConfigurationError):
+        slurm.command_output("scontrol", "show", "job", "7", seconds_max=5.0)
+    assert clock[0] <= 60.0, "a drain has little time"
 
 
 @pytest.mark.parametrize("folder", [".", "lost"], ids=["", "without the log's folder"])
@@ -359,28 +425,61 @@ def test_a_node_describes_itself_in_lines_that_srun_does_not_mix(
 
 STAND_INS = {
     "squeue": '[ -e "$RECORD.asked" ] || { touch "$RECORD.asked"; exit 1; }; echo "7.3 actor-1"',
-    "scontrol": """case "$*" in *job*) echo NodeList='n[1-2]';; *) printf 'n1\\nn2\\n';; esac""",
+    "scontrol": """[ ! -e "$RECORD.away" ] || { echo Unable to contact slurm controller >&2; exit 1; }
+case "$*" in *job*) echo NodeList='n[1-2]';; *) printf 'n1\\nn2\\n';; esac""",
     "scancel": 'echo "$@" >> "$RECORD"; pid=$(cat "$RECORD.pid"); [ -z "$pid" ] || kill -TERM "$pid"',
     "srun": 'while [ "$1" != env ]; do shift; done; echo $$ > "$RECORD.pid"; exec "$@"',
 }
-"""Programs of SLURM, for one step that is a process here. The controller does not answer at first."""
+"""Programs of SLURM, for one step that is a process here. The controller does not answer at first, nor while there is
+``$RECORD.away``."""
+
+
+class Step:
+    """A step whose process ends with 9 on SIGTERM and with 8 on SIGINT."""
+
+    def __init__(self, folder: Path) -> None:
+        for name, text in STAND_INS.items():
+            (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+            (folder / name).chmod(0o755)
+        self.record, self.away, ready = folder / "record", folder / "record.away", folder / "ready"
+        (folder / "record.pid").write_text("")
+        os.mkfifo(ready)
+        program = "import os, signal; signal.signal(15, lambda *_: os._exit(9)); "
+        program += f"signal.signal(2, lambda *_: os._exit(8)); os.write(os.open({str(ready)!r}, os.O_WRONLY), b'r'); "
+        program += "signal.pause()"
+        environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(self.record), JOB: "7"}
+        environment["PYTHONPATH"] = str(ROOT)
+        step = [*module_command("pipeline.launchers.slurm", "run"), "actor-1", "n1=127.0.0.1", "free", "A=1", "--"]
+        command = [*step, sys.executable, "-c", program]
+        self.process = subprocess.Popen(command, env=environment, start_new_session=True)
+        self.output = ready.open()
+        assert self.output.read(1) == "r"
+
+    def end(self) -> int:
+        """The exit code of what runs the step, once the process of the step has ended too."""
+        with self.output:
+            assert not self.output.read()
+        return self.process.wait(120)
 
 
 @pytest.mark.slow
 def test_sigterm_reaches_the_process_of_a_step_and_its_exit_code_comes_back(tmp_path: Path) -> None:
-    for name, text in STAND_INS.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    record, ready = tmp_path / "record", tmp_path / "ready"
-    (tmp_path / "record.pid").write_text("")
-    os.mkfifo(ready)
-    program = f"import signal, sys; signal.signal(15, lambda *_: sys.exit(9)); open({str(ready)!r}, 'w').close(); "
-    program += "signal.pause()"
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(record), JOB: "7"}
-    environment["PYTHONPATH"] = str(ROOT)
-    step = [*module_command("pipeline.launchers.slurm", "run"), "actor-1", "n1=127.0.0.1", "free", "A=1", "--"]
-    process = subprocess.Popen([*step, sys.executable, "-c", program], env=environment)
-    ready.open().close()
-    process.terminate()
-    assert process.wait(120) == 9
-    assert record.read_text().splitlines() == ["--signal=KILL 7.3", "--signal=TERM 7.3"]
+    step = Step(tmp_path)
+    step.process.terminate()
+    assert step.end() == 9
+    assert step.record.read_text().splitlines() == ["--signal=KILL 7.3", "--signal=TERM 7.3"]
+
+
+@pytest.mark.slow
+def test_a_step_drains_while_the_controller_is_away(tmp_path: Path) -> None:
+    step = Step(tmp_path)
+    step.away.touch()
+    step.process.terminate()
+    assert step.end() == 8
+
+
+@pytest.mark.slow
+def test_no_process_of_a_step_outlives_what_runs_the_step(tmp_path: Path) -> None:
+    step = Step(tmp_path)
+    os.killpg(step.process.pid, signal.SIGKILL)
+    assert step.end() == -signal.SIGKILL

@@ -90,6 +90,16 @@ def test_a_run_of_this_process_keeps_its_run_file_before_it_has_the_lock(
     assert file.read_text() != text
 
 
+def test_a_training_that_cannot_start_anew_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "tiny", ())
+    before = sorted(path.rglob("*"))
+    with pytest.raises(ConfigurationError, match="expected a GPU"):
+        afterplay.train(
+            "@tiny", fresh=True, run__directory=str(tmp_path), learner__device="cuda", engine__device="cuda"
+        )
+    assert {*before} <= {*path.rglob("*")}
+
+
 def test_an_evaluation_without_a_result_raises_its_message(child: type[Child], tmp_path: Path) -> None:
     child.stdout, child.stderr, child.code = "run directory x\n", "afterplay: --checkpoint: expected best\n", 2
     with pytest.raises(RunFailed, match=r"^--checkpoint: expected best$"):

@@ -78,6 +78,21 @@ def test_a_filter_leaves_exactly_what_fits(reader, filters, fits):
     assert names(reader, **filters) == expected(fits)
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        *((text, True) for text in ("Änderung", "ÄNDERUNG", 'File "x.py"', "C:\\tmp", "deep\ninside", "FAILED")),
+        ("environment step: TimeoutError: Änderung", True),
+        *((name, False) for name in ("boundary", "message")),
+    ],
+)
+def test_text_of_a_failure_finds_it_as_it_is_listed(tmp_path, text, found):
+    broken = Failure("environment step", "TimeoutError", "Änderung in C:\\tmp", 'File "x.py": deep\ninside')
+    rollout = Rollout(1, 1, None, "sums/1", "game", "dropped", "failed", None, failure=broken)
+    reader = RunReader(*open_run(make_run(tmp_path / "some", [rollout])))
+    assert bool(names(reader, failure=text)) == found
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_what_has_no_value_comes_last(reader, reverse):
     by_reward = [r.reward for r in reader.listing(Filters(), "reward", reverse, 100).rows]
