@@ -90,6 +90,7 @@ def submit(request: Launch) -> int:
         with run_lock(directory, mark=False):
             if request.fresh:
                 require_unused_store(request.config, directory, fresh=True)
+                run_program(["sbatch", "--test-only"], text)  # a job that is refused costs no run
                 empty_directory(directory)
     placed = request.config.updated(run={"directory": directory.path.parent})
     write_bytes_atomically(folder / FILE, dump(placed).encode())

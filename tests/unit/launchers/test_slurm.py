@@ -27,6 +27,7 @@ from pipeline.launchers.launcher import Launch
 from pipeline.launchers.slurm import JOB, choose_node, goes_back, job_script, step_command
 from pipeline.runtime.children import module_command
 from pipeline.runtime.process import ExitCode
+from pipeline.runtime.run_directory import RunDirectory
 from pipeline.supervisor.cluster import Cluster
 from pipeline.supervisor.inventory import Inventory, Node
 from pipeline.supervisor.plan import plan
@@ -113,6 +114,18 @@ def test_a_submitted_run_is_a_copy_that_later_changes_do_not_touch(
     assert copy.run.path == run
     assert shlex.quote(str(run / "slurm.yaml")) in (run / "slurm.sh").read_text().splitlines()[-1]
     assert "submitted" in invoke(TINY, "--set", f"run.directory={tmp_path / 'runs'}", "--fresh"), "it never started"
+
+
+def test_a_job_that_is_refused_does_not_empty_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho 'invalid partition specified' >&2\nexit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run = RunDirectory(tmp_path / "runs" / "tiny").create()
+    run.config_file.touch()
+    with pytest.raises(ConfigurationError, match="sbatch --test-only failed: invalid partition specified"):
+        invoke(TINY, "--set", f"run.directory={tmp_path / 'runs'}", "--fresh")
+    assert run.config_file.exists() and run.checkpoints.exists()
 
 
 def test_a_job_within_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
