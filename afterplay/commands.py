@@ -6,30 +6,22 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from afterplay.run import Run, Supervised, reason_in
 from afterplay.run_file import Config, EnvironmentName, assignments, read_run_file
-from pipeline.config.explain import resolve as resolve_run
 from pipeline.errors import ConfigurationError, RunFailed
 from pipeline.runtime.children import ChildGroup, OrphanReaper, module_command, wait_passively
 from pipeline.runtime.plugins import load_main, resolve
 from pipeline.runtime.run_directory import RunDirectory, read_json
 from pipeline.store.evaluation_results import read_results
-from pipeline.supervisor.inventory import local_inventory
-from pipeline.supervisor.plan import plan
-from pipeline.supervisor.preflight import check_before_run
-from pipeline.supervisor.run import (
-    RunIsAlive,
-    empty_directory,
-    require_run_directory,
-    require_unused_store,
-    run_lock,
-)
+from pipeline.supervisor.run import RunIsAlive, empty_directory, require_fresh_start, run_lock
 
 OUTPUT_BYTES_MAX = 1 << 16
 _RESULTS = re.compile(r"^written to (.+)$", re.MULTILINE)
@@ -38,6 +30,8 @@ _DIRECTORY = re.compile(r"^run directory (.+?)(?:  \(logs in .*)?$", re.MULTILIN
 Reward = Callable[..., Any] | str
 _started: dict[Path, Run] = {}
 """The newest run of this process in each directory."""
+_used: dict[Path, threading.Lock] = {}
+"""Held while a thread of this process starts a run, or evaluates a configuration, in a directory."""
 
 
 def train(
@@ -54,32 +48,45 @@ def train(
     dataclass, or a name; it replaces the environments of the configuration by one section, named like the class.
     ``reward`` is a function of a trajectory, which replaces the environment's score unless
     ``scorer.environment_weight`` is set. ``overrides`` are ``learner={"learning_rate": 1e-5}`` or
-    ``learner__learning_rate=1e-5``. A run directory that exists is resumed; ``fresh`` empties it first. The run ends
-    when this Python process does; train it again to resume.
+    ``learner__learning_rate=1e-5``. A run directory that exists is resumed; ``fresh`` empties it first, unless
+    something refuses the run. The run ends when this Python process does; train it again to resume.
 
     Raises :class:`ConfigurationError`, and :class:`pipeline.supervisor.run.RunIsAlive`. A fault that
     shows only in the run, such as an environment that raises, is :class:`RunFailed` of the handle.
     """
     run_file = read_run_file(config, environment, reward, overrides)
     directory, run = run_file.directory, run_file.config.run
-    with _locked(directory):
-        if fresh:
-            require_run_directory(directory)
-            require_unused_store(run_file.config, directory, fresh=True)
-            fitting = plan(load_main("learner.process.preflight:with_options")(run_file.config), local_inventory())
-            check_before_run(resolve_run(fitting.fitting().config), fresh=True)
-            empty_directory(directory)  # after all that may refuse the run
-        if (finished := read_json(directory.finished_file)) and finished["steps"] >= run.total_steps:
-            warnings.warn(
-                f"{directory.path} is finished: {finished['steps']} steps. Continue it with a larger run.total_steps, "
-                "or start over with fresh=True",
-                stacklevel=2,
-            )
-        directory.outcome_file.unlink(missing_ok=True)
-        file = run_file.write()
-    grace = run_file.config.checkpoint.drain_seconds_max
-    _started[directory.path] = Run(directory, Supervised(directory, file, grace, run_file.variables))
-    return _started[directory.path]
+    with _alone(directory):
+        with _locked(directory):
+            if fresh:
+                with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop in this one
+                    thread.submit(require_fresh_start, run_file.config, directory).result()
+                empty_directory(directory)
+            if (finished := read_json(directory.finished_file)) and finished["steps"] >= run.total_steps:
+                warnings.warn(
+                    f"{directory.path} is finished: {finished['steps']} steps. Continue it with a larger "
+                    "run.total_steps, or start over with fresh=True",
+                    stacklevel=2,
+                )
+            directory.outcome_file.unlink(missing_ok=True)
+            file = run_file.write()
+        grace = run_file.config.checkpoint.drain_seconds_max
+        _started[directory.path] = Run(directory, Supervised(directory, file, grace, run_file.variables))
+        return _started[directory.path]
+
+
+@contextmanager
+def _alone(directory: RunDirectory) -> Iterator[None]:
+    """Keep other threads of this process away from the run file that it writes. Raises :class:`RunIsAlive`."""
+    if not (lock := _used.setdefault(directory.path, threading.Lock())).acquire(blocking=False):
+        raise RunIsAlive(
+            f"{directory.path} is in use by another thread of this process, which starts a run or an evaluation there: "
+            "wait until that one has returned, or give this one another name (run__name='NAME')"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager
@@ -128,21 +135,23 @@ def evaluate(
     elif isinstance(target, str | os.PathLike):
         target = Path(target).expanduser()
     command, variables = module_command("pipeline.cli.app", "eval"), None
-    if isinstance(target, Path) and target.is_dir():
-        if environment is not None or reward is not None:
-            raise ConfigurationError(f"{target} is a run, which has its own environments and rewards: omit them")
-        command += [str(target), *(f"--set={assignment}" for assignment in assignments(overrides))]
-    else:
-        run_file = read_run_file(target, environment, reward, overrides)
-        with _locked(run_file.directory):
-            command.append(str(run_file.write()))
-        variables = run_file.variables
-        checkpoint = "initial" if checkpoint is None else checkpoint  # its directory may hold a run with checkpoints
-    options = {"--checkpoint": checkpoint, "--split": split, "--tasks": tasks, "--samples": samples}
-    command += [f"{option}={value}" for option, value in options.items() if value is not None]
-    command += [] if greedy is None else ["--greedy" if greedy else "--sampled"]
-    command += [f"--pass-at={k}" for k in ([pass_at] if isinstance(pass_at, int) else pass_at)]
-    with OrphanReaper() as reaper:
+    with ExitStack() as until_its_end:
+        if isinstance(target, Path) and target.is_dir():
+            if environment is not None or reward is not None:
+                raise ConfigurationError(f"{target} is a run, which has its own environments and rewards: omit them")
+            command += [str(target), *(f"--set={assignment}" for assignment in assignments(overrides))]
+        else:
+            run_file = read_run_file(target, environment, reward, overrides)
+            until_its_end.enter_context(_alone(run_file.directory))
+            with _locked(run_file.directory):
+                command.append(str(run_file.write()))
+            variables = run_file.variables
+            checkpoint = "initial" if checkpoint is None else checkpoint  # the run may have checkpoints
+        options = {"--checkpoint": checkpoint, "--split": split, "--tasks": tasks, "--samples": samples}
+        command += [f"{option}={value}" for option, value in options.items() if value is not None]
+        command += [] if greedy is None else ["--greedy" if greedy else "--sampled"]
+        command += [f"--pass-at={k}" for k in ([pass_at] if isinstance(pass_at, int) else pass_at)]
+        reaper = until_its_end.enter_context(OrphanReaper())
         child = ChildGroup(command, reaper, environment=variables, output_bytes_max=OUTPUT_BYTES_MAX)
         code = child.end.result()
     written = _RESULTS.findall(child.stdout)

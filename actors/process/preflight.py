@@ -150,15 +150,20 @@ class Script:
         )  # fmt: skip
 
 
-def check_environments(config: RunConfig, tasks: Mapping[str, Sequence[Task]], found: Findings) -> dict[str, Opening]:
+def check_environments(
+    config: RunConfig, tasks: Mapping[str, Sequence[Task]], found: Findings, at_once: bool = False
+) -> dict[str, Opening]:
     """Build and play every environment; returns the first prompts of those that could be played. ``tasks``: rows of
-    data, for the environments that have some."""
-    return anyio.run(_check_all, config, tasks, found)
+    data, for the environments that have some. ``at_once``: with a problem before any is played, raise it as
+    :class:`ConfigurationError`."""
+    return anyio.run(_check_all, config, tasks, found, at_once)
 
 
-async def _check_all(config: RunConfig, tasks: Mapping[str, Sequence[Task]], found: Findings) -> dict[str, Opening]:
+async def _check_all(
+    config: RunConfig, tasks: Mapping[str, Sequence[Task]], found: Findings, at_once: bool
+) -> dict[str, Opening]:
     openings = {}
-    own: dict[str, Collection[str]] = {}
+    hosts: dict[str, TellingHost] = {}
     played: dict[str, Script] = {}
     watch_tasks()
     started = TaskOwner()
@@ -166,10 +171,16 @@ async def _check_all(config: RunConfig, tasks: Mapping[str, Sequence[Task]], fou
         if config.lessons.enabled and config.lessons.source != "stage":
             with found.collecting():
                 await close_source(make_source(config.lessons))
-        for name, section in config.environments.items():
+        with found.collecting():
+            _build_all(config, hosts, found)
+        if at_once and found.problems:
+            for host in hosts.values():
+                with found.collecting():
+                    end_environment(host)
+            found.require_none()
+        for name, host in hosts.items():
             with found.collecting():
-                _require_judge(name, section, config.scorer)
-                script = await _check(name, section, tasks.get(name), found, own)
+                script = await _check(host, tasks.get(name), found)
                 if script is not None and script.opening is not None:
                     openings[name] = script.opening
                 if script is not None:
@@ -178,27 +189,30 @@ async def _check_all(config: RunConfig, tasks: Mapping[str, Sequence[Task]], fou
         services: list[JudgeConfig | RewardModelConfig] = [*config.scorer.judges, *config.scorer.reward_models]
         for service in services:
             await _ask(service, played, config, found)
-    if config.evaluation.every is not None and len(own) == len(config.environments):
-        names = split_names(config, own)
-        with found.collecting():
-            evaluated_environments(config, {name for name in names if config.evaluation.split in names[name]}, own)
     started.cancel()
     return openings
 
 
-async def _check(
-    name: str,
-    section: EnvironmentConfig,
-    tasks: Sequence[Task] | None,
-    found: Findings,
-    own: dict[str, Collection[str]],
-) -> Script | None:
-    """The script of an episode that was played; None where none could be, which is reported elsewhere. The splits
-    that the environment has itself are added to ``own``."""
-    with telling(f"environments.{name}: {section.name}"):
-        host = TellingHost(name, section)
+def _build_all(config: RunConfig, hosts: dict[str, TellingHost], found: Findings) -> None:
+    """Add every environment that can be built to ``hosts``. Raises :class:`ConfigurationError` where a split that is
+    evaluated is missing."""
+    own: dict[str, Collection[str]] = {}
+    for name, section in config.environments.items():
+        with found.collecting(), telling(f"environments.{name}: {section.name}"):
+            _require_judge(name, section, config.scorer)
+            host = TellingHost(name, section)
+            own[name] = host.splits()
+            hosts[name] = host
+    if config.evaluation.every is not None and len(own) == len(config.environments):
+        names = split_names(config, own)
+        evaluated_environments(config, {name for name in names if config.evaluation.split in names[name]}, own)
+
+
+async def _check(host: TellingHost, tasks: Sequence[Task] | None, found: Findings) -> Script | None:
+    """The script of an episode that was played; None where none could be, which is reported elsewhere."""
+    name, section = host.section, host.config
     try:
-        splits = own[name] = host.splits()
+        splits = host.splits()
         if tasks is not None and not tasks:
             return None
         if tasks is None:

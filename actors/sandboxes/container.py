@@ -17,7 +17,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from actors.sandboxes.bubblewrap import SHM_BYTES, USERS
 from actors.sandboxes.first_process import INODE_BYTES
 from actors.sandboxes.local import SAID_BYTES_MAX, SOURCE, LocalSandbox
 from pipeline.runtime.children import ChildGroup
+from pipeline.transport.socket_folder import folder_of_sockets
 
 ENGINE_SECONDS_MAX = 60.0
 """For an answer of the container engine."""
@@ -61,7 +61,8 @@ class Container(LocalSandbox):
     async def _launch(self) -> tuple[ChildGroup, socket.socket]:
         engine = self.settings.options.kind
         self._name = f"afterplay-{secrets.token_hex(8)}"
-        self._folder = Path(tempfile.gettempdir(), f"{self._name}-sandbox")
+        name = f"{self._name}-sandbox"
+        self._folder = folder_of_sockets(f"{name}/control/socket") / name
         inside = self._folder / "control"
         waiting, go = os.pipe()
         with socket.socket(socket.AF_UNIX) as listener, os.fdopen(go, "wb") as told:

@@ -9,6 +9,7 @@ import platform
 import shutil
 from importlib import metadata
 from pathlib import Path
+from uuid import UUID
 
 from actors.servers.progress import MIDDLEWARE as PROGRESS
 from actors.servers.progress import limits_environment
@@ -21,6 +22,7 @@ from pipeline.runtime.engine_keys import find_key, is_loopback
 from pipeline.runtime.process import ADDRESS
 from pipeline.runtime.processor import cores, fast_dtype, is_x86, processor_flags
 from pipeline.supervisor.plan import Gang
+from pipeline.transport.socket_folder import folder_of_sockets
 
 log = logging.getLogger(__name__)
 SERVED_NAME = "policy"
@@ -172,6 +174,7 @@ def _environment(config: RunConfig, on_cpu: bool, gang: Gang | None) -> dict[str
     environment = {**os.environ, **limits_environment(config.supervisor)}
     environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    environment.setdefault("VLLM_RPC_BASE_PATH", str(folder_of_sockets(str(UUID(int=0)))))
     if config.publish.lora == "adapter":
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if config.learner.routing_replay:

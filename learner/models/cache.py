@@ -29,6 +29,7 @@ from filelock import FileLock, Timeout
 from learner.models.sources import take_files
 from pipeline.errors import Interrupted
 from pipeline.runtime.folders import CONTENTS, find_damage, write_contents
+from pipeline.runtime.run_directory import lock_error
 
 log = logging.getLogger(__name__)
 LOCK_SECONDS = 0.5
@@ -113,6 +114,8 @@ def acquire(
             if not said:
                 log.info("waiting for another process, which %s (it holds %s)", what, lock.lock_file)
                 said = True
+        except OSError as error:
+            raise lock_error(error, lock.lock_file) from error
 
 
 def _key(made_from: Mapping[str, Any]) -> str:

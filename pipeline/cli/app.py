@@ -37,7 +37,7 @@ from pipeline.errors import AfterplayError, ConfigurationError
 from pipeline.runtime.children import append_working_folder, end_with_supervisor, module_command
 from pipeline.runtime.logs import FORMAT, LogFormat
 from pipeline.runtime.plugins import load_main
-from pipeline.runtime.run_directory import RunDirectory
+from pipeline.runtime.run_directory import NO_LOCKS, RunDirectory
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -368,8 +368,10 @@ def config_show(
 NO_WRITES = (
     *(errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS),
     *(errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
+    *NO_LOCKS,
 )
-"""Errors of a folder that may not be written, of a disk that is full, and of a path that is something else, or none."""
+"""Errors of a folder that may not be written or has no locks, of a disk that is full, and of a path that is something
+else, or none."""
 
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.mro()[1]

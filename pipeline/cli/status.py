@@ -32,7 +32,10 @@ def show_status(directory: RunDirectory) -> ExitCode:
     if not directory.config_file.exists():
         raise ConfigurationError(f"expected a run directory, got {directory.path}, which has no config.yaml")
     alone = sorted(path.stem for path in directory.processes.glob("*.json"))
-    life = "alive" if is_alive(directory) else "not running"
+    try:
+        life = "alive" if is_alive(directory) else "not running"
+    except OSError as error:
+        life = f"whether it is alive cannot be seen: {error.strerror}"
     if life != "alive" and alone and not directory.processes_file.exists():
         life = f"roles that were started one by one: {', '.join(alone)}"
     console.print(f"{directory.path}: {life}", style="bold")

@@ -214,9 +214,15 @@ class RunConfig(Section):
             raise ValueError(
                 f"evaluation.environments: expected some of {', '.join(self.environments)}, got {', '.join(unknown)}"
             )
-        for name in evaluation.environments:
-            data = self.environments[name].tasks_from
-            if data is not None and evaluation.split not in data.splits:
+        data_of = {name: section.tasks_from for name, section in self.environments.items()}
+        lacking = {name: data for name, data in data_of.items() if data and evaluation.split not in data.splits}
+        wanted = set(evaluation.environments)
+        if not wanted and len(lacking) == len(data_of):
+            wanted = {*lacking}
+        elif not wanted and self.trained_environments:
+            wanted = {*data_of} - {*self.trained_environments}
+        for name, data in lacking.items():
+            if name in wanted:
                 raise ValueError(
                     f"evaluation.split is {evaluation.split}, but environments.{name}.tasks_from.splits has "
                     f"{', '.join(data.splits)}: add it there, for example splits: {{train: 0.9, eval: 0.1}}"

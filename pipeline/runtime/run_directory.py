@@ -57,7 +57,7 @@ PREPARE_SECONDS_MAX = 3600.0
 AWAIT_MODEL = "AFTERPLAY_AWAIT_MODEL_SECONDS"
 """Environment variable: how long an engine waits for its model folder."""
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of file systems without locks."""
 
 log = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ def take_index(
             if not placed:
                 raise
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_LOCKS:
                 raise
         return index, None
     for free in count(first):
@@ -299,9 +299,9 @@ class FileLock:
         except BlockingIOError as error:
             os.close(self.descriptor)
             raise StoreError(taken) from error
-        except OSError:
+        except OSError as error:
             os.close(self.descriptor)
-            raise
+            raise lock_error(error, file) from error
 
     def release(self) -> None:
         os.close(self.descriptor)
@@ -317,6 +317,16 @@ def is_locked(file: Path) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    except OSError as error:
+        raise lock_error(error, file) from error
     finally:
         os.close(descriptor)
     return False
+
+
+def lock_error(error: OSError, file: str | Path) -> OSError:
+    """The ``error`` of a lock on ``file``, in words where the file system has no locks."""
+    words = error.strerror or str(error)
+    if error.errno in NO_LOCKS:
+        words = f"{words} (its file system has no locks: mount it with them, or use a folder on another one)"
+    return OSError(error.errno, words, str(file))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from pipeline.store.evaluation_results import read_results
 from pipeline.supervisor.history import complete_checkpoints
 from pipeline.supervisor.inventory import local_inventory
 from pipeline.supervisor.plan import plan, preflight_place
+from pipeline.supervisor.preflight import check_before_run
 from pipeline.supervisor.processes import specs_of
 from pipeline.supervisor.run import run_lock, supervise
 from pipeline.views.tables import plain_console, table
@@ -78,16 +79,20 @@ def evaluate_checkpoint(
             f"--checkpoint: {weights.name} in {run.checkpoints} is damaged ({problem}): name another one of "
             f"{_there(run)}"
         )
+    there = next(folder for folder in run.evaluations.parents if folder.exists())
     directory, inventory = _folder(run, weights), local_inventory()
     try:
         config = evaluation_config(config, weights, request, directory)
-        config = plan(config, inventory, EVALUATOR).fitting().config
-    except ConfigurationError:
-        directory.path.rmdir()
+        config = resolve(plan(config, inventory, EVALUATOR).fitting().config)
+        for note in check_before_run(config):
+            console.print(note)
+    except BaseException:
+        with suppress(OSError):  # there is something else in one of them
+            for folder in itertools.takewhile(lambda f: f != there, (directory.path, *directory.path.parents)):
+                folder.rmdir()
         raise
     directory.create()
     with run_lock(directory) as lock, OrphanReaper(keep_open=(lock,)) as reaper:
-        config = resolve(config)
         write_bytes_atomically(directory.config_file, dump(config).encode())
         about = {"updates": weights.updates, "policy_version": weights.policy_version, "checkpoint": weights.name}
         write_json_atomically(directory.evaluated_file, about)
@@ -209,7 +214,7 @@ def _weights(folder: Path) -> Weights:
 
 def _folder(run: RunDirectory, weights: Weights) -> RunDirectory:
     """A new directory each time: results are never overwritten."""
-    for number in count(1):
+    for number in itertools.count(1):
         path = run.evaluations / f"{weights.name}-{number}"
         with suppress(FileExistsError):
             path.mkdir(parents=True)

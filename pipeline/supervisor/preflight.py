@@ -100,7 +100,7 @@ def check_beside_run(config: RunConfig) -> None:
         _check_functions(config, found)
         tasks = _tasks(config, found, whole=False)
         _call_functions(config, tasks, found)
-        openings = load_main("actors.process.preflight:check_environments")(config, tasks, found)
+        openings = load_main("actors.process.preflight:check_environments")(config, tasks, found, at_once=True)
         load_main("learner.process.preflight:check_routers")(config, found)
         found.require_none()
         os.nice(LOW_PRIORITY)

@@ -24,6 +24,7 @@ from pipeline.errors import AfterplayError, ConfigurationError, StoreError
 from pipeline.runtime.children import OrphanReaper
 from pipeline.runtime.disk import left_out, wait_for_room
 from pipeline.runtime.engine_keys import LEARNER_DIGEST_FILE
+from pipeline.runtime.plugins import load_main
 from pipeline.runtime.process import ExitCode
 from pipeline.runtime.run_directory import FileLock, RunDirectory, read_json, write_json_atomically
 from pipeline.store.evaluation_results import read_results
@@ -39,8 +40,8 @@ from pipeline.supervisor.history import (
     remove_published,
     write_start,
 )
-from pipeline.supervisor.inventory import local_inventory
-from pipeline.supervisor.plan import Place, plan, preflight_place
+from pipeline.supervisor.inventory import Inventory, local_inventory
+from pipeline.supervisor.plan import Place, Plan, plan, preflight_place
 from pipeline.supervisor.preflight import check_before_run, check_directory
 from pipeline.supervisor.processes import ProcessHost, ProcessSpec, specs_of
 from pipeline.supervisor.restarts import RestartLimits
@@ -149,6 +150,24 @@ def with_keys(config: RunConfig, directory: RunDirectory) -> RunConfig:
     return config.updated(stage={"curve": directory.keys})
 
 
+def require_fresh_start(config: RunConfig, directory: RunDirectory) -> None:
+    """Raise :class:`ConfigurationError` for all that lets ``afterplay run --fresh`` on this machine refuse to begin.
+    Changes nothing."""
+    require_run_directory(directory)
+    config = load_main("learner.process.preflight:with_options")(config)
+    config = resolve(_fitting(config, directory, local_inventory()).config)
+    require_unused_store(config, directory, fresh=True)
+    check_before_run(config, fresh=True)
+
+
+def _fitting(config: RunConfig, directory: RunDirectory, inventory: Inventory) -> Plan:
+    for tracker in config.report_to:
+        require_package(tracker)
+    chosen = plan(config, inventory).fitting()
+    check_directory(directory)
+    return chosen
+
+
 def run(
     config: RunConfig,
     fresh: bool = False,
@@ -161,11 +180,8 @@ def run(
     code."""
     console = console or plain_console()
     directory = RunDirectory(config.run.path.absolute())
-    for tracker in config.report_to:
-        require_package(tracker)
     inventory = local_inventory() if cluster is None else cluster.inventory
-    chosen = plan(config, inventory).fitting()
-    check_directory(directory)
+    chosen = _fitting(config, directory, inventory)
     for sentence in chosen.reasons:
         console.print(sentence)
     try:

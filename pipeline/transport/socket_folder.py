@@ -31,7 +31,12 @@ def address_to_bind(address: str, run: Path) -> str:
     if not address.startswith(SCHEME):
         return address
     if address != SCHEME:
-        path = _short_enough(Path(address.removeprefix(SCHEME)))
+        path = Path(address.removeprefix(SCHEME))
+        if not _is_short(path):
+            raise ConfigurationError(
+                f"stage.address: expected the path of a socket to have at most {_PATH_BYTES_MAX} bytes, got {path}: "
+                "set a shorter one, or omit it for one that is made for the run"
+            )
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _require_private(path.parent)
         _remove_stale(path)
@@ -39,10 +44,10 @@ def address_to_bind(address: str, run: Path) -> str:
     if (run / _RECORD).is_symlink():
         _remove_stale((run / _RECORD).readlink() / _SOCKET)  # short enough to connect to
         remove_socket_folder(run)
-    above = os.environ.get("XDG_RUNTIME_DIR", "")
-    if not above or not os.access(above, os.W_OK | os.X_OK):
-        above = tempfile.gettempdir()
-    _short_enough(Path(above, f"{_PREFIX_OF_FOLDER}12345678", _SOCKET))
+    name = f"{_PREFIX_OF_FOLDER}12345678/{_SOCKET}"
+    above = Path(os.environ.get("XDG_RUNTIME_DIR") or "/")
+    if above == Path("/") or not os.access(above, os.W_OK | os.X_OK) or not _is_short(above / name):
+        above = folder_of_sockets(name)
     run.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX_OF_FOLDER, dir=above))
     try:
@@ -108,13 +113,15 @@ def _require_private(folder: Path) -> None:
         )
 
 
-def _short_enough(path: Path) -> Path:
-    if len(os.fsencode(path)) > _PATH_BYTES_MAX:
-        raise ConfigurationError(
-            f"expected the path of a socket to have at most {_PATH_BYTES_MAX} bytes, got {path}: set TMPDIR or "
-            "stage.address to a shorter one"
-        )
-    return path
+def folder_of_sockets(name: str) -> Path:
+    """The folder for temporary files (``TMPDIR``), or ``/tmp`` where the path of the socket ``name`` in it would be too
+    long."""
+    folder = Path(tempfile.gettempdir())
+    return folder if _is_short(folder / name) else Path("/tmp")
+
+
+def _is_short(path: Path) -> bool:
+    return len(os.fsencode(path)) <= _PATH_BYTES_MAX
 
 
 def _remove_stale(path: Path) -> None:

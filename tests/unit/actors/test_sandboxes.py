@@ -6,6 +6,7 @@ import csv
 import errno
 import os
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,21 @@ async def test_a_container_whose_process_cannot_begin_leaves_no_file_open(monkey
     with pytest.raises(OSError):
         await Container(SandboxSettings(options, None, (), (), None, reaper)).start()
     assert os.listdir("/dev/fd") == before
+
+
+async def test_a_container_begins_whatever_the_length_of_the_folder_for_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    for folder in (long, tmp_path / "bin"):
+        folder.mkdir()
+    (tmp_path / "bin" / "docker").write_text("#!/bin/sh\n[ $1 = rm ]\n")
+    (tmp_path / "bin" / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    options, reaper = SandboxOptions(kind="docker", image="any"), OrphanReaper(grace_seconds=0)
+    with pytest.raises(PlugInError, match="the sandbox cannot be started"):
+        await Container(SandboxSettings(options, None, (), (), None, reaper)).start()
 
 
 def test_a_container_gets_folders_by_any_name(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from pydantic import ValidationError
 from rich.console import Console
 
 from learner.models.info import ModelInfo
@@ -139,9 +141,46 @@ def test_options_that_do_not_fit_are_refused_and_leave_no_folder(run: RunDirecto
     run.config_file.write_text(dump(RunConfig()))
     with pytest.raises(ConfigurationError, match="from 1 to samples"):
         evaluate_checkpoint(run.path, EvaluationRequest(samples=2, pass_at=(4,)))
-    assert list(run.evaluations.iterdir()) == []
+    assert not run.evaluations.exists()
     with pytest.raises(ConfigurationError, match=r"no config\.yaml"):
         evaluate_checkpoint(run.checkpoints, EvaluationRequest())
+
+
+@pytest.mark.parametrize("refused", ["model.source=./nowhere", "engine={kind: external, urls: ['http://127.0.0.1:9']}"])
+def test_an_evaluation_that_is_refused_starts_nothing_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    monkeypatch.setattr("pipeline.supervisor.evaluate.supervise", lambda *_: pytest.fail("it started"))
+    file = tmp_path / "run.yaml"
+    file.write_text("environments: {guess: {name: number_guess}}\nengine: {kind: embedded}\nmodel: {source: tiny}")
+    with pytest.raises(ConfigurationError, match=r"^(model.source|engine.urls): "):
+        evaluate_checkpoint(file, EvaluationRequest(), [f"run.directory={tmp_path / 'runs'}", refused])
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_data_without_the_split_is_refused_before_anything_starts(run: RunDirectory) -> None:
+    data = {"kind": "jsonl", "path": "rows.jsonl"}
+    asked = {"name": "number_guess", "tasks_from": data}
+    run.config_file.write_text(dump(RunConfig.model_validate({"environments": {"asked": asked}})))
+    with pytest.raises(ConfigurationError, match=r"evaluation.split is eval, but environments.asked.tasks_from.splits"):
+        evaluate_checkpoint(run.path, EvaluationRequest())
+
+
+@pytest.mark.parametrize(
+    ("weight", "other", "refused"),
+    [(1, "train", True), (1, "eval", False), (0, "eval", False), (0, None, False), (1, None, False)],
+)
+def test_some_environment_must_have_the_split(weight: float, other: str | None, refused: bool) -> None:
+    def data(split: str) -> dict[str, Any]:
+        return {"kind": "jsonl", "splits": {split: "rows.jsonl", "train": "rows.jsonl"}}
+
+    environments = {
+        "a": {"tasks_from": data("train"), "weight": weight},
+        "b": {"weight": weight} if other is None else {"tasks_from": data(other), "weight": weight},
+    }
+    sections = {"environments": environments, "evaluation": {"every": 1}}
+    with pytest.raises(ValidationError, match="add it there") if refused else nullcontext():
+        RunConfig.model_validate(sections)
 
 
 def test_environments_are_checked_beside_its_start(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +201,7 @@ def test_the_initial_model_of_a_run_is_the_one_that_it_began_with(
 ) -> None:
     """``model.source`` may be relative to another folder, and a repository of the hub may have changed."""
     started: list[str] = []
+    monkeypatch.setattr("pipeline.supervisor.evaluate.check_before_run", lambda config: [])  # no folder is there
     monkeypatch.setattr(
         "pipeline.supervisor.evaluate.supervise",
         lambda config, *rest: started.append(config.model.source) or ExitCode.FAILED,

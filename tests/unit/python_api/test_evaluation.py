@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,14 +91,47 @@ def test_a_run_of_this_process_keeps_its_run_file_before_it_has_the_lock(
     assert file.read_text() != text
 
 
-def test_a_training_that_cannot_start_anew_leaves_the_run_as_it_was(tmp_path: Path) -> None:
-    path = make_run(tmp_path / "tiny", ())
-    before = sorted(path.rglob("*"))
-    with pytest.raises(ConfigurationError, match="expected a GPU"):
-        afterplay.train(
-            "@tiny", fresh=True, run__directory=str(tmp_path), learner__device="cuda", engine__device="cuda"
-        )
-    assert {*before} <= {*path.rglob("*")}
+@pytest.mark.parametrize("again", [afterplay.train, afterplay.evaluate])
+def test_a_run_file_belongs_to_one_thread_until_its_run_is_known_or_its_evaluation_has_ended(
+    again: Callable[..., Any], child: type[Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end: Future[int] = Future()
+    texts: list[str] = []
+
+    def other_thread(*_: object, **__: object) -> SimpleNamespace:
+        file = tmp_path / "tiny" / "source" / "run.yaml"
+        before = file.read_text()
+        with ThreadPoolExecutor(1) as thread:
+            call = thread.submit(again, "@tiny", "babyai", run__directory=str(tmp_path), run__seed=2)
+            with pytest.raises(RunIsAlive, match="in use by another thread of this process"):
+                call.result()
+        texts.extend((before, file.read_text()))
+        return SimpleNamespace(child=SimpleNamespace(end=end), end=end, stdout=child.stdout)
+
+    end.set_result(0)
+    monkeypatch.setattr(commands, "Supervised", other_thread)
+    monkeypatch.setattr(commands, "ChildGroup", other_thread)
+    afterplay.train("@tiny", "babyai", run__directory=str(tmp_path), run__seed=1)
+    afterplay.evaluate("@tiny", "babyai", run__directory=str(tmp_path), run__seed=1)
+    assert len(texts) == 4 and len(set(texts)) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"model__source": "./nowhere"},
+        {"loss__policy": "ppoo"},
+        {"learner__device": "cuda"},
+        {"engine": {"kind": "external", "urls": ["http://127.0.0.1:9"]}},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_a_fresh_start_that_is_refused_removes_nothing(wrong: dict[str, Any], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "tiny", ())
+    before = sorted(run.rglob("*"))
+    with pytest.raises(ConfigurationError):
+        afterplay.train("@tiny", fresh=True, run__directory=str(tmp_path), **wrong)
+    assert [path for path in before if not path.exists()] == []
 
 
 def test_an_evaluation_without_a_result_raises_its_message(child: type[Child], tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
+import fcntl
 import json
+import os
 import socket
 import sys
 import time
@@ -157,6 +160,13 @@ class Place:
         lock.__enter__()
         self.patch.setattr(self, "lock", lock, raising=False)
         return ["run", *arguments[2:]]
+
+    def without_locks(self, *command: str) -> list[str]:
+        def refuse(file: int, how: int) -> None:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+        self.patch.setattr(fcntl, "flock", refuse)
+        return [*command, *self.check()[2:]]
 
     def close(self) -> None:
         for one in self.held:
@@ -386,8 +396,8 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     ),
     "rows are not held out": (
         lambda p: [*p.asks('{"prompt": "a", "answer": 1}\n'), "--set", "evaluation.every=10"],
-        "(asked has train): set evaluation.split to another, or hold tasks out, for example environments: {asked: "
-        "{tasks_from: {splits: {train: 0.9, eval: 0.1}}}}",
+        "evaluation.split is eval, but environments.asked.tasks_from.splits has train: add it there, for example "
+        "splits: {train: 0.9, eval: 0.1}",
     ),
     # model
     "model folder is missing": (lambda p: p.check(model={"source": "./nowhere"}), "nowhere is not a folder"),
@@ -469,6 +479,14 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     "tracker is not installed": (Place.without_wandb, "report_to: expected the package wandb, which is not installed"),
     "full disk": (Place.full, "expected at least 16 MB free for a new run in"),
     # runs
+    "run without locks": (
+        lambda p: p.without_locks("run"),
+        "got: No locks available (its file system has no locks: mount it with them, or use a folder on another one)",
+    ),
+    "prepare without locks": (
+        lambda p: p.without_locks("prepare"),
+        ".model.lock, got: No locks available (its file system has no locks",
+    ),
     "run is alive": (Place.alive, "is in use by a run that is alive (supervisor pid"),
     "another model": (
         lambda p: p.resumes("model.source=./other"),

@@ -1,6 +1,7 @@
 """The command line teaches, refuses with the remedy, and does what it says."""
 
 import errno
+import fcntl
 import io
 import os
 import re
@@ -312,6 +313,19 @@ def test_a_run_in_a_folder_that_may_only_be_read_has_a_status(tmp_path, monkeypa
 
     monkeypatch.setattr(os, "open", refusing)
     assert "not running" in " ".join(invoke("status", str(directory.path)).output.split())
+
+
+def test_a_run_whose_lock_cannot_be_tested_has_a_status(tmp_path, monkeypatch):
+    directory = RunDirectory(tmp_path / "run").create()
+    directory.config_file.write_text("environments: {guess: {name: number_guess}}")
+    directory.lock_file.touch()
+
+    def refuse(file, how):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    said = " ".join(invoke("status", str(directory.path)).output.split())
+    assert "whether it is alive cannot be seen: Operation not supported (its file system has no locks" in said
 
 
 def test_the_picture_is_drawn_from_full_partial_and_odd_lines(tmp_path, monkeypatch):

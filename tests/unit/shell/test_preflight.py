@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,16 @@ def prepared(config: RunConfig) -> RunDirectory:
     build_tokenizer(8).save_pretrained(directory.model)
     (directory.model / "config.json").write_text("{}")
     return directory
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_missing_split_is_said_before_anything_is_played_where_a_run_waits(game: Path, at_once: bool) -> None:
+    config, found = configured(game), Findings()
+    config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"every": 1})})
+    with pytest.raises(ConfigurationError) if at_once else nullcontext():
+        check_environments(config, {}, found, at_once)
+    assert "evaluation.split is eval, which is not there" in found.problems[0]
+    assert any("episode of" in note for note in found.notes) is not at_once
 
 
 @pytest.mark.parametrize(("fails", "problems"), [(0, 0), (2, 0), (3, 1)])

@@ -162,6 +162,21 @@ def test_a_file_that_is_not_ours_is_refused_unharmed(tmp_path: Path, damage, say
     assert path.read_bytes() == before
 
 
+def test_a_file_is_created_on_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    path = tmp_path / "replay.sqlite"
+    monkeypatch.setattr("os.link", refuse)
+    assert not STORE.exists(path)
+    STORE.create(path)
+    assert STORE.exists(path)
+    before = path.stat().st_ino
+    STORE.create(path)
+    assert path.stat().st_ino == before, "the file of another process stays"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_store_of_an_older_version_is_refused_in_one_sentence_by_every_reader(tmp_path: Path) -> None:
     path = tmp_path / "replay.sqlite"
     older_version(path)

@@ -133,11 +133,19 @@ async def test_the_folder_of_a_killed_hub_is_removed(tmp_path):
     assert not second.exists() and not (tmp_path / "hub").is_symlink()
 
 
-async def test_a_path_that_is_too_long_for_a_socket_names_the_remedy(tmp_path, monkeypatch):
+async def test_a_long_folder_for_temporary_files_is_done_without(tmp_path, monkeypatch):
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
-    with pytest.raises(ConfigurationError, match="at most 103 bytes"):
-        async with zmq_hub("ipc://", run=tmp_path):
-            pass
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    async with zmq_hub("ipc://", run=tmp_path) as hub, zmq_link("ipc://", "a", run=tmp_path) as link:
+        link.describe({"role": "actor"})
+        assert (await hub.receive()).kind is EventKind.PEER_UP
     assert list(long.iterdir()) == []
+
+
+async def test_a_path_that_is_too_long_for_a_socket_names_the_remedy(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"stage.address: expected .* at most 103 bytes"):
+        async with zmq_hub(f"ipc://{tmp_path / ('x' * 100)}", run=tmp_path):
+            pass
+    assert list(tmp_path.iterdir()) == []
