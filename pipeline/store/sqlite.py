@@ -126,8 +126,8 @@ class Database:
                 connection.close()
             try:
                 os.link(part, path)
-            except FileExistsError:
-                if not path.stat().st_size:
+            except OSError:  # another has made it, it is empty, or the file system has no hard links
+                if not path.exists() or not path.stat().st_size:
                     part.replace(path)
             finally:
                 part.unlink(missing_ok=True)

@@ -162,6 +162,17 @@ def test_a_file_that_is_not_ours_is_refused_unharmed(tmp_path: Path, damage, say
     assert path.read_bytes() == before
 
 
+def test_a_store_is_made_on_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    path = tmp_path / "replay.sqlite"
+    for _ in range(2):
+        ReplayStore(path).close()
+    assert read_ledger(path).updates == 0 and not [*tmp_path.glob("*.part")]
+
+
 def test_a_store_of_an_older_version_is_refused_in_one_sentence_by_every_reader(tmp_path: Path) -> None:
     path = tmp_path / "replay.sqlite"
     older_version(path)
