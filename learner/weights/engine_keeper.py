@@ -218,6 +218,8 @@ class EngineKeeper:
         """True while the engine's label is of this process: one that only answers late is not loaded again."""
         self._served = False
         """True once it has served a version to this process."""
+        self._tried = -1
+        """Newest version that was tried while it took connections: the failure of each counts once."""
         self._came_late = False
         """True where it was healthy at the last attempt, but its weights were gone."""
         self._left = False
@@ -509,12 +511,13 @@ class EngineKeeper:
             log.warning("engine %s does not serve version %d: %s", self.control.url, target.version, reason)
         self.state.live, self.state.reason = None, reason
         self.state.failures += 1
-        if target.version > self.state.attempted and not starting:
+        if target.version > self._tried and not starting:
             self._on_failure()
-        self._attempted(target)
+        self._attempted(target, starting=starting)
 
-    def _attempted(self, target: Target) -> None:
+    def _attempted(self, target: Target, *, starting: bool = False) -> None:
         self.state.attempted = max(self.state.attempted, target.version)
+        self._tried = self._tried if starting else self.state.attempted
         target.attendance.seen(self.control.url)
         self._tell()
 

@@ -121,7 +121,7 @@ class Evaluations(StagePart):
             return
         self.tasks = HeldOut(self._config, self._sources, own)
         if self.active is not None and self.active["shape"] != self._shape(self.tasks):
-            log.warning("the section evaluation has changed: the unfinished evaluation is cancelled")
+            log.warning("tasks, sampling or rewards of the evaluation have changed: the unfinished one is cancelled")
             self._end("abandoned")
         elif self.active is not None:
             self._ends_at = self._clock.now + self._section.seconds_max
@@ -192,9 +192,7 @@ class Evaluations(StagePart):
 
     def next_deadline(self) -> float | None:
         """On the clock of ``now``."""
-        if self.active is None or self.tasks is None:
-            return None
-        return self._ends_at
+        return None if self.active is None or self.tasks is None else self._ends_at
 
     def header(self) -> dict[str, Any]:
         """Header of an EVALUATION message to the learner."""

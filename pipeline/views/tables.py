@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -14,8 +16,16 @@ PIPE_COLUMNS = 240
 
 
 class LastingConsole(Console):
-    """Console that says no more once nobody reads it, such as ``tee`` after Ctrl-C. rich would end the process there,
-    and a run without its drain."""
+    """Console that says no more once nobody reads it, such as ``tee`` after Ctrl-C, or its terminal is gone. rich would
+    end the process there, and a run without its drain."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

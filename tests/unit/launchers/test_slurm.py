@@ -138,18 +138,6 @@ def test_a_submitted_run_is_a_copy_that_later_changes_do_not_touch(
     assert "submitted" in invoke(TINY, "--set", f"run.directory={tmp_path / 'runs'}", "--fresh"), "it never started"
 
 
-def test_a_job_that_is_refused_does_not_empty_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sbatch = tmp_path / "sbatch"
-    sbatch.write_text("#!/bin/sh\necho 'invalid partition specified' >&2\nexit 1\n")
-    sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    run = RunDirectory(tmp_path / "runs" / "tiny").create()
-    run.config_file.touch()
-    with pytest.raises(ConfigurationError, match="sbatch --test-only failed: invalid partition specified"):
-        invoke(TINY, "--set", f"run.directory={tmp_path / 'runs'}", "--fresh")
-    assert run.config_file.exists() and run.checkpoints.exists()
-
-
 def test_a_job_within_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(JOB, "3")
     with pytest.raises(ConfigurationError, match="already job 3"):

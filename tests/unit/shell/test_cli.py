@@ -4,6 +4,7 @@ import errno
 import fcntl
 import io
 import os
+import pty
 import re
 import resource
 import signal
@@ -38,6 +39,7 @@ from pipeline.supervisor.restarts import Machine, Rule
 from pipeline.supervisor.run import run_lock
 from pipeline.views.plots import curve_style, draw, figure
 from pipeline.views.step_lines import MetricsTail, Pace, describe, read_lines, step_of
+from pipeline.views.tables import LastingConsole
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY, GPU = str(ROOT / "configs" / "tiny.yaml"), str(ROOT / "configs" / "gpu.yaml")
@@ -374,6 +376,15 @@ def test_a_terminal_that_is_gone_ends_no_display(monkeypatch):
     with Display("run", 2, {}, {}, Console(file=terminal, force_terminal=True)) as display:
         terminal.gone = True
         display.say("stopping")
+
+
+def test_a_console_whose_terminal_is_gone_says_no_more_and_raises_nothing():
+    terminal, ours = pty.openpty()
+    with open(ours, "w") as output:
+        console = LastingConsole(file=output)
+        os.close(terminal)
+        console.print("the run has ended")
+        console.print("its directory")
 
 
 def test_the_tail_gives_each_whole_line_once(tmp_path):

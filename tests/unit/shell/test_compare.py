@@ -79,6 +79,14 @@ def test_seeds_that_are_asked_for_are_taken_of_folders_too(made_run, tmp_path):
         read_arm("a", folder, [], Metric.REWARD, range(1, 6))
 
 
+def test_a_folder_that_cannot_be_compared_is_refused_before_any_run_of_the_other_arms(made_run, tmp_path, monkeypatch):
+    made_run("a/seed-1", 1, 1.0, 0.0)
+    monkeypatch.setattr("pipeline.cli.compare.run_jobs", lambda *_: pytest.fail("hours of runs have begun"))
+    call = ["compare", str(tmp_path / "a"), f"b={TINY}", "--reach", "0.8", "--seeds", "1-2", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, call)
+    assert isinstance(result.exception, ConfigurationError) and "has none of 2" in str(result.exception)
+
+
 def test_a_run_that_was_trained_again_is_one_run(made_run):
     _, directory = made_run("a", 3, 1.0, 0.0)
     (again := directory.path / "retrain").mkdir()
