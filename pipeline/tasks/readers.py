@@ -176,6 +176,15 @@ def _require_exact(name: str, value: Any) -> None:
         raise BadRow(f"expected whole numbers of at most 64 bits, got {value} in {name!r}: write it as text, in quotes")
 
 
+def top_level(columns: Collection[str], names: Collection[str], where: object) -> list[str]:
+    """Those of ``names`` that hold ``columns``: one of the whole name, else the one before the first dot. Raises
+    :class:`ConfigurationError` for columns that ``where`` does not have."""
+    needed = sorted({path if path in names else path.split(".")[0] for path in columns})
+    if missing := [name for name in needed if name not in names]:
+        raise ConfigurationError(f"expected the columns {', '.join(missing)} in {where}, which has {', '.join(names)}")
+    return needed
+
+
 BATCH_ROWS = 1024
 
 CACHE_BYTES = 256 * 1024 * 1024
@@ -183,7 +192,7 @@ CACHE_BYTES = 256 * 1024 * 1024
 
 
 class ParquetRows(Rows):
-    """The rows of ``files``, one after another. ``columns``: top-level ones to read, empty for all.
+    """The rows of ``files``, one after another. ``columns``: those to read, empty for all.
 
     A row group is decoded whole and kept while ``CACHE_BYTES`` allows, so a shuffled file whose groups do not fit is
     decoded again and again: write it with smaller row groups, or read it as ``kind: huggingface``, which is mapped
@@ -200,7 +209,8 @@ class ParquetRows(Rows):
             ) from error
         self._errors: tuple[type[Exception], ...] = (pyarrow.ArrowException, OSError)
         self._paths = list(files)
-        self._columns = sorted(columns) or None
+        self._columns: list[list[str] | None] = []
+        """Of every file."""
         self._files: list[Any] = []
         self._cache: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._held = 0
@@ -215,20 +225,20 @@ class ParquetRows(Rows):
             except self._errors as error:
                 self.close()
                 raise ConfigurationError(f"expected a Parquet file at {path}, got: {error}") from error
-            missing = sorted(set(columns) - set(file.schema_arrow.names))
-            if missing:
-                has = ", ".join(file.schema_arrow.names)
+            try:
+                self._columns.append(top_level(columns, file.schema_arrow.names, path) or None)
+            except ConfigurationError:
                 self.close()
-                raise ConfigurationError(f"expected the columns {', '.join(missing)} in {path}, which has {has}")
+                raise
             for group in range(file.metadata.num_row_groups):
                 self._groups.append((index, group))
                 self._starts.append(n)
                 n += file.metadata.row_group(group).num_rows
 
     def scan(self) -> Iterator[Row | BadRow]:
-        for path, file in zip(self._paths, self._files, strict=True):
+        for path, file, columns in zip(self._paths, self._files, self._columns, strict=True):
             try:
-                for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=self._columns):
+                for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns):
                     yield from batch.to_pylist()
             except self._errors as error:
                 raise ConfigurationError(f"expected a whole Parquet file at {path}, got: {error}") from error
@@ -258,7 +268,7 @@ class ParquetRows(Rows):
             self._cache.move_to_end(key)
             return table
         try:
-            table = self._files[key[0]].read_row_group(key[1], columns=self._columns)
+            table = self._files[key[0]].read_row_group(key[1], columns=self._columns[key[0]])
         except self._errors as error:
             raise BadRow(f"its row group cannot be read any more: {error}") from error
         self._cache[key] = table
@@ -269,7 +279,7 @@ class ParquetRows(Rows):
 
 
 class HuggingFaceRows(Rows):
-    """One split. ``columns``: top-level ones to read, empty for all. Code of a data set is never run.
+    """One split. ``columns``: those to read, empty for all. Code of a data set is never run.
 
     Raises :class:`ConfigurationError` for a data set, configuration, split or column that is not there.
     """
@@ -292,11 +302,7 @@ class HuggingFaceRows(Rows):
             raise ConfigurationError(
                 f"expected to load the data set {self._name}, got {type(error).__name__}: {str(error)[:500]}{hint}"
             ) from error
-        missing = sorted(set(columns) - set(data.column_names))
-        if missing:
-            has = ", ".join(data.column_names)
-            raise ConfigurationError(f"expected the columns {', '.join(missing)} in {self._name}, which has {has}")
-        self._data = data.select_columns(sorted(columns)) if columns else data
+        self._data = data.select_columns(top_level(columns, data.column_names, self._name)) if columns else data
 
     def scan(self) -> Iterator[Row | BadRow]:
         for start in range(0, len(self._data), BATCH_ROWS):

@@ -62,10 +62,10 @@ class Reading:
 
     @property
     def columns(self) -> set[str]:
-        """Top-level columns that are needed; empty: all. A dotted name is taken as nested."""
+        """Columns that are needed, as :func:`lookup` reads them; empty: all."""
         if not self._columns:
             return set()
-        return {path.split(".")[0] for path in (*self._columns.values(), *(f.column for f in self._filters))}
+        return {*self._columns.values(), *(f.column for f in self._filters)}
 
     def wanted(self, row: Row) -> bool:
         """True if the row meets every condition. Raises :class:`BadRow` where the values cannot be compared."""

@@ -18,6 +18,7 @@ from pipeline.config.load import load
 from pipeline.config.losses import ImportanceConfig, LossConfig
 from pipeline.config.rollouts import EnvironmentConfig
 from pipeline.schema import Task
+from pipeline.views.step_lines import facts
 from tests.unit.losses.cases import tensors
 from tests.unit.losses.slow import Token
 
@@ -57,6 +58,17 @@ def test_every_result_of_the_readme_links_its_raw_file() -> None:
     for row in rows:
         files = re.findall(r"\]\((benchmarks/results/[^)]+)\)", row)
         assert files and all((ROOT / file).is_file() for file in files), row
+
+
+def test_lines_of_steps_have_the_numbers_that_the_console_prints() -> None:
+    """In their order; "…" stands for the rest."""
+    line = dict.fromkeys(("reward_mean", "ratio_mean", "ess_ratio", "staleness_mean", "kl_k3", "tokens_per_second"), 1)
+    labels = [*facts({**line, "signals": {"solved": 1}})]
+    lines = re.findall(r"^(?:# )?step \d+/\d+ +(.*)$", README + START, re.MULTILINE)
+    assert len(lines) >= 5
+    for text in lines:
+        shown = re.findall(r"(\S+) [\d,.]+", text)
+        assert shown == labels or (text.endswith("  …") and shown == labels[: len(shown)]), text
 
 
 def test_the_address_of_the_repository_stands_in_one_place() -> None:

@@ -46,6 +46,19 @@ def test_all_kinds_give_the_same_tasks(tmp_path: Path, opened: Opened) -> None:
         assert [other[i] for i in (19, 0, 7, 8)] == [jsonl[i] for i in (19, 0, 7, 8)]
 
 
+def test_a_column_with_dots_in_its_name_is_found_in_every_kind(tmp_path: Path, opened: Opened) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs datasets: pip install '.[data]'")
+    rows = [{"in.prompt": f"Add {n}", "out": {"answer": n, "other": 0}, "out.level": n, "a": 1} for n in range(5)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "q.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    columns = {"prompt": "in.prompt", "answer": "out.answer", "level": "out.level"}
+    chosen = {"columns": columns, "splits": {"train": 1.0}}
+    jsonl = opened(kind="jsonl", path=write_jsonl(tmp_path / "q.jsonl", rows), **chosen).splits["train"]
+    assert jsonl[2].payload == {"prompt": "Add 2", "answer": 2, "level": 2}
+    for kind, path in (("parquet", tmp_path / "q.parquet"), ("huggingface", tmp_path / "saved")):
+        assert list(opened(kind=kind, path=path, **chosen).splits["train"]) == list(jsonl)
+
+
 def test_messages_out_of_arrow_are_asked_as_they_were_written(tmp_path: Path, opened: Opened) -> None:
     """Arrow gives each message every key that any message has; chat templates ask whether a key is there."""
     pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install '.[data]'")
