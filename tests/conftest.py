@@ -1,5 +1,7 @@
 """Shared rules of all tests: number of examples, limits of time, budgets of CPU time."""
 
+import functools
+import gc
 import importlib
 import os
 import sys
@@ -10,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
+import typer.testing
 from hypothesis import is_hypothesis_test, settings
 
 from tests.support.smollm2 import tokenizer_folder
@@ -18,6 +22,9 @@ from tests.support.smollm2 import tokenizer_folder
 settings.register_profile("full", deadline=None)
 settings.register_profile("quick", deadline=None)
 settings.load_profile("full")
+# Typer makes the commands from their annotations at each call, which takes longer than most of them.
+typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
+
 QUICK_SHARE = 4
 """With ``--hypothesis-profile=quick`` a property is tried with one in so many of its examples."""
 
@@ -82,6 +89,23 @@ def smollm2_folder() -> Path:
     if folder is None:
         pytest.skip("NO SmolLM2 HERE: run 'make setup-dev'")
     return folder
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """The garbage collector would look through all that is imported again and again, a quarter of the time of the
+    imports; what they leave is there until the end, and no later collection looks at it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries in C++ print what is left of them at the end."""
+    gc.unfreeze()
 
 
 def pytest_configure() -> None:

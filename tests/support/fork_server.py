@@ -106,7 +106,7 @@ class ForkServer:
     """The user's end. Close it, or use it as a context manager; the server ends with it, its children do not. Where
     :data:`AVAILABLE` is False it starts every process with ``subprocess.Popen``."""
 
-    def __init__(self) -> None:
+    def __init__(self, imports: Sequence[str] = IMPORTS) -> None:
         self._socket: socket.socket | None = None
         if not AVAILABLE:
             return
@@ -114,7 +114,7 @@ class ForkServer:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno()), *imports],
                 cwd=ROOT,
                 # OpenMP reads them when it is loaded
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
@@ -139,6 +139,46 @@ class ForkServer:
         if self._socket is None:
             return subprocess.Popen(command, start_new_session=True, **how)
         return start(self._socket, command, forks=forks, **how)
+
+    def open(self, command: Sequence[str], *, stderr: int = subprocess.PIPE) -> ForkedWithPipes | subprocess.Popen[str]:
+        """Start ``command`` with pipes of text as its standard streams."""
+        if self._socket is None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr}
+            return subprocess.Popen(command, start_new_session=True, text=True, **pipes)
+        return ForkedWithPipes(self._socket, command, stderr)
+
+
+class ForkedWithPipes:
+    """A forked process with pipes of text; as much of ``subprocess.Popen`` as is needed."""
+
+    def __init__(self, server: socket.socket, command: Sequence[str], stderr: int) -> None:
+        kinds = ["stdin", "stdout"] + ["stderr"] * (stderr == subprocess.PIPE)
+        pipes = {kind: os.pipe() if kind != "stdin" else os.pipe()[::-1] for kind in kinds}
+        theirs = {kind: pipe[1] for kind, pipe in pipes.items()}
+        try:
+            self._forked = start(server, command, **{"stderr": stderr, **theirs})
+        finally:
+            for descriptor in theirs.values():
+                os.close(descriptor)
+        self.stdin, self.stdout, self.stderr = (
+            os.fdopen(pipes[kind][0], "w" if kind == "stdin" else "r") if kind in pipes else None
+            for kind in ("stdin", "stdout", "stderr")
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._forked, name)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it still printed, which has to fit into its pipes until it ends."""
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        self._forked.wait(timeout)
+        said = []
+        for stream in (self.stdout, self.stderr):
+            said.append("" if stream is None or stream.closed else stream.read())
+            if stream is not None:
+                stream.close()
+        return said[0], said[1]
 
 
 class ForkedSubprocess:
@@ -323,8 +363,8 @@ def _own_children() -> Iterator[None]:
         os.waitpid(server, 0)
 
 
-def main(descriptor: int) -> None:
-    for name in IMPORTS:
+def main(descriptor: int, imports: Sequence[str]) -> None:
+    for name in imports:
         importlib.import_module(name)
     gc.freeze()
     serve(socket.socket(fileno=descriptor))
@@ -332,4 +372,4 @@ def main(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:])

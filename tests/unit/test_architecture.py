@@ -50,6 +50,7 @@ FILES = sorted(str(f.relative_to(ROOT)) for package in PACKAGES for f in (ROOT /
 FILE_OF = {module_of(file): file for file in FILES}
 
 
+@cache
 def imports_of(file: str) -> set[str]:
     """Every module that a file imports, anywhere in it; ``from a import b`` counts as ``a`` and ``a.b``."""
     found = set()
@@ -63,17 +64,22 @@ def imports_of(file: str) -> set[str]:
     return found
 
 
-IMPORTS = {file: imports_of(file) for file in FILES}
-ARROWS = {
-    file: {FILE_OF[m] for m in found if m in FILE_OF and FILE_OF[m] != file and not FILE_OF[m].endswith("__init__.py")}
-    for file, found in IMPORTS.items()
-}
-"""The files that each file imports."""
+@cache
+def arrows() -> dict[str, set[str]]:
+    """The files that each file imports."""
+    return {
+        file: {
+            FILE_OF[m]
+            for m in imports_of(file)
+            if m in FILE_OF and FILE_OF[m] != file and not FILE_OF[m].endswith("__init__.py")
+        }
+        for file in FILES
+    }
 
 
 def importers(module: str) -> set[str]:
     """Files that import ``module`` or something in it."""
-    return {name for name, found in IMPORTS.items() if any(m == module or m.startswith(module + ".") for m in found)}
+    return {file for file in FILES if any(m == module or m.startswith(module + ".") for m in imports_of(file))}
 
 
 def circles(arrows: Mapping[str, Iterable[str]]) -> list[list[str]]:
@@ -156,7 +162,7 @@ def test_rooms_import_from_lower_floors() -> None:
     assert {room_of(file) for file in FILES} == set(level), "every room has a floor"
     up = {
         (file, other)
-        for file, others in ARROWS.items()
+        for file, others in arrows().items()
         for other in others
         if room_of(file) != room_of(other)
         and file.split("/")[0] == other.split("/")[0]
@@ -166,11 +172,11 @@ def test_rooms_import_from_lower_floors() -> None:
 
 
 def test_files_import_in_no_circle() -> None:
-    assert circles(ARROWS) == []
+    assert circles(arrows()) == []
 
 
 def test_the_schema_knows_only_errors() -> None:
-    known = {other for file in FILES if file.startswith("pipeline/schema/") for other in ARROWS[file]}
+    known = {other for file in FILES if file.startswith("pipeline/schema/") for other in arrows()[file]}
     assert {other for other in known if not other.startswith("pipeline/schema/")} == {"pipeline/errors.py"}
 
 
@@ -218,13 +224,13 @@ def test_the_reme_client_is_a_plug_in() -> None:
 
 
 def test_rendering_takes_tokenizers_but_no_models() -> None:
-    taken = {m for name in FILES if name.startswith("actors/rendering/") for m in IMPORTS[name]}
+    taken = {m for name in FILES if name.startswith("actors/rendering/") for m in imports_of(name)}
     assert {m for m in taken if m.startswith("transformers.") and not re.search("[Tt]okeniz", m)} == set()
 
 
 def test_the_embedded_engine_serves_http_and_never_calls() -> None:
     assert {
-        m for n in FILES if n.startswith("actors/embedded/") for m in IMPORTS[n] if m.startswith("aiohttp.Client")
+        m for n in FILES if n.startswith("actors/embedded/") for m in imports_of(n) if m.startswith("aiohttp.Client")
     } == set()
 
 
@@ -391,7 +397,7 @@ def test_no_test_double_is_in_the_wheel() -> None:
 
 def test_every_file_is_reached_by_the_product() -> None:
     """By an import, or by its dotted name in a string (plug-ins, processes, commands)."""
-    used = {other for file in FILES for other in ARROWS[file]}
+    used = {other for file in FILES for other in arrows()[file]}
     for file in FILES:
         for node in ast.walk(tree_of(file)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -140,14 +140,17 @@ def opening(kind: str, talk: Talk) -> list[Message]:
     return [*system, *shown, talk.user()]
 
 
-@pytest.mark.parametrize("append", [False, True], ids=["template", "append"])
+LONG = [("tools", True), ("tool and user", False), ("system", False)]
+CALLING = [("tools", True), ("tool", True), ("two users", False)]
+
+
 @pytest.mark.parametrize("name", NAMES)
-@example(
-    data=None, start="thoughtful", turns=[("tools", True), ("tool and user", False), ("system", False)], tools=True
-)
-@example(data=None, start="plain", turns=[("tools", True), ("tool", True), ("two users", False)], tools=False)
-@given(data=st.data(), start=st.sampled_from(OPENINGS), turns=TURNS, tools=st.booleans())
-@settings(FIXTURES, max_examples=12)
+@example(data=None, append=False, start="thoughtful", turns=LONG, tools=True)
+@example(data=None, append=True, start="thoughtful", turns=LONG, tools=True)
+@example(data=None, append=False, start="plain", turns=CALLING, tools=False)
+@example(data=None, append=True, start="plain", turns=CALLING, tools=False)
+@given(data=st.data(), append=st.booleans(), start=st.sampled_from(OPENINGS), turns=TURNS, tools=st.booleans())
+@settings(FIXTURES, max_examples=8)
 def test_everything_said_is_in_the_next_prompt(
     name: str, append: bool, data: Any, start: str, turns: list[tuple[str, bool]], tools: bool
 ) -> None:

@@ -5,6 +5,7 @@ SmolLM2's tokenizer carries every template that TRL ships, and the marks in its 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import re
 from dataclasses import replace
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from actors.process.preflight import check_prompts
 from actors.rollout.agent_loop import Opening
-from actors.tools.parsing.base import ToolCall
+from actors.tools.parsing.base import Thinking, ToolCall
 from actors.tools.parsing.probe import TemplateProbe
 from actors.tools.parsing.registry import FORMATS, format_of_template, parser_of
 from pipeline.config import RunConfig
@@ -113,6 +114,11 @@ UNQUOTED = ("lfm2_2_5", "lfm2_2_5_v2")
 OWN_FORMS = [name for name in TEMPLATES if name not in REFUSED and expected(name) != "hermes"]
 
 
+@functools.cache
+def thinking_of(name: str) -> Thinking:
+    return TemplateProbe(tokenizer_of(name)).thinking
+
+
 @pytest.mark.parametrize("name", [name for name in OWN_FORMS if not name.endswith("_training")])
 @given(calls=CALLS)
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much])
@@ -122,6 +128,8 @@ def test_auto_reads_every_call_as_the_template_wrote_it(name: str, calls: list[A
     tokenizer = tokenizer_of(name)
     tools = schemas(calls)
     user = {"role": "user", "content": "Look it up."}
+    asked = tokenizer.apply_chat_template([user], tools=tools, tokenize=False)
+    prompt = tokenizer.apply_chat_template([user], tools=tools, tokenize=False, add_generation_prompt=True)
     for as_text in (False, True):
         stated = [
             {
@@ -131,14 +139,12 @@ def test_auto_reads_every_call_as_the_template_wrote_it(name: str, calls: list[A
             }
             for index, (tool, arguments) in enumerate(calls)
         ]
-        asked = tokenizer.apply_chat_template([user], tools=tools, tokenize=False)
-        prompt = tokenizer.apply_chat_template([user], tools=tools, tokenize=False, add_generation_prompt=True)
         try:
             reply = {"role": "assistant", "content": "", "tool_calls": stated}
             whole = tokenizer.apply_chat_template([user, reply], tools=tools, tokenize=False)
         except Exception:
             continue  # it refuses a second call, or arguments as text or as a dictionary
-        said, thinking = whole.removeprefix(prompt), TemplateProbe(tokenizer).thinking
+        said, thinking = whole.removeprefix(prompt), thinking_of(name)
         if said == whole:
             said, thinking = whole.removeprefix(asked), replace(thinking, begun="")
         parsed = FORMATS[expected(name)].parse(said, tools, thinking)

@@ -42,7 +42,7 @@ def play(environment: Environment, seed: int, replies: Iterable[str]) -> tuple[f
     return total, step
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def kit() -> Any:
     """The helpers, for tests that cannot import each other."""
 

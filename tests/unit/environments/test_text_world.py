@@ -28,29 +28,33 @@ def express(kit):
         environment.close()
 
 
+@pytest.fixture(scope="module", params=GAMES)
+def world(kit, request):
+    """One environment of each game."""
+    environment = kit.build("textworld_express", game=request.param, steps=300, jvms=4 if request.param in ALONE else 1)
+    yield environment
+    environment.close()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("game", GAMES)
-def test_gold_path_scores_one_in_each_split(kit, express, game):
-    environment = express(game=game, steps=300)
+def test_gold_path_scores_one_in_each_split(kit, world):
     for split in ("train", "dev", "test"):
-        seed = environment.splits[split][7]
-        gold = environment.expert(kit.task(seed))
-        total, last = kit.play(environment, seed, [f"I should do this:\n{action.upper()}." for action in gold])
+        seed = world.splits[split][7]
+        gold = world.expert(kit.task(seed))
+        total, last = kit.play(world, seed, [f"I should do this:\n{action.upper()}." for action in gold])
         assert total == pytest.approx(1.0)
         assert (last.done, last.signals) == (True, {"impossible_action": 0.0, "solved": 1.0})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("game", GAMES)
-def test_plays_of_one_seed_at_once_do_not_disturb_each_other(kit, express, game):
+def test_plays_of_one_seed_at_once_do_not_disturb_each_other(kit, world):
     """Several episodes of the same task, at different points, as in a group."""
-    environment = express(game=game, steps=300, jvms=4 if game in ALONE else 1)
     task = kit.task(11)
-    gold = environment.expert(task)[:20]
-    alone = environment.start(task)
+    gold = world.expert(task)[:20]
+    alone = world.start(task)
     expected = [alone.step(Reply(action)) for action in gold]
     alone.close()
-    episodes, traces = [environment.start(task) for _ in range(4)], [[], [], [], []]
+    episodes, traces = [world.start(task) for _ in range(4)], [[], [], [], []]
     for turn in range(len(gold) + 9):
         for i, episode in enumerate(episodes):
             if 0 <= turn - 3 * i < len(gold):

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given, note, settings
 
 from learner.losses.loss import policy_loss
 from learner.losses.options import SoftCorrection, TokenCorrection, TruncatedCorrection
@@ -48,31 +48,33 @@ options = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=60, deadline=None, phases=PHASES)
 @given(tokens=hostile(), chosen=options, proximal=st.booleans())
-def test_loss_and_gradient_are_those_of_the_slow_reference(name, tokens, chosen, proximal):
-    rules = rules_of(name, **chosen)
-    t = tensors(tokens, proximal=proximal)
-    terms = policy_loss(t, rules)
-    (came,) = torch.autograd.grad(terms.loss, t.logprobs)
-    loss, expected, kept = slow_loss(tokens, rules, name, proximal=proximal)
-    assert terms.loss.item() == pytest.approx(loss, rel=1e-9, abs=1e-9)
-    np.testing.assert_allclose(came.numpy(), expected, rtol=1e-7, atol=1e-10 * max(1.0, np.abs(expected).max()))
-    assert terms.trained.tolist() == kept
-    assert not (terms.clipped_low & terms.clipped_high).any()
+def test_loss_and_gradient_are_those_of_the_slow_reference(tokens, chosen, proximal):
+    for name in NAMES:
+        note(name)
+        rules = rules_of(name, **chosen)
+        t = tensors(tokens, proximal=proximal)
+        terms = policy_loss(t, rules)
+        (came,) = torch.autograd.grad(terms.loss, t.logprobs)
+        loss, expected, kept = slow_loss(tokens, rules, name, proximal=proximal)
+        assert terms.loss.item() == pytest.approx(loss, rel=1e-9, abs=1e-9)
+        np.testing.assert_allclose(came.numpy(), expected, rtol=1e-7, atol=1e-10 * max(1.0, np.abs(expected).max()))
+        assert terms.trained.tolist() == kept
+        assert not (terms.clipped_low & terms.clipped_high).any()
 
 
-@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=30, deadline=None, phases=PHASES)
 @given(tokens=hostile(), chosen=options)
-def test_loss_and_gradient_stay_finite_in_float32(name, tokens, chosen):
-    t = tensors(tokens, dtype=torch.float32)
-    terms = policy_loss(t, rules_of(name, **chosen))
-    (grad,) = torch.autograd.grad(terms.loss, t.logprobs)
-    assert torch.isfinite(terms.loss)
-    assert torch.isfinite(grad).all()
-    assert grad.dtype == terms.loss.dtype == torch.float32
+def test_loss_and_gradient_stay_finite_in_float32(tokens, chosen):
+    for name in NAMES:
+        note(name)
+        t = tensors(tokens, dtype=torch.float32)
+        terms = policy_loss(t, rules_of(name, **chosen))
+        (grad,) = torch.autograd.grad(terms.loss, t.logprobs)
+        assert torch.isfinite(terms.loss)
+        assert torch.isfinite(grad).all()
+        assert grad.dtype == terms.loss.dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -131,29 +133,30 @@ def test_nothing_at_all_is_a_loss_of_zero(name):
         assert (terms.loss.item(), grad.tolist()) == (0.0, [0.0] * len(tokens))
 
 
-@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=25, deadline=None, phases=PHASES)
 @given(tokens=hostile(2.0), seed=st.integers(0, 99))
-def test_the_order_of_tokens_changes_nothing(name, tokens, seed):
+def test_the_order_of_tokens_changes_nothing(tokens, seed):
     order = np.random.default_rng(seed).permutation(len(tokens))
-    rules = rules_of(name, decoupled=True, weight="geometric")
-    a, b = tensors(tokens), tensors([tokens[i] for i in order])
-    loss_a, loss_b = policy_loss(a, rules).loss, policy_loss(b, rules).loss
-    (grad_a,), (grad_b,) = torch.autograd.grad(loss_a, a.logprobs), torch.autograd.grad(loss_b, b.logprobs)
-    assert loss_a.item() == pytest.approx(loss_b.item(), rel=1e-12, abs=1e-14)
-    torch.testing.assert_close(grad_b, grad_a[torch.from_numpy(order)], rtol=1e-10, atol=1e-12)
+    for name in NAMES:
+        note(name)
+        rules = rules_of(name, decoupled=True, weight="geometric")
+        a, b = tensors(tokens), tensors([tokens[i] for i in order])
+        loss_a, loss_b = policy_loss(a, rules).loss, policy_loss(b, rules).loss
+        (grad_a,), (grad_b,) = torch.autograd.grad(loss_a, a.logprobs), torch.autograd.grad(loss_b, b.logprobs)
+        assert loss_a.item() == pytest.approx(loss_b.item(), rel=1e-12, abs=1e-14)
+        torch.testing.assert_close(grad_b, grad_a[torch.from_numpy(order)], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "gspo_token", "dppo_tv", "dppo_kl"])
 @settings(max_examples=40, deadline=None, phases=PHASES)
 @given(tokens=hostile(2.0))
-def test_clipped_tokens_have_no_gradient_of_their_own(name, tokens):
-    if name == "gspo":  # the row's ratio is every token's: one advantage for the row, and the whole row is clipped
-        tokens = [Token(**{**t.__dict__, "advantage": 1.0}) for t in tokens]
-    t = tensors(tokens)
-    terms = policy_loss(t, rules_of(name, dual_clip=None))
-    (grad,) = torch.autograd.grad(terms.loss, t.logprobs)
-    assert not grad[terms.clipped_low | terms.clipped_high].any()
+def test_clipped_tokens_have_no_gradient_of_their_own(tokens):
+    alike = [Token(**{**t.__dict__, "advantage": 1.0}) for t in tokens]
+    for name in ("ppo", "gspo", "gspo_token", "dppo_tv", "dppo_kl"):
+        # of gspo the row's ratio is every token's: one advantage for the row, and the whole row is clipped
+        t = tensors(alike if name == "gspo" else tokens)
+        terms = policy_loss(t, rules_of(name, dual_clip=None))
+        (grad,) = torch.autograd.grad(terms.loss, t.logprobs)
+        assert not grad[terms.clipped_low | terms.clipped_high].any(), name
 
 
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])

@@ -267,15 +267,19 @@ def test_an_exit_in_a_task_of_its_own_does_not_end_the_event_loop(
 
 
 @pytest.mark.parametrize("worker", [False, True])
-@pytest.mark.parametrize("leaves", EXITS)
-async def test_a_score_function_that_leaves_has_failed(leaves: str, worker: bool, tmp_path: Path) -> None:
-    file = written(tmp_path, "reward", leaves)
-    scorer = ScorerConfig.model_validate({"functions": [{"path": f"{file}:pay", "worker": worker}]})
-    verdict = await Scorer(scorer).score(trajectory())
-    (failure,) = verdict.failures
-    assert verdict.reward is None and failure.reason == "raised"
-    assert EXITS[leaves] in failure.details and "leaving.py, line" in failure.details
-    assert failure.cause.endswith(f"raised {EXITS[leaves].partition(':')[0]}")
+async def test_a_score_function_that_leaves_has_failed_and_the_next_is_called(worker: bool, tmp_path: Path) -> None:
+    """All of them in one worker process, which none of them ends."""
+    functions = []
+    for number, leaves in enumerate(EXITS):
+        (folder := tmp_path / str(number)).mkdir()
+        functions.append({"path": f"{written(folder, 'reward', leaves)}:pay", "name": leaves, "worker": worker})
+    verdict = await Scorer(ScorerConfig.model_validate({"functions": functions, "workers": 1})).score(trajectory())
+    failures = {failure.name: failure for failure in verdict.failures}
+    assert verdict.reward is None and failures.keys() == EXITS.keys()
+    for leaves, failure in failures.items():
+        assert failure.reason == "raised"
+        assert EXITS[leaves] in failure.details and "leaving.py, line" in failure.details
+        assert failure.cause.endswith(f"raised {EXITS[leaves].partition(':')[0]}")
 
 
 @pytest.mark.parametrize("leaves", EXITS)

@@ -301,22 +301,22 @@ def test_a_function_that_takes_too_long_is_not_checked_and_that_is_said(
     assert found.notes[-1].endswith("scores.py:later: not checked, it gave no value within 0.05 s")
 
 
-@pytest.mark.parametrize(
-    ("body", "problem"),
-    [
-        ("return 0.5", ""),
-        ("raise ValueError('no rate')", "(every reply is '1'): ValueError: no rate"),
-        ("__import__('sys').exit(3)", "(every reply is '1'): SystemExit: it called sys.exit(3)"),
-        ("__import__('os')._exit(3)", "(every reply is '1'): BrokenWorkerProcess"),
-    ],
-)
-def test_a_function_that_wants_a_worker_is_tried_in_one(body: str, problem: str, game: Path) -> None:
-    (game.parent / "apart.py").write_text(f"def pay(trajectory):\n    {body}\n")
-    function = {"path": f"{game.parent / 'apart.py'}:pay", "worker": True}
-    config = configured(game).model_copy(update={"scorer": ScorerConfig.model_validate({"functions": [function]})})
+def test_functions_that_want_a_worker_are_tried_in_one(game: Path) -> None:
+    bodies = {
+        "pay": ("return 0.5", ""),
+        "raises": ("raise ValueError('no rate')", "(every reply is '1'): ValueError: no rate"),
+        "leaves": ("__import__('sys').exit(3)", "(every reply is '1'): SystemExit: it called sys.exit(3)"),
+        "dies": ("__import__('os')._exit(3)", "(every reply is '1'): BrokenWorkerProcess"),
+    }
+    file = game.parent / "apart.py"
+    file.write_text("".join(f"def {name}(trajectory):\n    {body}\n" for name, (body, _) in bodies.items()))
+    functions = [{"path": f"{file}:{name}", "worker": True} for name in bodies]
+    config = configured(game).model_copy(update={"scorer": ScorerConfig.model_validate({"functions": functions})})
     found = Findings()
     check_environments(config, {}, found)
-    assert [problem in line for line in found.problems] == ([True] if problem else [])
+    expected = [(name, problem) for name, (_, problem) in bodies.items() if problem]
+    for line, (name, problem) in zip(found.problems, expected, strict=True):
+        assert f"apart.py:{name}" in line and problem in line
 
 
 @pytest.mark.parametrize(("payloads", "problems"), [(({}, {"answer": 1}), 0), (({}, {"question": 1}), 1)])

@@ -25,6 +25,7 @@ from pipeline.runtime.metrics_server import MetricsServer
 from pipeline.runtime.process import ExitCode, RoleContext, metrics_port, parse_index, role_name
 from pipeline.runtime.progress import RoleState
 from pipeline.runtime.run_directory import RunDirectory, read_json, take_index, write_json_atomically
+from tests.support.fork_server import ForkServer
 
 PROGRAM = """
 import sys, threading, time, anyio, anyio.to_thread
@@ -92,15 +93,17 @@ sys.exit(run_role("actor-1", 1, config, globals()[sys.argv[2]], ends_with_run=le
 """
 
 
-def start(tmp_path, main, *alone):
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), main, *alone],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+@pytest.fixture(scope="module")
+def server():
+    with ForkServer(("pipeline.config", "pipeline.runtime.process", "uvloop")) as server:
+        yield server
+
+
+@pytest.fixture
+def start(server, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    return lambda main, *alone: server.open([sys.executable, str(program), str(tmp_path), main, *alone])
 
 
 def ended(process, seconds=20):
@@ -112,8 +115,8 @@ def ended(process, seconds=20):
     return process.returncode, err
 
 
-def test_a_role_that_was_started_alone_drains_and_ends_with_0_when_the_run_has_made_its_steps(tmp_path):
-    process = start(tmp_path, "drains_until_told", "alone")
+def test_a_role_that_was_started_alone_drains_and_ends_with_0_when_the_run_has_made_its_steps(start, tmp_path):
+    process = start("drains_until_told", "alone")
     assert process.stdout.readline() == "ready\n"
     directory, steps = RunDirectory(tmp_path / "r"), RunConfig().run.total_steps
     write_json_atomically(directory.finished_file, {"steps": steps - 1, "exit_code": 0})  # of a shorter run before it
@@ -126,10 +129,10 @@ def test_a_role_that_was_started_alone_drains_and_ends_with_0_when_the_run_has_m
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_drains_and_exits_with_0_and_the_process_file_goes(tmp_path, number):
+def test_a_signal_drains_and_exits_with_0_and_the_process_file_goes(start, tmp_path, number):
     if signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("the tests run under nohup")
-    process = start(tmp_path, "drains")
+    process = start("drains")
     assert process.stdout.readline() == "ready\n"
     file = RunDirectory(tmp_path / "r").process_file("actor-1")
     record = read_json(file)
@@ -150,10 +153,10 @@ def test_a_signal_drains_and_exits_with_0_and_the_process_file_goes(tmp_path, nu
 
 @pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGTERM])
 def test_a_process_that_stood_still_while_another_took_its_place_ends_and_leaves_the_others_file(
-    tmp_path, monkeypatch, number
+    start, tmp_path, monkeypatch, number
 ):
     monkeypatch.setenv("AFTERPLAY_ADDRESS", "127.0.0.1")  # a launcher placed it
-    process = start(tmp_path, "drains")
+    process = start("drains")
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGSTOP)
     file = RunDirectory(tmp_path / "r").process_file("actor-1")
@@ -167,8 +170,8 @@ def test_a_process_that_stood_still_while_another_took_its_place_ends_and_leaves
     assert read_json(file) == other
 
 
-def test_a_drain_over_its_time_is_forced_and_says_what_it_did(tmp_path):
-    process = start(tmp_path, "never_drains")
+def test_a_drain_over_its_time_is_forced_and_says_what_it_did(start):
+    process = start("never_drains")
     process.stdout.readline()
     process.terminate()
     code, err = ended(process)
@@ -176,18 +179,19 @@ def test_a_drain_over_its_time_is_forced_and_says_what_it_did(tmp_path):
     assert "drain_seconds_max=1" in err
 
 
-def test_a_second_signal_ends_at_once_even_a_blocked_loop(tmp_path):
-    process = start(tmp_path, "blocks")
+def test_a_second_signal_ends_at_once_even_a_blocked_loop(start):
+    process = start("blocks")
     process.stdout.readline()
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(0.3)
     process.send_signal(signal.SIGINT)
-    assert ended(process)[0] == ExitCode.FORCED
+    code, err = ended(process)
+    assert code == ExitCode.FORCED and "second signal" in err
 
 
-def test_sigterm_that_comes_twice_is_one_signal(tmp_path):
-    process = start(tmp_path, "drains_until_told")
+def test_sigterm_that_comes_twice_is_one_signal(start):
+    process = start("drains_until_told")
     assert process.stdout.readline() == "ready\n"
     process.terminate()
     assert process.stdout.readline() == "stopping\n"
@@ -197,8 +201,8 @@ def test_sigterm_that_comes_twice_is_one_signal(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_blocked_loop_ends_by_force_after_one_signal(tmp_path):
-    process = start(tmp_path, "blocks")
+def test_a_blocked_loop_ends_by_force_after_one_signal(start):
+    process = start("blocks")
     process.stdout.readline()
     process.terminate()
     code, err = ended(process)
@@ -218,8 +222,8 @@ def test_a_blocked_loop_ends_by_force_after_one_signal(tmp_path):
         ("returns", ExitCode.FINISHED, ""),
     ],
 )
-def test_the_exit_code_says_how_it_ended(tmp_path, main, code, words):
-    got, err = ended(start(tmp_path, main))
+def test_the_exit_code_says_how_it_ended(start, main, code, words):
+    got, err = ended(start(main))
     assert got == code
     assert words in err
     assert ("Traceback" in err) == (code == ExitCode.FAILED)
@@ -243,8 +247,8 @@ def test_a_role_without_progress_is_not_well_and_its_metrics_say_since_when(tmp_
 
 
 @pytest.mark.slow
-def test_a_thread_that_hangs_is_told_with_its_stack_and_ends_the_process(tmp_path):
-    process = start(tmp_path, "trains_in_a_thread_that_hangs")
+def test_a_thread_that_hangs_is_told_with_its_stack_and_ends_the_process(start):
+    process = start("trains_in_a_thread_that_hangs")
     code, err = ended(process)
     assert code == ExitCode.STUCK
     assert re.search(r"actor-1: no progress for \d s while training \(limit 1 s\); the stacks of all threads:", err)

@@ -29,6 +29,7 @@ from pipeline.supervisor.restarts import RestartLimits, Rule
 from pipeline.supervisor.run import RunIsAlive, empty_directory, require_unused_store, run_lock
 from pipeline.supervisor.shell import Supervisor
 from pipeline.views.step_lines import MetricsTail
+from tests.support.fork_server import ForkServer
 
 PROGRAM = """
 import sys
@@ -108,17 +109,15 @@ sys.exit(code)
 """
 
 
+IMPORTS = ("matplotlib.backends.backend_agg", "pipeline.supervisor.run", "pipeline.supervisor.shell")
+
+
 class Scene:
-    def __init__(self, root: Path, name: str, *more: str):
+    def __init__(self, server: ForkServer, root: Path, name: str, *more: str):
         self.root = root
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(root), name, *more],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )
+        program = root.with_name("program.py")
+        program.write_text(PROGRAM)
+        self.process = server.open([sys.executable, str(program), str(root), name, *more], stderr=subprocess.STDOUT)
 
     def notes(self) -> list[tuple[str, str, int]]:
         path = self.root / "notes"
@@ -141,12 +140,18 @@ class Scene:
         return self.process.returncode, out
 
 
+@pytest.fixture(scope="module")
+def server():
+    with ForkServer(IMPORTS) as server:
+        yield server
+
+
 @pytest.fixture
-def scene(tmp_path):
+def scene(server, tmp_path):
     scenes: list[Scene] = []
 
     def start(name: str, *more: str) -> Scene:
-        scenes.append(Scene(tmp_path / "r", name, *more))
+        scenes.append(Scene(server, tmp_path / "r", name, *more))
         return scenes[-1]
 
     yield start
