@@ -87,19 +87,25 @@ def write_bundle(source: Source, step: int | None, file: Path, *, texts: bool = 
         (root.path / GROUPS).write_bytes(pack_groups(sent, Limits.of(source.config), texts=texts))
         about = {"step": update + 1, "afterplay": metadata.version("afterplay"), "texts": texts}
         (root.path / ABOUT).write_bytes(orjson.dumps(about))
-        beside = weights_beside(file)
-        shutil.rmtree(beside, ignore_errors=True)  # of a bundle of the same name, which this one replaces
-        if bytes_below(target) > WHOLE_BYTES_MAX:
-            shutil.copytree(target, beside)
-            for path in target.rglob("*"):
-                if path.suffix in _WEIGHTS:
-                    path.unlink()
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f".{file.name}.{os.getpid()}")
-        with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as packed:
-            for path in sorted(p for p in root.path.rglob("*") if p.is_file()):
-                packed.write(path, path.relative_to(root.path).as_posix())
-        part.replace(file)
+        part, beside = file.with_name(f".{file.name}.{os.getpid()}"), weights_beside(file)
+        part_beside = weights_beside(part)
+        try:  # a full disk leaves a bundle of the same name as it was
+            if bytes_below(target) > WHOLE_BYTES_MAX:
+                shutil.copytree(target, part_beside)
+                for path in target.rglob("*"):
+                    if path.suffix in _WEIGHTS:
+                        path.unlink()
+            with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as packed:
+                for path in sorted(p for p in root.path.rglob("*") if p.is_file()):
+                    packed.write(path, path.relative_to(root.path).as_posix())
+            shutil.rmtree(beside, ignore_errors=True)
+            if part_beside.exists():
+                part_beside.replace(beside)
+            part.replace(file)
+        finally:
+            part.unlink(missing_ok=True)
+            shutil.rmtree(part_beside, ignore_errors=True)
     return file.stat().st_size
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import orjson
@@ -618,6 +618,35 @@ async def test_a_large_checkpoint_lies_beside_its_bundle_which_knows_its_bytes(w
     shutil.rmtree(tmp_path / "b.afterplay.weights")
     with pytest.raises(DamagedFiles, match="missing"), open_source(file):
         pass
+
+
+@pytest.mark.parametrize("refused", ["shutil.copytree", "zipfile.ZipFile.write"])
+async def test_a_bundle_that_does_not_fit_on_the_disk_leaves_the_one_it_would_replace(
+    world, tmp_path, monkeypatch, refused
+):
+    source = RunSource.open(await made(world, steps=2))
+    monkeypatch.setattr("learner.process.bundle.WHOLE_BYTES_MAX", 0)
+    file = tmp_path / "bundles" / "b.afterplay"
+    write_bundle(source, 2, file)
+    with monkeypatch.context() as full:
+        full.setattr(refused, refuse_below(file.parent, refused))
+        with pytest.raises(OSError, match="No space left"):
+            write_bundle(source, 1, file)
+    assert {path.name for path in file.parent.iterdir()} == {file.name, f"{file.name}.weights"}
+    with open_source(file) as opened:
+        assert [found.step for found in retrain(opened)] == [2]
+
+
+def refuse_below(folder: Path, name: str) -> Any:
+    """A function of this name that finds no room in ``folder``."""
+    original = shutil.copytree if name == "shutil.copytree" else zipfile.ZipFile.write
+
+    def refuse(*arguments: Any, **more: Any) -> Any:
+        if any(str(folder) in str(getattr(argument, "filename", argument)) for argument in arguments):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(*arguments, **more)
+
+    return refuse
 
 
 async def test_shares_of_the_loss_add_up_in_every_way_of_counting(world):
