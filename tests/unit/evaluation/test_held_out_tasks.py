@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from actors.adapters.bfcl import BFCL
 from actors.environments.host import EnvironmentHost
@@ -147,8 +148,8 @@ def test_an_environment_of_weight_0_is_evaluated_and_never_drawn(tmp_path: Any) 
         source.close()
     sections["evaluation"]["split"] = "test"
     sections["environments"]["train"]["held_out"] = {"test": 3}
-    with pytest.raises(ConfigurationError, match="benchmark has eval"):
-        HeldOut(RunConfig.model_validate(sections), {}, {})
+    with pytest.raises(ValidationError, match=r"environments.benchmark.tasks_from.splits has eval"):
+        RunConfig.model_validate(sections)
     with pytest.raises(ConfigurationError, match="weight above 0 to train on"):
         plan(RunConfig.model_validate({"environments": {"a": {"weight": 0}}}), local_inventory())
 
