@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from afterplay.run import Run, Supervised, reason_in
+from afterplay.run import Run, Supervised, reason_in, whole
 from afterplay.run_file import Config, EnvironmentName, assignments, read_run_file
 from pipeline.errors import ConfigurationError, RunFailed
 from pipeline.runtime.children import ChildGroup, OrphanReaper, module_command, wait_passively
@@ -180,15 +181,24 @@ def retrain(
     """
     resolve.cache_clear()  # a notebook may have defined a function again
     wait_passively()
+    step, updates = (None if n is None else whole(name, n) for name, n in (("step", step), ("updates", updates)))
+    sets = assignments(_named(overrides))
     target = run.directory if isinstance(run, Run) else Path(run).expanduser()
     with load_main("learner.process.bundle:open_source")(target) as source:
-        return list(load_main("learner.process.retrain:retrain")(source, step, updates, assignments(_named(overrides))))
+        return list(load_main("learner.process.retrain:retrain")(source, step, updates, sets))
 
 
-def _named(value: Any) -> Any:
-    """Functions by the name that this process finds them under."""
+def _named(value: Any, key: str = "") -> Any:
+    """Functions by the name that this process finds them under. ``key`` names the place in the
+    :class:`ConfigurationError` for one that has none."""
     if isinstance(value, Mapping):
-        return {key: _named(inner) for key, inner in value.items()}
+        return {name: _named(inner, f"{key}.{name}".lstrip(".")) for name, inner in value.items()}
     if inspect.isfunction(value):
-        return f"{value.__module__}:{value.__qualname__}"
+        module, name = value.__module__, value.__qualname__
+        if getattr(sys.modules.get(module), name, None) is not value:
+            raise ConfigurationError(
+                f"{key.replace('__', '.')}: expected a function that its module has under its own name, got "
+                f"{name}: write it with def at the top level of a module, script or notebook"
+            )
+        return f"{module}:{name}"
     return value

@@ -23,6 +23,7 @@ from typing import Any, Self
 import anyio
 from pydantic import TypeAdapter, ValidationError
 
+from pipeline.cli.options import NUMBER_MAX
 from pipeline.cli.status import is_alive
 from pipeline.config import RunConfig
 from pipeline.config.load import load
@@ -193,7 +194,7 @@ class Run:
             first = error.errors()[0]
             expected = first["msg"].removeprefix("Input should be ")
             raise ConfigurationError(f"{first['loc'][0]}: expected {expected}, got {first['input']!r}") from None
-        listing = reader.listing(chosen, limit=_limit(limit))
+        listing = reader.listing(chosen, limit=whole("limit", limit))
         return [_row(found) for found in reader.find(listing.rows, _span("step", step))]
 
     def curves(self) -> Any:
@@ -208,7 +209,7 @@ class Run:
         the page of the rollouts."""
         page = ""
         if (reader := self._reader()) is not None:
-            listing = reader.listing(Filters(step=_span("step", step), kept=reader.traced), limit=_limit(limit))
+            listing = reader.listing(Filters(step=_span("step", step), kept=reader.traced), limit=whole("limit", limit))
             _, page = page_of(reader, listing, _span("step", step), Vocabulary.read(reader.model))
         return InlinePage(page, self.curves() if self.steps() else None)
 
@@ -336,18 +337,18 @@ def _span(name: str, value: Any) -> Span | None:
     """Raises :class:`ConfigurationError`."""
     if value is None or isinstance(value, Span):
         return value
-    if isinstance(value, range) and len(value) and value.step == 1:
-        return Span(value[0], value[-1])
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return Span(int(value), int(value))
+    is_one = isinstance(value, Integral) and not isinstance(value, bool)
+    found = range(int(value), int(value) + 1) if is_one else value
+    if isinstance(found, range) and found and found.step == 1 and max(-found[0], found[-1]) <= NUMBER_MAX:
+        return Span(found[0], found[-1])
     raise ConfigurationError(f"{name}: expected a number, or a range of numbers such as range(1, 4), got {value!r}")
 
 
-def _limit(value: Any) -> int:
-    """Raises :class:`ConfigurationError`."""
-    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0:
+def whole(name: str, value: Any) -> int:
+    """``value`` of the argument ``name``. Raises :class:`ConfigurationError`."""
+    if isinstance(value, Integral) and not isinstance(value, bool) and 0 < int(value) <= NUMBER_MAX:
         return int(value)
-    raise ConfigurationError(f"limit: expected a whole number of at least 1, got {value!r}")
+    raise ConfigurationError(f"{name}: expected a whole number of 1 to {NUMBER_MAX:,}, got {value!r}")
 
 
 def _row(found: Found) -> dict[str, Any]:

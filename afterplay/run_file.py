@@ -237,7 +237,9 @@ def _copied(value: Any, key: str = "") -> Any:
         return value.tolist()
     if isinstance(value, Enum) and isinstance(value, str | int | float):
         return value.value
-    if value is None or isinstance(value, str | int | float | bytes | date | PurePath):
+    if isinstance(value, date):
+        return str(value)  # text, as in a run file
+    if value is None or isinstance(value, str | int | float | PurePath):
         return value
     raise ConfigurationError(
         f"{key}: expected a value that YAML has (a number, text, list or mapping, or the name of a function as "

@@ -26,7 +26,7 @@ class Distill(Normalized):
     the environment's hint in its prompt (arXiv:2601.20802)."""
 
     name: Literal["distill", "self_distill"]
-    reward_weight: float = Field(0.0, ge=0, allow_inf_nan=False)
+    reward_weight: float = Field(0.0, ge=0)
     """Weight of GRPO's advantage beside the teacher's. 0: rewards are not trained on."""
 
 

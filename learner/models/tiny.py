@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, ValidationError, model_validator
 
 from pipeline.config.base import Section
+from pipeline.config.load import sentence
 from pipeline.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -97,10 +98,9 @@ class TinyOptions(Section):
         try:
             return cls.model_validate({"max_position": max(1024, max_length), **options})
         except ValidationError as error:
-            lines = [
-                f"model.tiny.{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()
-            ]
-            raise ConfigurationError("; ".join(lines) + f"; known options: {', '.join(cls.model_fields)}") from error
+            problems = error.errors(include_url=False)
+            lines = [sentence(problem, ("model", "tiny", *problem["loc"]), cls) for problem in problems]
+            raise ConfigurationError("\n".join(lines)) from error
 
 
 def write_tiny_model(options: TinyOptions, folder: Path) -> None:

@@ -26,7 +26,7 @@ import typer
 from pipeline.cli import roles
 from pipeline.cli.compare import compare
 from pipeline.cli.env import app as env_app
-from pipeline.cli.options import File, Run, Sets, load
+from pipeline.cli.options import File, Run, Sets, finite, load
 from pipeline.cli.plan import show_plan
 from pipeline.cli.push import push
 from pipeline.cli.replay import START, open_run
@@ -116,7 +116,9 @@ def run(
         typer.Option(metavar="DIR", help="With --dry-run on slurm or kubernetes: write files into DIR instead."),
     ] = None,
     nodes: Annotated[str, typer.Option(metavar="N|NAME:GPUS,…", help="Machines, for --on slurm or kubernetes.")] = "",
-    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of each machine, for --on slurm or kubernetes.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, max=10_000, help="GPUs of each machine, for --on slurm or kubernetes.")
+    ] = None,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="[-- ARGUMENT…]", help="Arguments for sbatch, or for helm.", show_default=False),
@@ -156,10 +158,14 @@ def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or em
 @app.command()
 def chaos(
     file: File,
-    minutes: Annotated[float, typer.Option("--minutes", "-m", min=0.1, help="Time from the first update on.")] = 10.0,
+    minutes: Annotated[
+        float, typer.Option("--minutes", "-m", min=0.1, max=10_000, help="Time from the first update on.")
+    ] = 10.0,
     seed: Annotated[int, typer.Option(help="Seed of the schedule of faults.")] = 0,
-    every: Annotated[float, typer.Option(min=0.5, help="Mean seconds between two faults.")] = 15.0,
-    stall: Annotated[float, typer.Option(min=1, help="Longest time without anything new, seconds.")] = 60.0,
+    every: Annotated[float, typer.Option(min=0.5, callback=finite, help="Mean seconds between two faults.")] = 15.0,
+    stall: Annotated[
+        float, typer.Option(min=1, callback=finite, help="Longest time without anything new, seconds.")
+    ] = 60.0,
     sets: Sets = None,
 ) -> None:
     """Run FILE while its processes are killed, stopped and starved, then audit it from outside.

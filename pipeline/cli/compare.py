@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
-from pipeline.cli.options import Sets
+from pipeline.cli.options import Sets, finite
 from pipeline.cli.replay import open_run
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.children import ChildGroup, OrphanReaper, describe_exit, module_command
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     Arms = Mapping[str, Sequence[LearningCurve]]
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
-SEEDS = range(1, 6)
+SEEDS, SEEDS_MAX = range(1, 6), 10_000
 
 
 def compare(
@@ -42,7 +42,7 @@ def compare(
         list[str],
         typer.Argument(metavar="[NAME=]A [NAME=]B …", help="Run files, or folders of runs. The first is the base."),
     ],
-    reach: Annotated[float, typer.Option(metavar="VALUE", help="Target.")],
+    reach: Annotated[float, typer.Option(callback=finite, metavar="VALUE", help="Target.")],
     seeds: Annotated[
         str | None, typer.Option(metavar="1-12", help="Seeds of each arm. Default 1-5; of a folder, all.")
     ] = None,
@@ -59,7 +59,9 @@ def compare(
     ] = False,
     claim: Annotated[
         float | None,
-        typer.Option(metavar="RATIO", help="Ratio that the study is to show: how many seeds does it take?"),
+        typer.Option(
+            callback=finite, metavar="RATIO", help="Ratio that the study is to show: how many seeds does it take?"
+        ),
     ] = None,
     sets: Sets = None,
     arm_sets: Annotated[
@@ -87,9 +89,7 @@ def compare(
       afterplay compare off=@replay_tiny on=@replay_tiny --set-arm off:replay.enabled=false --reach 0.8 --seeds 1-12
       afterplay compare runs/compare/off runs/compare/on --reach 0.7 --out seven
     """
-    if not math.isfinite(reach):
-        raise ConfigurationError(f"--reach: expected a number, got {reach}")
-    if (claim is not None and not 0 < claim < math.inf) or claim == 1:
+    if claim is not None and (claim <= 0 or claim == 1):
         raise ConfigurationError(f"--claim: expected a ratio above 0 other than 1, such as 0.7, got {claim}")
     sources = read_arms(arms)
     own = read_arm_sets(arm_sets or [], sources)
@@ -138,6 +138,8 @@ def seeds_of(text: str) -> list[int]:
         low, dash, high = part.strip().partition("-")
         if not low.isdecimal() or (dash and not high.isdecimal()) or (dash and int(high) < int(low)):
             raise ConfigurationError(f"--seeds: expected numbers and ranges such as 1-12 or 1,2,7-9, got {text!r}")
+        if int(high or low) - int(low) >= SEEDS_MAX:
+            raise ConfigurationError(f"--seeds: expected at most {SEEDS_MAX}, got {text!r}")
         found += range(int(low), int(high or low) + 1)
     return sorted(set(found))
 

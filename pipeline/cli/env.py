@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pipeline.cli.options import NUMBER_MAX, finite
 from pipeline.errors import ConfigurationError
 from pipeline.runtime.plugins import load_main
 from pipeline.views.tables import plain_console, table
@@ -32,7 +33,7 @@ RunFile = Annotated[
     Path | None,
     typer.Option("--config", "-c", metavar="FILE", help="Use section NAME of this run file, with its loop and data."),
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the task.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=NUMBER_MAX, help="Seed of the task.")]
 
 
 @app.command("list")
@@ -131,7 +132,8 @@ def eval_(
     first: Annotated[int, typer.Option(min=0, help="Place of the first task in the split.")] = 0,
     split: Annotated[str, typer.Option(help="Split that the tasks are taken from.")] = "train",
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Sampling temperature. Default: the run file's, else 1.")
+        float | None,
+        typer.Option(min=0.0, callback=finite, help="Sampling temperature. Default: the run file's, else 1."),
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of one reply. Default: the run file's, else 2048.")
@@ -140,14 +142,17 @@ def eval_(
         int | None, typer.Option(min=1, help="Most turns of an episode. Default: the run file's, else 8.")
     ] = None,
     success: Annotated[
-        float | None, typer.Option(help="A reward of at least this is a success. Default: the run file's, else 1.")
+        float | None,
+        typer.Option(callback=finite, help="A reward of at least this is a success. Default: the run file's, else 1."),
     ] = None,
     pass_at: Annotated[
         list[int] | None, typer.Option(min=1, help="k of pass@k; repeat it. Default: 1, 2, 4, ... and --samples.")
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Rollouts at the same time.")] = 16,
     retries: Annotated[int, typer.Option(min=0, help="Further tries of a request that got 429, 5xx or no answer.")] = 6,
-    request_seconds: Annotated[float, typer.Option(min=1.0, help="Time limit of one request.")] = 600.0,
+    request_seconds: Annotated[
+        float, typer.Option(min=1.0, callback=finite, help="Time limit of one request.")
+    ] = 600.0,
     tools: Annotated[
         ToolStyle, typer.Option(help="Send tools as the API has them, or as text in the system message.")
     ] = ToolStyle.native,

@@ -20,6 +20,17 @@ def _check_sets(sets: list[str] | None) -> list[str] | None:
     return sets
 
 
+NUMBER_MAX = 10**15
+"""A bound on numbers that are asked for: SQLite has 64 bits."""
+
+
+def finite(value: float | None) -> float | None:
+    """Callback of options with a number: an infinite one ends no loop, and none compares with NaN."""
+    if value is not None and not abs(value) <= NUMBER_MAX:
+        raise typer.BadParameter(f"expected a number up to {NUMBER_MAX:,}, got {value}")
+    return value
+
+
 File = Annotated[
     Path, typer.Argument(metavar="FILE", help="The run file, or an example that ships with Afterplay, such as @tiny.")
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeline.cli.options import File, Json, Sets, load
+from pipeline.cli.options import File, Json, Sets, finite, load
 from pipeline.cli.replay import open_run
 from pipeline.runtime.plugins import load_main
 from pipeline.views.tables import plain_console, table
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 def show_plan(
     file: File,
     gpus: Annotated[
-        int | None, typer.Option(min=0, help="Plan for this number of GPUs, on each node, instead of ours.")
+        int | None, typer.Option(min=0, max=10_000, help="Plan for this number of GPUs, on each node, instead of ours.")
     ] = None,
     nodes: Annotated[
         str, typer.Option(metavar="N|NAME:GPUS,…", help="Plan for several nodes instead of this machine.")
     ] = "",
     gpu_memory: Annotated[
-        float | None, typer.Option(min=1, metavar="GIB", help="Plan for GPUs of so much memory, instead of ours.")
+        float | None,
+        typer.Option(min=1, callback=finite, metavar="GIB", help="Plan for GPUs of so much memory, instead of ours."),
     ] = None,
     speeds: Annotated[
         str,

@@ -45,6 +45,8 @@ def push(
     """
     if to is None and out is None:
         raise ConfigurationError("push: expected --to hf:USER/MODEL or --out DIR, got neither")
+    if private and to is None:
+        raise ConfigurationError("--private: expected --to beside it, which makes the repository")
     if to is not None and not (to.startswith(SCHEME) and _HUB_ID.fullmatch(to.removeprefix(SCHEME))):
         raise ConfigurationError(f"--to: expected hf:USER/MODEL, got {to!r}")
     config, directory = open_run(run)

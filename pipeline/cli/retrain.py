@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ COMPARED = ("loss", "grad_norm", "ratio_mean", "ess_ratio", "kl_k3", "entropy", 
 """Keys of ``metrics.jsonl`` that a changed update is shown by."""
 PHASES = ("prepare", "choose", "forward", "backward", "optimize")
 """Phases of an update that a repetition has too."""
+METRICS = "metrics.jsonl"
 TOKENS_SHOWN, GROUPS_SHOWN = 10, 8
 ABOUT_DATA = (
     "The rollouts are those of the recorded policies. This says what the changed update makes of them, and not what a "
@@ -48,7 +50,10 @@ def retrain(
     sets: Sets = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="With --set: metrics and picture. Default: retrain/ in the run directory."),
+        typer.Option(
+            metavar="DIR",
+            help="With --set: metrics and picture. Default: retrain/ in the run directory, or retrain-2/ …",
+        ),
     ] = None,
     bundle: Annotated[
         Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write the step of --from to one file instead.")
@@ -79,8 +84,12 @@ def retrain(
         raise ConfigurationError("--json: expected neither --set, whose numbers are in a file, nor --bundle beside it")
     if out is not None and not sets:
         raise ConfigurationError("--out: expected --set beside it, whose metrics and picture it takes")
-    if out is not None and RunDirectory(out).config_file.exists():
-        raise ConfigurationError(f"--out: expected a folder of its own, got the run directory {out}, which has metrics")
+    if out is not None and any(path.exists() for path in (RunDirectory(out).config_file, out / METRICS)):
+        raise ConfigurationError(f"--out: expected a folder of its own, got {out}, which has metrics")
+    if bundle is not None and updates is not None:
+        raise ConfigurationError("--bundle: expected no --updates beside it: a bundle has one step")
+    if bundle is None and not texts:
+        raise ConfigurationError("--no-texts: expected --bundle beside it, whose texts it leaves out")
     wait_passively()
     with load_main("learner.process.bundle:open_source")(run) as source:
         if bundle is not None:
@@ -91,10 +100,15 @@ def retrain(
             return
         made = load_main("learner.process.retrain:retrain")(source, step, updates, tuple(sets or ()))
         if sets:
-            folder = out or (run / "retrain" if run.is_dir() else run.with_name(f"{run.name}-retrain"))
-            compare(made, folder)
+            compare(made, out or free_folder(run / "retrain" if run.is_dir() else run.with_name(f"{run.name}-retrain")))
             return
         raise typer.Exit(0 if (verify_json if as_json else verify)(made) else 1)
+
+
+def free_folder(folder: Path) -> Path:
+    """``folder``, or with the first number behind it that has no results yet."""
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    return next(path for path in itertools.chain((folder,), numbered) if not (path / METRICS).exists())
 
 
 def verify_json(made: Any) -> bool:
@@ -164,7 +178,7 @@ def compare(made: Any, folder: Path) -> None:
     ]
     console.print(table((">step", *(f">{key}" for key in COMPARED)), rows, "recorded → changed"))
     folder.mkdir(parents=True, exist_ok=True)
-    files = {"recorded": folder / "recorded.jsonl", "changed": folder / "metrics.jsonl"}
+    files = {"recorded": folder / "recorded.jsonl", "changed": folder / METRICS}
     for file, lines in zip(files.values(), (recorded, changed), strict=True):
         file.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
     written = [files["changed"]]

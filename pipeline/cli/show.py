@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from pipeline.cli.options import Run
+from pipeline.cli.options import NUMBER_MAX, Run, finite
 from pipeline.cli.replay import open_run
 from pipeline.errors import ConfigurationError
 from pipeline.views.tables import plain_console
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 LIST_LIMIT = 50
 PAGE_LIMIT = 200
-NUMBER_MAX = 10**15
-"""A bound on what is asked for: SQLite has 64 bits."""
-
 
 SortBy = StrEnum("SortBy", "newest oldest step reward tokens turns seconds entropy version age replays")
 ColourBy = StrEnum("ColourBy", "sampled logprob ratio entropy advantage version")
@@ -43,8 +40,8 @@ def show(
         typer.Option(metavar="N|A-B", help="From the evaluation after N updates, or after A to B (0-: all)."),
     ] = None,
     split: Annotated[str | None, typer.Option(help="From this split: train, or a held-out one such as eval.")] = None,
-    reward_min: Annotated[float | None, typer.Option(help="With a reward of at least this.")] = None,
-    reward_max: Annotated[float | None, typer.Option(help="With a reward of at most this.")] = None,
+    reward_min: Annotated[float | None, typer.Option(callback=finite, help="With a reward of at least this.")] = None,
+    reward_max: Annotated[float | None, typer.Option(callback=finite, help="With a reward of at most this.")] = None,
     task: Annotated[
         str | None, typer.Option(help="With this text in the task id, or matching a pattern: 'arithmetic/1*'.")
     ] = None,
@@ -109,6 +106,10 @@ def show(
     from pipeline.views.transcript import found_json, listed_json
     from pipeline.views.vocabulary import Vocabulary
 
+    if html is not None and (as_json or whole):
+        raise ConfigurationError("--html: expected neither --json nor --print beside it, which go to the terminal")
+    if colour is not ColourBy.sampled and (html is not None or as_json or not (whole or trajectory)):
+        raise ConfigurationError("--colour: expected TRAJECTORY or --print beside it, whose tokens it colours")
     config, directory = open_run(run)
     reader = RunReader(config, directory)
     only_kept = html is not None if kept is None else kept

@@ -17,7 +17,9 @@ class Section(BaseModel):
     """A frozen section of the run file. The docstring under a field is its documentation, which ``afterplay config
     show`` prints."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -62,7 +62,7 @@ class CriticConfig(Section):
     backbone: Literal["own", "none"] = "own"
     """``own``: a second copy of the initial model, fully trained. ``none``: only a value head on the policy's hidden
     states; its gradient does not reach the policy."""
-    learning_rate: float = Field(1e-5, gt=0, allow_inf_nan=False)
+    learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate. It follows the warm-up and the schedule of ``learner.learning_rate``."""
     warmup_updates: int = Field(0, ge=0)
     """The critic's first updates, in which only it is trained."""
@@ -81,7 +81,7 @@ class LearnerConfig(Section):
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Autocast type of the forward and backward passes. Master weights are float32. ``auto``: bfloat16 on a GPU, on a
     CPU with instructions for it, and with ``lora.frozen_dtype: bfloat16``; else float32."""
-    learning_rate: float = Field(1e-6, gt=0, allow_inf_nan=False)
+    learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate. 1e-6 suits full fine-tuning of pretrained models; small or random models need more."""
     warmup_steps: int = Field(0, ge=0)
     """Updates over which the learning rate rises linearly from 0."""

@@ -98,6 +98,14 @@ def _refusal(node: yaml.Node, problem: str) -> yaml.YAMLError:
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
+_REMEDIES = {
+    "<block end>": ": indent the keys of a section by the same number of spaces",
+    "'\\t'": ": indent with spaces",
+    "mapping values are not allowed here": ": write a text with ': ' in it in quotes, or indent as above",
+}
+"""Sentences for PyYAML's words."""
+
+
 def parse_yaml(text: str, where: str) -> Any:
     """The value of a document. Raises :class:`ConfigurationError` that names ``where``, the line and the problem."""
     try:
@@ -107,7 +115,8 @@ def parse_yaml(text: str, where: str) -> Any:
         problem = error.problem or str(error)
         if error.context and problem.startswith("but "):
             problem = f"{error.context}, {problem}"
-        raise ConfigurationError(f"{where}{line}: {problem}{_look_alike(text, error)}") from error
+        remedy = next((remedy for words, remedy in _REMEDIES.items() if words in problem), "")
+        raise ConfigurationError(f"{where}{line}: {problem}{_look_alike(text, error) or remedy}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigurationError(f"{where}: expected YAML, got {' '.join(str(error).split())}") from error
 
@@ -373,22 +382,23 @@ def sentence(problem: Any, path: Path_, model: type[BaseModel] | None = None) ->
         return f"{key}: expected one of {problem['ctx']['expected']}{came}"
     if kind == "missing":
         return f"{key}: expected a value, got none"
-    if kind == "model_type":
+    if kind in ("model_type", "dict_type"):
         return f"{key}: expected a section (keys and values){came}"
     if kind == "string_type" and isinstance(problem["input"], int | float):
         text = str(problem["input"]).lower() if isinstance(problem["input"], bool) else problem["input"]
         return f'{key}: expected text{came}: write it in quotes, "{text}", and in a shell \'"{text}"\''
     if kind.endswith("_type"):
         came = came or ", got a section"
-    if kind == "tuple_type":
-        return f"{key}: expected a list{came}"
-    message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    if kind in ("tuple_type", "path_type"):
+        return f"{key}: expected a {'list' if kind == 'tuple_type' else 'path'}{came}"
+    message = re.sub(r"^\w+ should (be |have )|^Value error, ", "", problem["msg"])
+    message = message.replace("String should match pattern", "text of the form").replace(" after validation", "")
     return f"{key}: expected {message[0].lower() + message[1:]}{came}"
 
 
 def reasons(error: ValidationError) -> str:
     """Problems of a configuration that was made from another one, in one line."""
-    return "; ".join(str(problem["msg"]).removeprefix("Value error, ") for problem in error.errors())
+    return "; ".join(sentence(problem, tuple(problem["loc"])) for problem in error.errors())
 
 
 def read_options(given: Options, kinds: Mapping[str, type[Options]], key: str) -> Options:

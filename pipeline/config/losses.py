@@ -121,7 +121,7 @@ class LossConfig(Section):
     """KL estimator (Schulman 2020), with d = log π - log π_ref: k1 = d, k2 = d²/2, k3 = exp(-d) - 1 + d. A plus keeps
     the value and uses the gradient of k2, whose expectation under the policy is the gradient of the KL
     (arXiv:2510.01555); the expected gradient of k1 is zero. None: k3 in the loss, k1 in the reward."""
-    load_balancing: float = Field(0.0, ge=0, allow_inf_nan=False)
+    load_balancing: float = Field(0.0, ge=0)
     """For a mixture of experts: weight of the load-balancing loss (Switch Transformers, arXiv:2101.03961), the mean
     over layers of ``experts · Σ f · P``, which is 1 when the load is even. f is an expert's share of the choices, P its
     mean router probability, over all tokens of the rows that have a gradient, context included. 0: off."""

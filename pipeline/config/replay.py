@@ -97,7 +97,7 @@ class ReplayConfig(Section):
     trains the same groups. As many more stay as there are back to that checkpoint (``checkpoint.keep``). Above
     ``capacity_bytes`` the oldest go, beyond ``run.disk_bytes_max`` all. 0: none, and the learner does not record what
     its updates computed."""
-    success_threshold: float = Field(1.0, allow_inf_nan=False)
+    success_threshold: float = Field(1.0)
     """A reward of at least this is a success. Decides about difficulty, retirement and storing. The
     successes of a group are stored unless all its fresh rollouts succeed."""
     select: Literal["argmin", "argmax", "random"] = "argmin"

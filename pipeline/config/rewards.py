@@ -145,7 +145,7 @@ class ScorerConfig(Section):
     """The reward of a trajectory: a weighted sum of the environment's score, functions, judges and reward models. If
     one part fails, the trajectory has no reward (it is never 0), and its rollout is repeated."""
 
-    environment_weight: float = Field(1.0, allow_inf_nan=False)
+    environment_weight: float = Field(1.0)
     """Weight of the environment's own score."""
     functions: tuple[ScoreFunction, ...] = ()
     """Built-in graders and your own functions."""

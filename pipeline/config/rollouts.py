@@ -210,7 +210,7 @@ class EnvironmentConfig(Section):
     name: str = "arithmetic"
     """A built-in name (``afterplay env list``), an entry point of ``afterplay.environments``, ``module:Class`` or
     ``path/file.py:Class``."""
-    weight: float = Field(1.0, ge=0, allow_inf_nan=False)
+    weight: float = Field(1.0, ge=0)
     """Share of tasks, relative to the other environments. 0: it is only evaluated (``evaluation.split``), like a
     benchmark."""
     options: dict[str, Any] = Field(default_factory=dict)

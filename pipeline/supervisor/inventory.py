@@ -95,11 +95,17 @@ def local_inventory(environment: Mapping[str, str] | None = None, torch_has_cuda
     return Inventory((node,), lack)
 
 
+COUNT_MAX = 10_000
+"""A bound on nodes, and on the GPUs of one."""
+
+
 def given_inventory(gpus: int | None, nodes: str, here: Inventory, gib: float | None = None) -> Inventory:
     """The inventory of ``--gpus N``, ``--nodes`` and ``--gpu-memory``: a number of nodes, or ``NAME:GPUS,NAME:GPUS``.
     Each node has ``gpus`` GPUs of ``gib`` GiB unless ``nodes`` says otherwise; cores and other memory are unknown.
     Raises :class:`ConfigurationError`."""
     size = None if gib is None else int(gib * 2**30)
+    if nodes.isdecimal() and int(nodes) > COUNT_MAX:
+        raise ConfigurationError(f"--nodes: expected at most {COUNT_MAX}, got {nodes}")
     if not nodes:
         if gpus is None:
             return here if size is None else replace(here, nodes=tuple(replace(n, gpu_bytes=size) for n in here.nodes))
@@ -111,6 +117,8 @@ def given_inventory(gpus: int | None, nodes: str, here: Inventory, gib: float | 
         if match is None:
             raise ConfigurationError(f"--nodes: expected a number, or NAME:GPUS,NAME:GPUS, got {nodes!r}")
         number = int(match[2]) if match[2] else gpus or 0
+        if number > COUNT_MAX:
+            raise ConfigurationError(f"--nodes: expected at most {COUNT_MAX} GPUs on a node, got {number}")
         found.append(Node(match[1], _numbered(number), gpu_bytes=size, address=match[1]))
     return Inventory(tuple(found), "--nodes and --gpus give none")
 

@@ -177,7 +177,7 @@ def _require_exact(name: str, value: Any) -> None:
 
 
 def top_level(columns: Collection[str], names: Collection[str], where: object) -> list[str]:
-    """Those of ``names`` that hold ``columns``: one of the whole name, else the one before the first dot. Raises
+    """Sorted ``names`` that hold ``columns``: one of the whole name, else the one before the first dot. Raises
     :class:`ConfigurationError` for columns that ``where`` does not have."""
     needed = sorted({path if path in names else path.split(".")[0] for path in columns})
     if missing := [name for name in needed if name not in names]:
@@ -210,7 +210,7 @@ class ParquetRows(Rows):
         self._errors: tuple[type[Exception], ...] = (pyarrow.ArrowException, OSError)
         self._paths = list(files)
         self._columns: list[list[str] | None] = []
-        """Of every file."""
+        """A list for every file, None for all columns."""
         self._files: list[Any] = []
         self._cache: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._held = 0

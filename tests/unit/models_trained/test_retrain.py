@@ -42,7 +42,7 @@ from learner.process.update_record import UpdateRecord, read_record, write_recor
 from learner.training.optimizer import bit_sums
 from learner.training.report import AppliedStep, StepTotals
 from pipeline.cli.app import app
-from pipeline.cli.retrain import PHASES
+from pipeline.cli.retrain import PHASES, free_folder
 from pipeline.config.base import Given, Section
 from pipeline.config.load import dump
 from pipeline.errors import ConfigurationError, DamagedFiles, StoreError
@@ -484,6 +484,30 @@ async def test_a_change_applies_from_its_step_on_to_the_recorded_weights(world):
     assert (one.step, two.step) == (5, 6)
     assert one.line["entropy"] == one.recorded["entropy"] and one.line["loss"] != one.recorded["loss"]
     assert two.line["entropy"] != two.recorded["entropy"], "other weights"
+
+
+def test_a_changed_update_replaces_no_results_of_an_earlier_one(tmp_path):
+    for name in ("retrain", "retrain-2", "retrain-3"):
+        assert free_folder(tmp_path / "retrain") == tmp_path / name
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").touch()
+
+
+@pytest.mark.parametrize("function", [lambda tokens, rules: 0, made.__get__(1), Path.exists])
+def test_a_function_that_no_module_has_under_its_name_is_refused_by_its_place(function):
+    def local(tokens, rules):
+        return 0
+
+    for one in (function, local):
+        with pytest.raises(ConfigurationError, match=r"^loss\.policy: expected "):
+            afterplay.retrain("nowhere", loss={"policy": one})
+
+
+@pytest.mark.parametrize("number", ["2", 0, True, 1.5])
+def test_a_step_that_is_no_number_of_one_is_refused(number):
+    for name in ("step", "updates"):
+        with pytest.raises(ConfigurationError, match=f"^{name}: expected a whole number of 1 to "):
+            afterplay.retrain("nowhere", **{name: number})
 
 
 @pytest.mark.parametrize("kind", ["plain", *(pytest.param(k, marks=pytest.mark.slow) for k in ("everything", "mix"))])

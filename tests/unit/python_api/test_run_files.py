@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import date
 from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any
@@ -187,11 +188,12 @@ def test_overrides_are_also_arguments_of_a_command() -> None:
         "environments": {"a": {"name": "arithmetic"}},
         "learner__learning_rate": 1e-6,
         "engine__args": ["--seed=1"],
-        "model": {"chat_template": None},
+        "model": {"chat_template": None, "source": date(2026, 1, 2)},
         "sampling": {"stop": ["🛑"]},
         "run__directory": Path("there"),
     }
     config = loads("", overrides=assignments(given))
+    assert config.model.source == "2026-01-02"
     assert (config.run.name, config.learner.learning_rate, config.engine.args) == ("x", 1e-6, ("--seed=1",))
     assert config.sampling.stop == ("🛑",) and config.run.directory == Path("there")
 
@@ -228,6 +230,7 @@ def test_source_is_written_beside_the_run_file(tmp_path: Path) -> None:
         ("~/gone.yaml", {}, "expected a run file at ~/gone.yaml"),
         ("@tiny", {"run__name__first": 1}, "run.name: expected a valid string, got a section"),
         ({"run": 3}, {}, "run"),
+        ("@tiny", {"run": {"name": b"x"}}, r"^run\.name: expected a value that YAML has .*, got b'x'"),
         ({"environments": []}, {"environments": [3]}, "environments"),
     ],
 )

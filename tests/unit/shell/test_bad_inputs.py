@@ -253,7 +253,27 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     ),
     "name of another folder": (
         lambda p: [*p.check(), "--set", "run.name=.."],
-        "run.name: expected string should match",
+        "run.name: expected text of the form",
+    ),
+    "empty text": (
+        lambda p: p.check(trackers={"project": ""}),
+        "trackers.project: expected at least 1 character, got ''",
+    ),
+    "text for environments": (
+        lambda p: p.check(environments="guess"),
+        "environments: expected a section (keys and values), got 'guess'",
+    ),
+    "more seeds than a study has": (
+        lambda p: ["compare", "a=@tiny", "b=@tiny", "--reach", "1", "--seeds", "1-99999999999"],
+        "--seeds: expected at most 10000, got '1-99999999999'",
+    ),
+    "more nodes than a cluster has": (
+        lambda p: ["plan", "@tiny", "--nodes", "99999999999"],
+        "--nodes: expected at most 10000, got 99999999999",
+    ),
+    "more GPUs than a node has": (
+        lambda p: ["plan", "@tiny", "--nodes", "a:99999999999"],
+        "--nodes: expected at most 10000 GPUs on a node, got 99999999999",
     ),
     "negative size": (
         lambda p: p.check(actor={"concurrency": -4}),
@@ -412,7 +432,10 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     ),
     "GGUF file without gguf": (Place.without_gguf, "expected the package gguf, which reads some.gguf of 'some-model'"),
     "no source": (lambda p: p.check(model={"source": "a/b/c"}), "model.source: expected a folder, a hub id"),
-    "tiny option": (lambda p: p.check(model={"source": "tiny", "tiny": {"layer": 2}}), "model.tiny.layer"),
+    "tiny option": (
+        lambda p: p.check(model={"source": "tiny", "tiny": {"layer": 2}}),
+        "did you mean model.tiny.layers?",
+    ),
     "template is missing": (
         lambda p: p.check(model={"source": "tiny", "chat_template": "x.jinja"}),
         "cannot read x.jinja",
@@ -520,12 +543,34 @@ CASES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     ),
     "changed steps into a run": (
         lambda p: ["retrain", *p.resumes()[:0], str(p.run.path), "--set", "loss.kl=1", "--out", str(p.run.path)],
-        "--out: expected a folder of its own, got the run directory",
+        "--out: expected a folder of its own, got",
+    ),
+    "changed steps over others": (
+        lambda p: ["retrain", ".", "--set", "loss.kl=1", "--out", str(Path(p.write("mine/metrics.jsonl", "")).parent)],
+        "--out: expected a folder of its own, got",
+    ),
+    "updates of a bundle": (lambda p: ["retrain", ".", "--bundle", "b", "--updates", "2"], "a bundle has one step"),
+    "texts of no bundle": (lambda p: ["retrain", ".", "--no-texts"], "--no-texts: expected --bundle beside it"),
+    "private and not pushed": (
+        lambda p: ["push", ".", "--out", "mine", "--private"],
+        "--private: expected --to beside it",
+    ),
+    "a page as JSON": (
+        lambda p: ["show", ".", "--html", "a.html", "--json"],
+        "--html: expected neither --json nor --print beside it",
+    ),
+    "colours of a list": (
+        lambda p: ["show", ".", "--colour", "ratio"],
+        "--colour: expected TRAJECTORY or --print beside it",
     ),
     "a folder for nothing": (lambda p: ["retrain", ".", "--out", "mine"], "--out: expected --set beside it"),
     "status of no run": (lambda p: ["status", "."], "expected a run directory, got ., which has no config.yaml"),
     "curves of no run": (lambda p: ["plot", "."], "expected a run directory, got ., which has no config.yaml"),
     "rollouts of no run": (lambda p: ["show", "nowhere"], "expected a run directory"),
+    "more tasks than an evaluation has": (
+        lambda p: ["eval", *p.resumes()[:0], str(p.run.path), "-c", "initial", "--tasks", "9999999"],
+        "eval: evaluation.tasks: expected less than or equal to 1048576, got 9999999",
+    ),
     "checkpoint is missing": (
         lambda p: ["eval", *p.resumes()[:0], str(p.run.path), "-c", "9"],
         "--checkpoint: expected best, latest",

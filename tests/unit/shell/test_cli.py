@@ -14,9 +14,11 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import orjson
 import pytest
+import typer
 from rich.console import Console
 from rich.live import Live
 from typer.testing import CliRunner
@@ -113,6 +115,23 @@ def test_every_command_explains_itself(command):
     result = invoke(*command.split(), "--help")
     assert result.exit_code == 0
     assert len(result.output.splitlines()) > 6
+
+
+def numbers_of(command):
+    """Each option of a command and of its subcommands whose value is a real number, with its command."""
+    for inner in getattr(command, "commands", {}).values():
+        yield from numbers_of(inner)
+    kinds = get_type_hints(command.callback) if command.callback else {}
+    yield from ((command, p) for p in command.params if kinds.get(p.name) in (float, float | None))
+
+
+@pytest.mark.parametrize("text", ["inf", "-inf", "nan", "1e300"])
+def test_no_option_takes_a_number_without_end(text):
+    options = list(numbers_of(typer.main.get_command(app)))
+    assert len(options) >= 11
+    for command, option in options:
+        with pytest.raises(typer.BadParameter):
+            option.process_value(typer.Context(command), text)
 
 
 def test_a_checked_file_is_summed_up():

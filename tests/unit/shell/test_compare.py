@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
@@ -15,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.cli.app import app
-from pipeline.cli.compare import Study, compare, plan_jobs, read_arm, read_arm_sets, read_arms, run_jobs, seeds_of
+from pipeline.cli.compare import Study, plan_jobs, read_arm, read_arm_sets, read_arms, run_jobs, seeds_of
 from pipeline.config.load import load
 from pipeline.errors import ConfigurationError, StoreError
 from pipeline.runtime.run_directory import RunDirectory, write_json_atomically
@@ -248,11 +247,6 @@ def test_settings_of_an_earlier_call_are_not_mixed_with_others(tmp_path):
 def test_wrong_arguments_are_refused_with_what_is_expected(call, problem):
     with pytest.raises(ConfigurationError, match=problem):
         call()
-
-
-def test_a_target_that_is_no_number_is_refused():
-    with pytest.raises(ConfigurationError, match="--reach: expected a number, got nan"):
-        compare(["a.yaml", "b.yaml"], math.nan)
 
 
 def test_names_come_from_files_and_examples():

@@ -1,6 +1,7 @@
 """A run file that is wrong is answered with what to change."""
 
 import json
+import math
 import socket
 import sys
 from pathlib import Path
@@ -8,11 +9,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from learner.advantages.estimators import Grpo
 from learner.losses.options import Gspo, Ppo
 from learner.process.preflight import with_options
 from pipeline.config import RunConfig
+from pipeline.config.base import Section
 from pipeline.config.explain import free_ports, is_free, resolve, show, split_address
 from pipeline.config.load import USUAL_NAMES, dump, dump_yaml, load, model_at, parse_yaml
 from pipeline.config.load import loads as loads_file
@@ -36,6 +39,22 @@ def refusal(text="", overrides=(), environment=None):
 def test_what_a_file_leaves_out_has_its_default():
     assert loads("") == loads("engine:\nactor: {}\n")
     assert loads("").model_copy(update={"environments": RunConfig().environments}) == RunConfig()
+
+
+def sections(kind=Section):
+    yield kind
+    for inner in kind.__subclasses__():
+        yield from sections(inner)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_no_section_takes_a_number_without_end(value):
+    keys = [(kind, key) for kind in sections() for key, f in kind.model_fields.items() if "float" in str(f.annotation)]
+    assert len(keys) > 50
+    for kind, key in keys:
+        with pytest.raises(ValidationError) as caught:
+            kind.model_validate({key: value})
+        assert key in {error["loc"][0] for error in caught.value.errors() if error["loc"]}, (kind, key)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +157,13 @@ def test_merged_keys_are_those_that_a_section_does_not_have_itself():
         ("sampling: {temperature: 0.7}\nlearner: {reference: {url: http://a:1}}", "set sampling.temperature: 1, or"),
         ("run: {seed: 1}\nrun: {seed: 2}", "line 2: expected each key once, got 'run' on line 1 and again on line 2"),
         ("run: {seed: 1", "run.yaml, line 1"),
+        (
+            "run:\n  name: a\n seed: 1",
+            "line 3: expected <block end>, but found '<block mapping start>': indent the keys",
+        ),
+        ("run:\n\tname: a", "line 2: found character '\\t' that cannot start any token: indent with spaces"),
+        ("run:\n  name: a: b", "line 2: mapping values are not allowed here: write a text with ': ' in it in quotes"),
+        ("run: {directory: 5}", "run.directory: expected a path, got 5"),
         ("run：\n  seed: 1", "line 2: mapping values are not allowed here; is '：' on line 1 meant as ':'?"),
         ("run: {seed: 1， name: a}", "line 1: expected ',' or '}', but got ':'; is '，' on line 1 meant as ','?"),
         ("run: {seed: 1｝\n", "; is '｝' on line 1 meant as '}'?"),
