@@ -144,7 +144,9 @@ class ForkServer:
         """Start ``command`` with pipes of text as its standard streams."""
         if self._socket is None:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr}
-            return subprocess.Popen(command, start_new_session=True, text=True, **pipes)
+            path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+            environment = {**os.environ, "PYTHONPATH": path}
+            return subprocess.Popen(command, env=environment, start_new_session=True, text=True, **pipes)
         return ForkedWithPipes(self._socket, command, stderr)
 
 

@@ -51,7 +51,7 @@ def schemas(calls: Sequence[ToolCall]) -> list[Mapping[str, Any]]:
 
 
 @given(calls=CALLS)
-@settings(max_examples=40)
+@settings(max_examples=80)
 def test_what_a_format_writes_it_reads(calls: list[ToolCall]) -> None:
     apart = list({c.name: c for c in calls}.values())
     for name, form in FORMATS.items():
@@ -78,7 +78,7 @@ JUNK = st.text(max_size=80) | st.lists(
 
 
 @given(text=JUNK)
-@settings(max_examples=100)
+@settings(max_examples=2000)
 def test_junk_is_text_or_an_error_that_can_be_told(text: str) -> None:
     for name, form in FORMATS.items():
         note(name)
