@@ -206,10 +206,10 @@ class Study:
         SIGTERM stop the runs cleanly."""
         from pipeline.runtime.process import ExitCode
 
+        jobs = plan_jobs(self.sources, SEEDS if seeds is None else seeds, sets, own, self.out)
         for name, source in self.sources.items():
             if Path(source).is_dir():
                 read_arm(name, source, [], self.metric, seeds)  # it may be refused, and not after hours of runs
-        jobs = plan_jobs(self.sources, SEEDS if seeds is None else seeds, sets, own, self.out)
         stop = threading.Event()
         previous = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -110,7 +110,7 @@ def openings(say: Any) -> list[list[Message]]:
         [Message("system", say()), user],
         [user, Message("assistant", say()), Message("user", say())],
         [user, Message("assistant", say(), {"tool_calls": [called]}), answer],
-        [user, Message("assistant", say(), {"reasoning_content": say()}), Message("user", say())],
+        [user, Message("assistant", say(), {"reasoning_content": "so " + say()}), Message("user", say())],
     ]
 
 

@@ -52,7 +52,7 @@ def test_a_condition_that_cannot_be_tested_is_a_bad_row(condition: dict[str, Any
 def test_columns_are_renamed_and_others_left_out() -> None:
     payload, _ = reading(columns={"prompt": "q", "split": "extra.split"}).payload(ROW)
     assert payload == {"prompt": "1 + 1?", "split": "dev"}
-    assert reading(columns={"prompt": "q", "split": "extra.split"}).columns == {"q", "extra"}
+    assert reading(columns={"prompt": "q", "split": "extra.split"}).columns == {"q", "extra.split"}
 
 
 @pytest.mark.parametrize(
