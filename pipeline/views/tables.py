@@ -19,11 +19,15 @@ class LastingConsole(Console):
     """Console that says no more once nobody reads it, such as ``tee`` after Ctrl-C, or its terminal is gone. rich would
     end the process there, and a run without its drain."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._had_terminal = self.file.isatty()
+
     def print(self, *objects: Any, **options: Any) -> None:
         try:
             super().print(*objects, **options)
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno != errno.EIO or not self._had_terminal:  # the disk of a file may come back
                 raise
             self.on_broken_pipe()
 

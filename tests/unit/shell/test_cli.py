@@ -406,6 +406,19 @@ def test_a_console_whose_terminal_is_gone_says_no_more_and_raises_nothing():
         console.print("its directory")
 
 
+def test_a_console_in_a_file_speaks_again_when_its_disk_does(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with (tmp_path / "out").open("w") as output:
+        console = LastingConsole(file=output)
+        with monkeypatch.context() as faulty, pytest.raises(OSError, match="Input/output"):
+            faulty.setattr(Console, "print", refuse)
+            console.print("nobody reads this")
+        console.print("going on")
+    assert (tmp_path / "out").read_text() == "going on\n"
+
+
 def test_the_tail_gives_each_whole_line_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     tail = MetricsTail(path)
