@@ -1,6 +1,7 @@
 """A Java process that hangs takes nobody with it: neither the threads that wait for it, nor the games after it."""
 
 import gc
+import gc
 import signal
 import threading
 import time
@@ -17,6 +18,8 @@ def test_a_java_process_that_hangs_is_ended_and_replaced(kit, monkeypatch):
     try:
         episode = environment.start(kit.task(1))
         java = environment._pool._processes[0].main._gateway.java_process
+        gc.collect()
+        gc.disable()  # py4j tells Java of each object that is collected, and would wait for this one for ever
         java.send_signal(signal.SIGSTOP)
         while psutil.Process(java.pid).status() != psutil.STATUS_STOPPED:  # else it may still answer the step
             time.sleep(0.001)
@@ -37,6 +40,7 @@ def test_a_java_process_that_hangs_is_ended_and_replaced(kit, monkeypatch):
             with pytest.raises(TimeoutError, match="did not answer"):
                 environment.start(kit.task(2))
         hanging.join(60)
+        gc.enable()
         assert failures and java.wait(10) is not None
         episode.close()
         environment.start(kit.task(2)).close()
