@@ -1,7 +1,6 @@
 """A Java process that hangs takes nobody with it: neither the threads that wait for it, nor the games after it."""
 
 import gc
-import gc
 import signal
 import threading
 import time
@@ -40,12 +39,12 @@ def test_a_java_process_that_hangs_is_ended_and_replaced(kit, monkeypatch):
             with pytest.raises(TimeoutError, match="did not answer"):
                 environment.start(kit.task(2))
         hanging.join(60)
-        gc.enable()
         assert failures and java.wait(10) is not None
         episode.close()
         environment.start(kit.task(2)).close()
         assert [process.games for process in environment._pool._processes] == [0]
     finally:
+        gc.enable()
         environment.close()
 
 
