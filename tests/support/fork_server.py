@@ -171,7 +171,7 @@ class ForkedWithPipes:
         return getattr(self._forked, name)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What it still printed, which has to fit into its pipes until it ends."""
+        """The rest of its output, which has to fit into its pipes until it ends."""
         with contextlib.suppress(BrokenPipeError):
             self.stdin.close()
         self._forked.wait(timeout)
