@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from actors.adapters.catalogue import undone_on_error
@@ -34,6 +35,11 @@ class Process:
     games: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _since: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Keep Python's garbage collector from calls into Java, on which any thread would wait for one that hangs."""
+        self.main._gateway._gateway_client.gateway_property.enable_memory_management = False
+        import_module("py4j.finalizer").clear_finalizers(clear_all=True)
 
     @contextmanager
     def call(self) -> Iterator[None]:
